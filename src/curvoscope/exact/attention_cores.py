@@ -1,0 +1,181 @@
+"""The cores of attention's outer-product blocks.
+
+Every weight of the layer moves the output of token i by a vector times a matrix, J_i = z_i (x) M_i, with
+
+    M_i = Cov_i[V, f]      query, key (f the keys, the inputs)      M_i = I      value, output
+
+in the space of the port through which the weight reaches the output: the head's e values, or the output itself. So
+all outer blocks have the core M_i^T S_i M'_i, with S_i seen through the two ports.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvoscope.exact.moments import Feature, Rows
+from curvoscope.operators.cores import Core, TokenForm
+
+
+@dataclass(frozen=True)
+class Seen:
+    """S through two ports: one matrix for all tokens, `shared` (e, e'), or `blocks(start, stop)` -> (t, e, e')."""
+
+    shared: Tensor | None
+    blocks: Callable[[int, int], Tensor]
+    shape: tuple[int, int]
+    workspace: int
+    symmetric: bool
+
+
+@dataclass(frozen=True)
+class Response:
+    """M_i = Cov_i[V, f]: how the head's output answers to scores that move along the features f."""
+
+    rows: Rows
+    value: Feature
+    feature: Feature
+
+    def matrix(self, start: int, stop: int) -> Tensor:
+        """Cov_i[V, f], (t, e, p)."""
+        return self.rows.covariance(self.value, self.feature, start, stop)
+
+    @property
+    def workspace(self) -> int:
+        """Numbers that `matrix` needs for a token."""
+        narrow, wide = sorted((self.value.width, self.feature.width))
+        return 3 * narrow * wide + self.rows.length * narrow
+
+
+class Plain(Core):
+    """C_i = S_i between two ports: value and output weights."""
+
+    def __init__(self, seen: Seen, period: int) -> None:
+        super().__init__(seen.shape, period, seen.workspace, seen.symmetric)
+        self._seen = seen
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, e, e')."""
+        return _symmetrised(self._seen.blocks(start, stop), self.symmetric)
+
+
+class Answered(Core):
+    """C_i = S_i Cov_i[V, f]: a value or output weight with a query or key weight."""
+
+    def __init__(self, seen: Seen, right: Response) -> None:
+        shape = (seen.shape[0], right.feature.width)
+        super().__init__(shape, right.rows.length, seen.workspace + right.workspace + shape[0] * shape[1])
+        self._seen, self._right = seen, right
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, e, q)."""
+        return self._seen.blocks(start, stop) @ self._right.matrix(start, stop)
+
+    def token_form(self) -> TokenForm | None:
+        """(V S^T)^T D_i f, where S is the same for all tokens."""
+        if self._seen.shared is None:
+            return None
+        left = self._right.value.values @ self._seen.shared.mT
+        return TokenForm(left, self._right.feature.values, self._right.rows.inner_derivative)
+
+
+class Scores(Core):
+    """C_i = Cov_i[V, f]^T S_i Cov_i[V', g]: two query or key weights."""
+
+    def __init__(self, left: Response, seen: Seen, right: Response) -> None:
+        shape = (left.feature.width, right.feature.width)
+        same = left.rows is right.rows and left.feature is right.feature
+        workspace = seen.workspace + left.workspace + right.workspace + 2 * shape[0] * shape[1]
+        super().__init__(shape, left.rows.length, workspace, seen.symmetric and same)
+        self._left, self._seen, self._right, self._same = left, seen, right, same
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, p, q), through the features or, when it is shorter, through the tokens."""
+        (e, f), (p, q), length = self._seen.shape, self.shape, self._left.rows.length
+        by_features = length * (e * p + (0 if self._same else f * q)) + e * f * q + e * p * q
+        by_tokens = length * e * f + length * length * (f + 3 + q) + length * p * q
+        if by_tokens < by_features and start % length == 0 and stop % length == 0:
+            form = self.token_form()
+            n, last = start // length, stop // length
+            inner = form.inner(start, stop).view(last - n, length, length, length)
+            values = (form.left[n:last].mT[:, None] @ (inner @ form.right[n:last, None])).flatten(0, 1)
+        else:
+            left, right = self._matrices(start, stop)
+            values = left.mT @ (self._seen.blocks(start, stop) @ right)
+        return _symmetrised(values, self.symmetric)
+
+    def diagonal(self, start: int, stop: int) -> Tensor:
+        """sum_e M[e, p] (S M')[e, p], (t, p)."""
+        left, right = self._matrices(start, stop)
+        return (left * (self._seen.blocks(start, stop) @ right)).sum(1)
+
+    def trace(self, start: int, stop: int) -> Tensor:
+        """tr C_i. With one S for all tokens, a kernel identity without feature dimensions:
+
+        <Cov_i[V, f], S Cov_i[V, f]> = sum_jl A_ij A_il of the doubly centred Gram matrices of V S V^T and f f^T.
+        """
+        rows, shared = self._left.rows, self._seen.shared
+        if shared is None or not (self._same and rows.softmax and rows is self._right.rows):
+            return super().trace(start, stop)
+        n, last = start // rows.length, -(-stop // rows.length)
+        values, features = self._left.value.values[n:last], self._left.feature.values[n:last]
+        kernel, other = values @ shared @ self._right.value.values[n:last].mT, features @ features.mT
+        A = rows.A[n:last]
+        first, second = A @ kernel, A @ other
+        found = (A * (A @ (kernel * other))).sum(-1) - 2 * (A * first * second).sum(-1)
+        found = found + (A * first).sum(-1) * (A * second).sum(-1)
+        return found.flatten()[start - n * rows.length : stop - n * rows.length]
+
+    def token_form(self) -> TokenForm:
+        """f^T (D_i V S_i V'^T D'_i) g."""
+        return TokenForm(self._left.feature.values, self._right.feature.values, self._inner)
+
+    def _inner(self, start: int, stop: int) -> Tensor:
+        """D_i (V S_i V'^T) D'_i, (t, L, L)."""
+        left, right, length = self._left.rows, self._right.rows, self._left.rows.length
+        n, last = start // length, -(-stop // length)
+        skip = slice(start - n * length, stop - n * length)
+        seen = self._seen.shared if self._seen.shared is not None else self._seen.blocks(n * length, last * length)
+        if seen.ndim == 3:
+            seen = seen.view(last - n, length, *seen.shape[1:])
+        values, others = self._left.value.values[n:last, None], self._right.value.values[n:last, None]
+        kernel = (values @ seen @ others.mT).expand(last - n, length, length, length).flatten(0, 1)[skip]
+        a, b = (_row_weights(rows)[n:last].flatten(0, 1)[skip] for rows in (left, right))
+        if left.softmax:
+            kernel_b = (kernel @ b[:, :, None])[..., 0]
+            a_kernel = (a[:, None, :] @ kernel)[:, 0]
+            constant = (a * kernel_b).sum(1)
+            kernel = kernel - kernel_b[:, :, None] - a_kernel[:, None, :] + constant[:, None, None]
+        return a[:, :, None] * kernel * b[:, None, :]
+
+    def _matrices(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        left = self._left.matrix(start, stop)
+        return left, left if self._same else self._right.matrix(start, stop)
+
+
+def _row_weights(rows: Rows) -> Tensor:
+    """The weights that D_i puts on the keys: a_i with a softmax, the mask without."""
+    return rows.A if rows.open_keys is None else rows.open_keys.expand_as(rows.A)
+
+
+def _symmetrised(values: Tensor, symmetric: bool) -> Tensor:
+    return (values + values.mT) / 2 if symmetric else values
+
+
+class Rotated(Core):
+    """R_i^T C_i R_i, on the rows, the columns or both: the query side under rotary positions."""
+
+    def __init__(self, core: Core, unrotate: Callable[[Tensor, Tensor], Tensor], rows: bool, columns: bool) -> None:
+        super().__init__(core.shape, core.period, 3 * core.workspace, core.symmetric and rows == columns)
+        self._core, self._unrotate, self._rows, self._columns = core, unrotate, rows, columns
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, p, q)."""
+        values = self._core.dense(start, stop)
+        positions = torch.arange(start, stop, device=values.device) % self.period
+        if self._columns:
+            values = self._unrotate(values, positions[:, None])
+        if self._rows:
+            values = self._unrotate(values.mT, positions[:, None]).mT
+        return _symmetrised(values, self.symmetric)

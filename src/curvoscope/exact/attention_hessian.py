@@ -1,0 +1,256 @@
+"""The Hessian of attention: its blocks as operators, and its split at the scores."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from curvoscope.errors import RangeError
+from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight, weights_of
+from curvoscope.exact.attention_product import AttentionProduct, Directions
+from curvoscope.losses import LossAt
+from curvoscope.operators.base import LinearOperator, Product, Shape
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
+from curvoscope.operators.kronecker import KroneckerSum
+
+if TYPE_CHECKING:
+    from curvoscope.exact.attention import Pass, SelfAttention
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A named block: the weight it belongs to, its place there (None: all of it), its shape and its heads' parts."""
+
+    weight: str
+    slot: Slot | None
+    shape: Shape
+    parts: list[Weight]
+
+
+class AttentionHessian(BlockHessian):
+    """Attention's Hessian, exact; beyond a `BlockHessian`, its split at the scores T and what follows from it."""
+
+    def __init__(
+        self,
+        layer: "SelfAttention",
+        passed: "Pass",
+        loss: LossAt,
+        biases: bool,
+        per_head: bool,
+        wrt_input: bool,
+    ) -> None:
+        self._layer, self._passed = layer, passed
+        self._terms, self._product = AttentionBlocks(layer, passed, loss), AttentionProduct(layer, passed, loss)
+        self._whole = layer.shapes(biases)
+        self._blocks: dict[str, _Block] = {}
+        for name, shape in self._whole.items():
+            parts = weights_of(layer, name, shape)
+            if per_head and len(parts) > 1:
+                for i, part in enumerate(parts):
+                    self._blocks[f"{name}.{i}"] = _Block(name, part.slot, part.shape, [part])
+            else:
+                self._blocks[name] = _Block(name, None, shape, parts)
+        if wrt_input:
+            self._whole["X"] = (passed.X.shape[0] * passed.X.shape[1], layer.d)
+            self._blocks["X"] = _Block("X", None, self._whole["X"], [])
+        names = list(self._blocks)
+        shapes = {name: block.shape for name, block in self._blocks.items()}
+
+        def matrix(outer: bool) -> BlockMatrix:
+            return BlockMatrix(
+                shapes,
+                lambda row, column: self._block(row, column, outer),
+                passed.X,
+                self._multiplication(names, names, outer, not outer),
+            )
+
+        super().__init__(
+            matrix(outer=True), matrix(outer=False), self._multiplication(names, names, outer=True, functional=True)
+        )
+
+    # ---- the split at the scores
+
+    @property
+    def t_functional(self) -> "TFunctional":
+        """The part of the query-key Hessian that comes from T being bilinear: [[0, s B (x) I], [s B^T (x) I, 0]]."""
+        queries, keys = self._query_key()
+        gradients = [
+            torch.cat(
+                [
+                    torch.cat([self._terms.score_gradient(h, _bias(row), _bias(column)) for column in keys], 1)
+                    for h in part.heads
+                    for row in queries
+                ]
+            )
+            for part in self._blocks["K"].parts
+        ]
+        shapes = {name: self.shapes[name] for name in (*queries, *keys)}
+        return TFunctional(
+            shapes,
+            lambda row, column: self._assembled(row, column, self._terms.t_functional),
+            gradients,
+            self._layer.d_k,
+        )
+
+    @property
+    def t_outer(self) -> BlockMatrix:
+        """The rest of the query-key Hessian, (dT/dW)^T (d^2 loss/dT^2) (dT/dW)."""
+        queries, keys = self._query_key()
+        shapes = {name: self.shapes[name] for name in (*queries, *keys)}
+        return BlockMatrix(
+            shapes,
+            lambda row, column: (
+                self.outer[row, column] + self._assembled(row, column, self._terms.functional_at_scores)
+            ),
+            self._passed.X,
+        )
+
+    def bulk(self) -> tuple[Tensor, int]:
+        """Eigenvalues +-s sigma_j(B) of the complete Hessian, and the multiplicity that each has at least.
+
+        With n queries a key head and inputs of width d (one more with biases), that is d_k + 1 - (1 + n) d; where it
+        is not positive, nothing is guaranteed and nothing returned.
+        """
+        gradients = self.t_functional.gradients
+        multiplicity = self._layer.d_k + 1 - sum(gradients[0].shape)
+        if multiplicity <= 0:
+            return self._passed.X.new_empty(0), 0
+        values = torch.cat([torch.linalg.svdvals(gradient) for gradient in gradients])
+        return torch.cat([-values, values]).sort().values, multiplicity
+
+    def rank_bounds(self) -> dict[str, tuple[int, int]]:
+        """Upper bounds on ranks: (as in Lemma D.2, sharpened by the number of keys that each query sees).
+
+        A row of softmax over n keys moves in n - 1 dimensions, so token i adds at most min(width, n_i - 1).
+        """
+        layer, (queries, keys) = self._layer, self._query_key()
+        d, k = sum(self.shapes[name][0] for name in keys), layer.d_k
+        e = sum(self.shapes[name][0] for name in queries)
+        moving = self._passed.visible.expand_as(self._passed.A).sum(-1) - (self._passed.open_keys is None)
+        by_width = {width: int(moving.clamp(max=width).sum()) for width in (d, k)}
+        pairs = ((d + e) * k - k * k if k < min(d, e) else d * e) * layer.heads
+        query, key = e * k * layer.heads, d * k * layer.kv_heads
+        return {
+            "t_outer": (pairs, min(pairs, by_width[d])),
+            "Q": (query, min(query, by_width[k])),
+            "K": (key, min(key, by_width[d])),
+        }
+
+    def _query_key(self) -> tuple[list[str], list[str]]:
+        """The names of query and of key blocks, biases after weights."""
+        if self._layer.rotary is not None:
+            raise RangeError("rotary", "the split at the scores needs scores bilinear in W_Q and W_K alone")
+        if self._layer.merged:
+            raise RangeError("W_QK", "scores are linear in one query-key matrix: there is no split")
+        if "K" not in self._blocks:
+            raise RangeError("per_head", "ask for the split at the scores without per_head")
+        by_role = {
+            role: [name for name, block in self._blocks.items() if block.parts and block.parts[0].role == role]
+            for role in ("Q", "K")
+        }
+        return by_role["Q"], by_role["K"]
+
+    # ---- blocks
+
+    def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
+        roles = {part.role for name in (row, column) for part in self._blocks[name].parts}
+        if "X" in (row, column) or ("K" in roles and self._layer.rotary is not None):  # no Kronecker form
+            return Product(
+                self._multiplication([row], [column], outer, not outer),
+                self._multiplication([column], [row], outer, not outer),
+                self._blocks[row].shape,
+                self._blocks[column].shape,
+                self._passed.X,
+                symmetric=row == column,
+            )
+        product = self._multiplication([row], [column], outer, not outer)
+        return self._assembled(row, column, self._terms.outer if outer else self._terms.functional, product)
+
+    def _assembled(
+        self, row: str, column: str, terms: TermsOf, product: Callable[[Tensor], Tensor] | None = None
+    ) -> LinearOperator:
+        """The block of two weights: one Kronecker sum, or a tile of them for each pair of heads."""
+        rows, columns = self._blocks[row], self._blocks[column]
+        like = self._passed.X
+        if len(rows.parts) == len(columns.parts) == 1:
+            left, right = rows.parts[0], columns.parts[0]
+            return KroneckerSum(left.shape, right.shape, terms(left, right), like, row == column, product)
+        entries: dict[tuple[int, int], LinearOperator] = {}
+        for i, left in enumerate(rows.parts):
+            for j, right in enumerate(columns.parts):
+                if row == column and j < i:
+                    entries[i, j] = entries[j, i].T
+                else:
+                    same = row == column and i == j
+                    entries[i, j] = KroneckerSum(left.shape, right.shape, terms(left, right), like, same)
+        slots = [part.slot for part in rows.parts], [part.slot for part in columns.parts]
+        return Tiles(rows.shape, columns.shape, *slots, entries, like, row == column, product)
+
+    def _multiplication(
+        self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool
+    ) -> Callable[[Tensor], Tensor]:
+        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`, in closed form."""
+        weights = list(dict.fromkeys(self._blocks[name].weight for name in wanted))
+
+        def multiply(columns: Tensor) -> Tensor:
+            parts = []
+            for start, stop in self._product.chunks(columns.shape[1]):
+                directions = self._unpacked(columns[:, start:stop].T, given)
+                answers = self._product(directions, weights, outer, functional)
+                parts.append(self._packed(answers, wanted).T)
+            return torch.cat(parts, 1)
+
+        return multiply
+
+    def _unpacked(self, rows: Tensor, names: Sequence[str]) -> Directions:
+        """(n, C) -> the directions of the weights, (n, a, p) each."""
+        sizes = [self._blocks[name].shape for name in names]
+        pieces = rows.split([a * p for a, p in sizes], 1)
+        directions: Directions = {}
+        for name, piece in zip(names, pieces, strict=True):
+            block = self._blocks[name]
+            if block.slot is None:
+                directions[block.weight] = piece.reshape(-1, *block.shape)
+            else:
+                whole = directions.setdefault(
+                    block.weight, rows.new_zeros(rows.shape[0], *self._whole[block.weight])
+                )
+                block.slot.of(whole, 1).copy_(piece.reshape(-1, *block.shape))
+        return directions
+
+    def _packed(self, answers: Directions, names: Sequence[str]) -> Tensor:
+        pieces = []
+        for name in names:
+            block = self._blocks[name]
+            answer = answers[block.weight]
+            pieces.append((answer if block.slot is None else block.slot.of(answer, 1)).flatten(1))
+        return torch.cat(pieces, 1)
+
+
+class TFunctional(BlockMatrix):
+    """The T-functional part. `gradients` are s B, for each key head the B of its queries one below the other."""
+
+    def __init__(
+        self,
+        shapes: dict[str, Shape],
+        entry: Callable[[str, str], LinearOperator],
+        gradients: list[Tensor],
+        d_k: int,
+    ) -> None:
+        super().__init__(shapes, entry, gradients[0])
+        self.gradients, self._d_k = gradients, d_k
+
+    def _spectrum_is_cheap(self) -> bool:
+        return True
+
+    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+        """+-s sigma_j(B), each d_k times, and zeros."""
+        values = torch.cat([torch.linalg.svdvals(gradient) for gradient in self.gradients])
+        values = torch.cat([values, -values]).repeat_interleave(self._d_k)
+        return torch.cat([values, values.new_zeros(self.shape[0] - len(values))]).sort().values
+
+
+def _bias(name: str) -> bool:
+    return name.startswith("b_")

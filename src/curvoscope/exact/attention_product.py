@@ -1,0 +1,195 @@
+"""The closed-form Hessian-vector product of attention: about three forward passes, no d x d or k x k tensor a token.
+
+Notation of the forward pass, and d for the derivative along a direction of the weights and the input:
+
+    dT = s (dq K^T + q dK^T)    dA = D dT    dF_h = dA V + A dV    (D the row derivative of A in T)
+    u = G_h V^T                 P = D u      g_q = s P K    g_K = s P^T q    g_V = A^T G_h
+
+The product is the derivative of the gradient: outer through dG = S dF alone, functional with G held fixed.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.losses import LossAt
+
+if TYPE_CHECKING:
+    from curvoscope.exact.attention import Pass, SelfAttention
+
+Directions = dict[str, Tensor]
+
+
+class AttentionProduct:
+    """Products of the Hessian's parts with directions, each a dict of (n, a, p) tensors, n directions at once."""
+
+    def __init__(self, layer: "SelfAttention", passed: "Pass", loss: LossAt | None) -> None:
+        self.layer, self.passed, self._loss = layer, passed, loss
+        share = layer.heads // layer.kv_heads
+        groups = (layer.kv_heads, share)
+        # (N, G, share, L, ·): the queries of a group beside the keys and values that they share
+        self._q = passed.query.unflatten(1, groups)
+        self._k, self._v = passed.key[:, :, None], passed.value[:, :, None]
+        self._A = passed.A.unflatten(1, groups)
+        self._open = passed.open_keys
+        if self._open is not None:
+            self._open = self._open.expand_as(passed.A).unflatten(1, groups)
+        if loss is None:
+            return
+        self._G = loss.gradient
+        self._Gh = layer.to_heads(self._G).unflatten(1, groups)
+        self._u = self._Gh @ self._v.mT
+        self._P = self._derivative(self._u)
+        s = layer.scale
+        self._gradients = {  # at the projections X W + b, which the direction of X meets again
+            "Q": self._merged(s * self._P @ self._k, turn=True),
+            "K": self._merged(s * (self._P.mT @ self._q).sum(2, keepdim=True), turn=True),
+            "V": self._merged((self._A.mT @ self._Gh).sum(2, keepdim=True), turn=False),
+        }
+
+    def __call__(
+        self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool
+    ) -> Directions:
+        """The parts asked for, of the Hessian times the directions, at the blocks `wanted`."""
+        layer, s = self.layer, self.layer.scale
+        assert self._loss is not None
+        dq, dk, dv, dA, dFh = self._push(directions)
+        dF = self._to_output(dFh, directions)
+        dG = self._loss.curvature.apply(dF) if outer else torch.zeros_like(dF)
+        dGh = self._to_heads(dG)
+        if functional and "O" in directions:
+            turned = layer.split(self._G @ directions["O"].mT[:, None], layer.heads)
+            dGh = dGh + turned.unflatten(-3, self._A.shape[1:3])
+        du = dGh @ self._v.mT
+        if functional:
+            du = du + self._Gh @ dv.mT
+        dP = self._derivative(du)
+        if functional and self._open is None:
+            mean = (self._A * self._u).sum(-1, keepdim=True)
+            dP = dP + dA * (self._u - mean) - self._A * (dA * self._u).sum(-1, keepdim=True)
+        at_q, at_k, at_v = dP @ self._k, dP.mT @ self._q, self._A.mT @ dGh
+        if functional:
+            at_q, at_k, at_v = at_q + self._P @ dk, at_k + self._P.mT @ dq, at_v + dA.mT @ self._Gh
+        projections = {
+            "Q": self._merged(s * at_q, turn=True),
+            "K": self._merged(s * at_k.sum(-3, keepdim=True), turn=True),
+            "V": self._merged(at_v.sum(-3, keepdim=True), turn=False),
+        }
+        result: Directions = {}
+        for name in wanted:
+            if name == "X":
+                at_input = self._at_input(projections, directions, functional)
+                result[name] = at_input.reshape(at_input.shape[0], -1, layer.d)
+            elif name == "O":
+                result[name] = (layer.merge(self.passed.head_output).mT @ dG).sum(1)
+                if functional:
+                    result[name] += (layer.merge(dFh.flatten(-4, -3)).mT @ self._G).sum(1)
+            elif name == "b_O":
+                result[name] = dG.sum((1, 2))[:, None]
+            elif name.startswith("b_"):
+                result[name] = projections[name[2]].sum((1, 2))[:, None]
+            else:
+                result[name] = self._at_weight(name[0], projections, directions, functional)
+        return result
+
+    def jacobian(self, name: str, shape: tuple[int, int]) -> Tensor:
+        """dF/dW as a dense matrix (N L m, a p): columns pushed forward in chunks."""
+        size = shape[0] * shape[1]
+        outputs = self.passed.F.numel()
+        checks.fits(
+            outputs * size * self.passed.F.element_size(),
+            None,
+            f"the Jacobian in {name}, {outputs} x {size}",
+            "use fewer tokens, or products of the Hessian",
+        )
+        columns = []
+        for start, stop in self.chunks(size):
+            direction = self.passed.F.new_zeros(stop - start, size)
+            direction[torch.arange(stop - start), torch.arange(start, stop)] = 1
+            moved = {name: direction.view(-1, *shape)}
+            dFh = self._push(moved)[-1]
+            columns.append(self._to_output(dFh, moved).reshape(stop - start, -1).T)
+        return torch.cat(columns, 1)
+
+    def chunks(self, columns: int) -> list[tuple[int, int]]:
+        """Ranges of columns whose intermediate tensors fit into the memory at hand."""
+        tensors = 8 * self._A.numel() + 12 * self.passed.query.numel() + 4 * self.passed.X.numel()
+        budget = checks.memory_budget(None) // 2
+        return list(checks.chunks(columns, 1, tensors * self._A.element_size(), budget))
+
+    def _push(self, directions: Directions) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv, dA and the heads' dF, (n, N, G, share or 1, L, ·)."""
+        layer, s = self.layer, self.layer.scale
+        n = next(iter(directions.values())).shape[0]
+        share = self._A.shape[1:3]
+        dq = self._moved("Q", directions, n, share)
+        dk = self._moved("K", directions, n, (layer.kv_heads, 1))
+        dv = self._moved("V", directions, n, (layer.kv_heads, 1))
+        dA = self._derivative(s * (dq @ self._k.mT + self._q @ dk.mT))
+        return dq, dk, dv, dA, dA @ self._v + self._A @ dv
+
+    def _moved(self, name: str, directions: Directions, n: int, groups: Sequence[int]) -> Tensor:
+        """How the projection X W + b moves: dX W + X dW + db, rotated, (n, N, G, share or 1, L, w)."""
+        weight, X = self._weight(name), self.passed.X
+        total = X.new_zeros(n, *X.shape[:2], weight.shape[1])
+        if self._key(name) in directions:
+            total = X @ directions[self._key(name)][:, None]
+        if "X" in directions:
+            total = total + directions["X"].view(n, *X.shape) @ weight
+        if f"b_{name}" in directions:
+            total = total + directions[f"b_{name}"][:, None]
+        heads = self.layer.split(total, int(groups[0] * groups[1]))
+        if self.layer.rotary is not None and name != "V":
+            heads = self.layer.rotary.turn(heads, torch.arange(X.shape[1], device=X.device))
+        return heads.unflatten(-3, tuple(groups))
+
+    def _derivative(self, u: Tensor) -> Tensor:
+        if self._open is not None:
+            return self._open * u
+        return self._A * (u - (self._A * u).sum(-1, keepdim=True))
+
+    def _merged(self, values: Tensor, turn: bool) -> Tensor:
+        """(..., G, share or 1, L, w) -> (..., L, heads*w), back through the rotation."""
+        heads = values.flatten(-4, -3)
+        if turn and self.layer.rotary is not None:
+            positions = torch.arange(heads.shape[-2], device=heads.device)
+            heads = self.layer.rotary.turn(heads, positions, back=True)
+        return self.layer.merge(heads)
+
+    def _to_output(self, dFh: Tensor, directions: Directions) -> Tensor:
+        """dF, (n, N, L, m)."""
+        dF = self.layer.to_output(dFh.flatten(-4, -3))
+        if "O" in directions:
+            dF = dF + self.layer.merge(self.passed.head_output) @ directions["O"][:, None]
+        return dF + directions["b_O"][:, None] if "b_O" in directions else dF
+
+    def _to_heads(self, gradient: Tensor) -> Tensor:
+        return self.layer.to_heads(gradient).unflatten(-3, self._A.shape[1:3])
+
+    def _at_weight(
+        self, name: str, projections: Directions, directions: Directions, functional: bool
+    ) -> Tensor:
+        """X^T g (+ dX^T g), (n, d, w)."""
+        result = (self.passed.X.mT @ projections[name]).sum(1)
+        if functional and "X" in directions:
+            dX = directions["X"].view(-1, *self.passed.X.shape)
+            result = result + (dX.mT @ self._gradients[name]).sum(1)
+        return result
+
+    def _at_input(self, projections: Directions, directions: Directions, functional: bool) -> Tensor:
+        """g_Q W_Q^T + g_K W_K^T + g_V W_V^T (+ the directions of the weights), (n, N, L, d)."""
+        total = self.passed.X.new_zeros(())
+        for name, value in projections.items():
+            total = total + value @ self._weight(name).mT
+            if functional and self._key(name) in directions:
+                total = total + self._gradients[name] @ directions[self._key(name)].mT[:, None]
+        return total
+
+    def _key(self, name: str) -> str:
+        return "QK" if name == "Q" and self.layer.merged else name
+
+    def _weight(self, name: str) -> Tensor:
+        return {"Q": self.layer.W_Q, "K": self.layer.W_K, "V": self.layer.W_V}[name]

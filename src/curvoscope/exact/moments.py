@@ -1,0 +1,196 @@
+"""Statistics of the rows of an attention matrix: everything in attention's Hessian is built from them.
+
+Row i of A is a distribution over keys j. For features f_j, g_j of the keys,
+
+    mean_i[f]   = sum_j A_ij f_j
+    Cov_i[f, g] = f^T D_i g                        D_i = dA_i/dT_i = diag(a) - a a^T
+    Third_i     = f^T (diag(p) - p a^T - a p^T) g  p = P_i = D_i u_i: the third central moment, contracted with u
+
+Without softmax A = T where the mask allows: D_i = diag(mask_i), and the third moment is zero.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvoscope.operators.cores import Core, TokenForm
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Features of the keys (N, L, p), shifted by the mean of their sequence, and their row means (N, L, p).
+
+    The shift changes no covariance (D_i 1 = 0) and saves the digits that an offset would cost.
+    """
+
+    values: Tensor
+    means: Tensor
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return self.values.shape[-1]
+
+
+class Rows:
+    """The rows of one head's attention matrix A (N, L, L)."""
+
+    def __init__(self, A: Tensor, open_keys: Tensor | None) -> None:
+        """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax."""
+        self.A, self.open_keys = A, open_keys
+        self.sequences, self.length = A.shape[0], A.shape[1]
+
+    @property
+    def softmax(self) -> bool:
+        """Whether a softmax was taken over the keys."""
+        return self.open_keys is None
+
+    def feature(self, values: Tensor) -> Feature:
+        """Prepare features (N, L, p) for `covariance` and `third`."""
+        if self.softmax:
+            values = values - values.mean(1, keepdim=True)
+        return Feature(values, self.A @ values)
+
+    def derivative(self, u: Tensor) -> Tensor:
+        """D_i u_i for every row: (..., N, L, L) -> (..., N, L, L)."""
+        if self.open_keys is not None:
+            return self.open_keys * u
+        return self.A * (u - (self.A * u).sum(-1, keepdim=True))
+
+    def covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
+        """Cov_i[f, g] for tokens start to stop: (t, p, q)."""
+        if self.open_keys is not None:
+            return self._second(self.open_keys.expand_as(self.A), f, g, start, stop)
+        f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)
+        return self._second(self.A, f, g, start, stop).sub_(f_mean[:, :, None] * g_mean[:, None, :])
+
+    def third(self, P: Tensor, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
+        """sum_j P_ij (f_j - mean)(g_j - mean)^T for tokens start to stop: (t, p, q). The rows of P sum to zero."""
+        f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)
+        Pf, Pg = (self.apply(P, x.values, start, stop) for x in (f, g))
+        cross = Pf[:, :, None] * g_mean[:, None, :] + f_mean[:, :, None] * Pg[:, None, :]
+        return self._second(P, f, g, start, stop).sub_(cross)
+
+    def inner_derivative(self, start: int, stop: int) -> Tensor:
+        """The matrices D_i, (t, L, L)."""
+        if self.open_keys is not None:
+            return torch.diag_embed(_tokens(self.open_keys.expand_as(self.A), start, stop))
+        a = _tokens(self.A, start, stop)
+        return torch.diag_embed(a) - a[:, :, None] * a[:, None, :]
+
+    def inner_third(self, P: Tensor, start: int, stop: int) -> Tensor:
+        """diag(p) - p a^T - a p^T, (t, L, L)."""
+        a, p = _tokens(self.A, start, stop), _tokens(P, start, stop)
+        cross = p[:, :, None] * a[:, None, :]
+        return torch.diag_embed(p) - cross - cross.mT
+
+    def apply(self, weights: Tensor, values: Tensor, start: int, stop: int) -> Tensor:
+        """sum_j w_ij f_j for tokens start to stop: (t, p)."""
+        n, first = divmod(start, self.length)
+        if first == 0 and stop % self.length == 0:
+            last = stop // self.length
+            return (weights[n:last] @ values[n:last]).flatten(0, 1)
+        return weights[n, first : first + stop - start] @ values[n]
+
+    def _second(self, weights: Tensor, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
+        """sum_j w_ij f_j g_j^T, (t, p, q): whole sequences by one product over the keys, else row by row."""
+        n, first = divmod(start, self.length)
+        if first == 0 and stop % self.length == 0:
+            last = stop // self.length
+            pairs = (f.values[n:last, :, :, None] * g.values[n:last, :, None, :]).flatten(2)
+            return (weights[n:last] @ pairs).view(stop - start, f.width, g.width)
+        rows = weights[n, first : first + stop - start]
+        return (rows[:, :, None] * f.values[n]).mT @ g.values[n]
+
+
+def _tokens(values: Tensor, start: int, stop: int) -> Tensor:
+    """(N, L, ...) -> tokens start to stop, (t, ...)."""
+    return values.flatten(0, 1)[start:stop]
+
+
+class Covariance(Core):
+    """C_i = Cov_i[f, g]."""
+
+    def __init__(self, rows: Rows, f: Feature, g: Feature) -> None:
+        super().__init__((f.width, g.width), rows.length, _workspace(rows, f, g))
+        self._rows, self._f, self._g = rows, f, g
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, p, q)."""
+        return self._rows.covariance(self._f, self._g, start, stop)
+
+    def token_form(self) -> TokenForm:
+        """f^T D_i g."""
+        return TokenForm(self._f.values, self._g.values, self._rows.inner_derivative)
+
+
+class Third(Core):
+    """C_i = the third central moment of f and g, contracted with the gradient through P."""
+
+    def __init__(self, rows: Rows, P: Tensor, f: Feature, g: Feature) -> None:
+        super().__init__((f.width, g.width), rows.length, 2 * _workspace(rows, f, g), symmetric=f is g)
+        self._rows, self._P, self._f, self._g = rows, P, f, g
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, p, q)."""
+        values = self._rows.third(self._P, self._f, self._g, start, stop)
+        return (values + values.mT) / 2 if self.symmetric else values
+
+    def diagonal(self, start: int, stop: int) -> Tensor:
+        """P (f . g) - (P f) . mean[g] - mean[f] . (P g), (t, p)."""
+        f, g = self._f, self._g
+        Pfg, Pf, Pg = (
+            self._rows.apply(self._P, values, start, stop) for values in (f.values * g.values, f.values, g.values)
+        )
+        return Pfg - Pf * _tokens(g.means, start, stop) - _tokens(f.means, start, stop) * Pg
+
+    def token_form(self) -> TokenForm:
+        """f^T (diag(p) - p a^T - a p^T) g."""
+        return TokenForm(
+            self._f.values, self._g.values, lambda start, stop: self._rows.inner_third(self._P, start, stop)
+        )
+
+
+def _workspace(rows: Rows, f: Feature, g: Feature) -> int:
+    """Numbers a token needs for a covariance: the result, the pairs, and rows times features."""
+    return 3 * f.width * g.width + rows.length * min(f.width, g.width)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Attention moments of Definition 3.1. With several heads there is a head axis before L.
+
+    `attention` (..., L, L), `M1` (..., L, d): row means of the inputs; `M2` (..., L, d, d): their covariances; `M3`
+    (..., L, d^2, d): sum_j A_ij x (x) x x^T, x = x_j - M1_i; `entropy` (..., L) of the rows, in nats.
+    """
+
+    X: Tensor
+    attention: Tensor
+
+    @property
+    def M1(self) -> Tensor:
+        """Row means of the inputs."""
+        return self.attention @ self.X
+
+    @property
+    def _centred(self) -> Tensor:
+        return self.X[..., None, :, :] - self.M1[..., :, None, :]  # (..., i, j, d)
+
+    @property
+    def M2(self) -> Tensor:
+        """Row covariances of the inputs."""
+        centred = self._centred
+        return (self.attention[..., None] * centred).mT @ centred
+
+    @property
+    def M3(self) -> Tensor:
+        """Third central moments of the inputs, (d^2, d) for each row."""
+        centred = self._centred
+        pairs = (centred[..., :, None] * centred[..., None, :]).flatten(-2)
+        return (self.attention[..., None] * pairs).mT @ centred
+
+    @property
+    def entropy(self) -> Tensor:
+        """-sum_j A_ij log A_ij."""
+        return -torch.special.xlogy(self.attention, self.attention).sum(-1)

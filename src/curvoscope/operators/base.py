@@ -1,0 +1,331 @@
+"""Linear operators: what a Hessian block can be asked, whatever computes it.
+
+A block maps the row-major vec of one weight (b, q) to that of another (a, p). Its entries are written
+`B[ap, bq]`; `row_shape = (a, p)` and `column_shape = (b, q)`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+
+from curvoscope import checks, estimate
+from curvoscope.errors import RangeError, ShapeError
+from curvoscope.estimate import Estimate
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+Shape = tuple[int, int]
+Which = Literal["LM", "LA", "SA"]
+Multiplication = Callable[[Tensor], Tensor]
+
+_DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
+
+
+class LinearOperator(ABC):
+    """A real matrix known by its products. Subclasses give `_matmat` and, unless symmetric, `_transposed`."""
+
+    def __init__(
+        self, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
+    ) -> None:
+        self.row_shape, self.column_shape = row_shape, column_shape
+        self.shape: Shape = (row_shape[0] * row_shape[1], column_shape[0] * column_shape[1])
+        self.dtype, self.device = like.dtype, like.device
+        self.symmetric = symmetric
+
+    # ---- what subclasses say
+
+    @abstractmethod
+    def _matmat(self, columns: Tensor) -> Tensor:
+        """(C, n) -> (R, n)."""
+
+    def _transposed(self) -> "LinearOperator":
+        return _Transpose(self)
+
+    def _write(self, out: Tensor) -> None:
+        """Write the entries to `out`, a view of shape (a, p, b, q) into some larger matrix."""
+        size = self.shape[1]
+        step = max(1, min(size, 2**24 // max(self.shape)))
+        flat = out.new_empty(self.shape) if not out.is_contiguous() else out.view(self.shape)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            identity = out.new_zeros(size, stop - start)
+            identity[torch.arange(start, stop), torch.arange(stop - start)] = 1
+            flat[:, start:stop] = self._matmat(identity)
+        if self.symmetric:
+            flat.copy_((flat + flat.T) / 2)
+        if not out.is_contiguous():
+            out.copy_(flat.view(out.shape))
+
+    def _trace(self, memory_limit: int | None) -> float:
+        return float(self.dense(memory_limit=memory_limit).diagonal().sum())
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        return self.dense(memory_limit=memory_limit).diagonal().clone()
+
+    def _squared_norm(self, memory_limit: int | None) -> float:
+        return float(self.dense(memory_limit=memory_limit).square().sum())
+
+    # ---- what everyone asks
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        if other.ndim not in (1, 2) or other.shape[0] != self.shape[1]:
+            raise ShapeError(
+                "vector", f"got shape {tuple(other.shape)}, expected ({self.shape[1]},) or ({self.shape[1]}, n)"
+            )
+        checks.floating("vector", other, like=torch.empty(0, dtype=self.dtype, device=self.device))
+        columns = other if other.ndim == 2 else other[:, None]
+        product = self._matmat(columns)
+        return product if other.ndim == 2 else product[:, 0]
+
+    @property
+    def T(self) -> "LinearOperator":  # noqa: N802 (as in torch and numpy)
+        """The transposed operator."""
+        return self if self.symmetric else self._transposed()
+
+    def __add__(self, other: "LinearOperator") -> "LinearOperator":
+        return _Sum(self, other)
+
+    def __mul__(self, factor: float) -> "LinearOperator":
+        return _Scaled(self, factor)
+
+    def __rmul__(self, factor: float) -> "LinearOperator":
+        return self * factor
+
+    def __neg__(self) -> "LinearOperator":
+        return self * -1.0
+
+    def __sub__(self, other: "LinearOperator") -> "LinearOperator":
+        return self + -other
+
+    def dense(self, memory_limit: int | None = None) -> Tensor:
+        """All entries, (R, C)."""
+        rows, columns = self.shape
+        checks.fits(
+            rows * columns * self.dtype.itemsize,
+            memory_limit,
+            f"a dense block of {rows} x {columns}",
+            "ask for trace(), diagonal(), frobenius_norm(), eigenvalues(k=...) or products with @ instead",
+        )
+        out = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        self._write(out.view(*self.row_shape, *self.column_shape))
+        return out
+
+    def to_scipy(self) -> "ScipyOperator":
+        """The same operator for scipy.sparse.linalg, on the CPU."""
+
+        def product(operator: LinearOperator) -> Callable[[np.ndarray], np.ndarray]:
+            def apply(columns: np.ndarray) -> np.ndarray:
+                tensor = torch.as_tensor(columns.reshape(operator.shape[1], -1), dtype=self.dtype)
+                result: np.ndarray = operator._matmat(tensor.to(self.device)).cpu().numpy()
+                return result.reshape(operator.shape[0], *columns.shape[1:])
+
+            return apply
+
+        forward, backward = product(self), product(self.T)
+        numpy_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        return scipy.sparse.linalg.LinearOperator(
+            self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=numpy_dtype
+        )
+
+    def trace(
+        self,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+        memory_limit: int | None = None,
+    ) -> float | Estimate:
+        """The trace: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
+        self._square("trace")
+        if matvecs is None and tolerance is None:
+            return self._trace(memory_limit)
+        return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+
+    def diagonal(self, memory_limit: int | None = None) -> Tensor:
+        """The diagonal, (R,)."""
+        self._square("diagonal")
+        return self._diagonal(memory_limit)
+
+    def frobenius_norm(
+        self,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+        memory_limit: int | None = None,
+    ) -> float | Estimate:
+        """The Frobenius norm: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
+        if matvecs is None and tolerance is None:
+            return max(0.0, self._squared_norm(memory_limit)) ** 0.5
+        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+
+    def spectral_norm(self, memory_limit: int | None = None) -> float:
+        """The largest singular value, to machine precision."""
+        if self.symmetric:
+            return float(self.eigenvalues(1, "LM", memory_limit=memory_limit).abs().max())
+        if min(self.shape) <= _DENSE_EIGENVALUES:
+            return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
+        gram = _Gram(self if self.shape[1] <= self.shape[0] else self.T)
+        return float(gram.eigenvalues(1, "LM").clamp_min(0).sqrt().max())
+
+    def eigenvalues(
+        self, k: int | None = None, which: Which = "LM", memory_limit: int | None = None
+    ) -> Tensor:
+        """Eigenvalues in ascending order: all, or the `k` of largest magnitude (LM), largest (LA), smallest (SA)."""
+        self._square("eigenvalues")
+        if not self.symmetric:
+            raise ShapeError("eigenvalues", "this block is not symmetric; use spectral_norm()")
+        size = self.shape[0]
+        if k is not None and not 1 <= k <= size:
+            raise RangeError("k", f"got {k}, expected 1 to {size}")
+        checks.choice("which", which, ("LM", "LA", "SA"))
+        if k is None or size <= _DENSE_EIGENVALUES or k >= size - 1 or self._spectrum_is_cheap():
+            values = self._all_eigenvalues(memory_limit)
+            if k is None:
+                return values
+            order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
+            return values[order[:k]].sort().values
+        start = np.random.default_rng(0).standard_normal(size)
+        operator = self.to_scipy()
+        if not operator.matvec(start.astype(operator.dtype)).any():  # eigsh cannot start on a zero matrix
+            return torch.zeros(k, dtype=self.dtype, device=self.device)
+        found = scipy.sparse.linalg.eigsh(operator, k, which=which, v0=start, return_eigenvectors=False)
+        return torch.as_tensor(np.sort(found), dtype=self.dtype, device=self.device)
+
+    def norm_bound(self, memory_limit: int | None = None) -> float:
+        """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size where possible."""
+        return self.spectral_norm(memory_limit)
+
+    def _spectrum_is_cheap(self) -> bool:
+        """Whether all eigenvalues cost less than a Krylov method."""
+        return False
+
+    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+        return torch.linalg.eigvalsh(self.dense(memory_limit=memory_limit))
+
+    def _square(self, question: str) -> None:
+        if self.shape[0] != self.shape[1]:
+            raise ShapeError(question, f"needs a square block, this one is {self.shape[0]} x {self.shape[1]}")
+
+    def __repr__(self) -> str:
+        kind = "symmetric " if self.symmetric else ""
+        return f"{type(self).__name__}({kind}{self.shape[0]} x {self.shape[1]}, {self.dtype})"
+
+
+class Product(LinearOperator):
+    """An operator given by a function that maps columns (C, n) to (R, n), and the function of its transpose."""
+
+    def __init__(
+        self,
+        matmat: Multiplication,
+        transposed: Multiplication,
+        row_shape: Shape,
+        column_shape: Shape,
+        like: Tensor,
+        symmetric: bool = False,
+    ) -> None:
+        super().__init__(row_shape, column_shape, like, symmetric)
+        self._forward, self._backward = matmat, transposed
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._forward(columns)
+
+    def _transposed(self) -> LinearOperator:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return Product(self._backward, self._forward, self.column_shape, self.row_shape, like)
+
+
+class _Transpose(LinearOperator):
+    """A transpose without a product of its own: entries, and what is derived from them."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
+        super().__init__(operator.column_shape, operator.row_shape, like)
+        self._operator = operator
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._operator.dense().T @ columns
+
+    def _write(self, out: Tensor) -> None:
+        self._operator._write(out.permute(2, 3, 0, 1))
+
+    def _transposed(self) -> LinearOperator:
+        return self._operator
+
+
+class _Sum(LinearOperator):
+    def __init__(self, first: LinearOperator, second: LinearOperator) -> None:
+        if first.shape != second.shape:
+            raise ShapeError("operator", f"cannot add {second.shape} to {first.shape}")
+        like = torch.empty(0, dtype=first.dtype, device=first.device)
+        super().__init__(first.row_shape, first.column_shape, like, first.symmetric and second.symmetric)
+        self._terms = (first, second)
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._terms[0]._matmat(columns) + self._terms[1]._matmat(columns)
+
+    def _transposed(self) -> LinearOperator:
+        return _Sum(self._terms[0].T, self._terms[1].T)
+
+    def _write(self, out: Tensor) -> None:
+        self._terms[0]._write(out)
+        second = torch.empty(self.shape, dtype=self.dtype, device=self.device).view(out.shape)
+        self._terms[1]._write(second)
+        out += second
+
+    def _trace(self, memory_limit: int | None) -> float:
+        return sum(term._trace(memory_limit) for term in self._terms)
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        return self._terms[0]._diagonal(memory_limit) + self._terms[1]._diagonal(memory_limit)
+
+
+class _Scaled(LinearOperator):
+    def __init__(self, operator: LinearOperator, factor: float) -> None:
+        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
+        super().__init__(operator.row_shape, operator.column_shape, like, operator.symmetric)
+        self._operator, self._factor = operator, factor
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._factor * self._operator._matmat(columns)
+
+    def _transposed(self) -> LinearOperator:
+        return _Scaled(self._operator.T, self._factor)
+
+    def _write(self, out: Tensor) -> None:
+        self._operator._write(out)
+        out *= self._factor
+
+    def _trace(self, memory_limit: int | None) -> float:
+        return self._factor * self._operator._trace(memory_limit)
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        return self._factor * self._operator._diagonal(memory_limit)
+
+    def _squared_norm(self, memory_limit: int | None) -> float:
+        return self._factor**2 * self._operator._squared_norm(memory_limit)
+
+
+class _Gram(LinearOperator):
+    """M^T M, for the singular values of M."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
+        super().__init__(operator.column_shape, operator.column_shape, like, symmetric=True)
+        self._operator = operator
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._operator.T._matmat(self._operator._matmat(columns))
+
+
+def summed(first: Multiplication | None, second: Multiplication | None) -> Multiplication | None:
+    """The sum of two multiplications, where both are known."""
+    if first is None or second is None:
+        return None
+    return lambda columns: first(columns) + second(columns)

@@ -1,0 +1,227 @@
+"""Matrices of blocks: the heads inside one weight (`Tiles`), the weights of a layer (`BlockMatrix`), and its Hessian."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvoscope.errors import BlockNameError
+from curvoscope.operators.base import LinearOperator, Multiplication, Shape, summed
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tile stands in a weight: entries `start` to `stop` of `axis` (0: rows, 1: columns)."""
+
+    axis: int
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor, first: int = 0) -> Tensor:
+        """The view of the tile; the weight's axes are `first` and `first + 1` of the tensor."""
+        return tensor.narrow(first + self.axis, self.start, self.stop - self.start)
+
+
+class Tiles(LinearOperator):
+    """A block of two weights that are cut into heads: `entries[i, j]` is the block of tile i and tile j."""
+
+    def __init__(
+        self,
+        row_shape: Shape,
+        column_shape: Shape,
+        rows: Sequence[Slot],
+        columns: Sequence[Slot],
+        entries: dict[tuple[int, int], LinearOperator],
+        like: Tensor,
+        symmetric: bool = False,
+        product: Multiplication | None = None,
+    ) -> None:
+        super().__init__(row_shape, column_shape, like, symmetric)
+        self.rows, self.columns, self.entries = tuple(rows), tuple(columns), entries
+        self._product = product
+
+    def _write(self, out: Tensor) -> None:
+        for (i, j), entry in self.entries.items():
+            entry._write(self.columns[j].of(self.rows[i].of(out), 2))
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        if self._product is not None:
+            return self._product(columns)
+        n = columns.shape[1]
+        result = columns.new_zeros(*self.row_shape, n)
+        source = columns.reshape(*self.column_shape, n)
+        parts = [slot.of(source).reshape(-1, n) for slot in self.columns]
+        for (i, j), entry in self.entries.items():
+            target = self.rows[i].of(result)
+            target += entry._matmat(parts[j]).view(target.shape)
+        return result.view(self.shape[0], n)
+
+    def _transposed(self) -> LinearOperator:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        entries = {(j, i): entry.T for (i, j), entry in self.entries.items()}
+        return Tiles(self.column_shape, self.row_shape, self.columns, self.rows, entries, like)
+
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        if not isinstance(other, Tiles) or (self.rows, self.columns) != (other.rows, other.columns):
+            return super().__add__(other)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        entries = {key: entry + other.entries[key] for key, entry in self.entries.items()}
+        symmetric = self.symmetric and other.symmetric
+        product = summed(self._product, other._product)
+        return Tiles(self.row_shape, self.column_shape, self.rows, self.columns, entries, like, symmetric, product)
+
+    def norm_bound(self, memory_limit: int | None = None) -> float:
+        """The spectral norm of the matrix of the tiles' bounds."""
+        bounds = torch.zeros(len(self.rows), len(self.columns), dtype=torch.float64)
+        for key, entry in self.entries.items():
+            bounds[key] = entry.norm_bound(memory_limit)
+        return float(torch.linalg.matrix_norm(bounds, 2))
+
+    def _trace(self, memory_limit: int | None) -> float:
+        if self.rows != self.columns:
+            return super()._trace(memory_limit)
+        return sum(self.entries[i, i]._trace(memory_limit) for i in range(len(self.rows)))
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        if self.rows != self.columns:
+            return super()._diagonal(memory_limit)
+        result = torch.empty(self.row_shape, dtype=self.dtype, device=self.device)
+        for i, slot in enumerate(self.rows):
+            target = slot.of(result)
+            target.copy_(self.entries[i, i]._diagonal(memory_limit).view(target.shape))
+        return result.flatten()
+
+    def _squared_norm(self, memory_limit: int | None) -> float:
+        if not self.symmetric:
+            return sum(entry._squared_norm(memory_limit) for entry in self.entries.values())
+        upper = {key: entry for key, entry in self.entries.items() if key[0] <= key[1]}
+        return sum((1 if i == j else 2) * entry._squared_norm(memory_limit) for (i, j), entry in upper.items())
+
+
+class BlockMatrix(LinearOperator):
+    """A symmetric matrix over named blocks. `M["Q", "K"]` is an operator, `M["Q"]` the diagonal block.
+
+    `entry(row, column)` makes the blocks on and above the diagonal, when they are first asked for. `product`, where
+    given, multiplies with the whole matrix at once.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[str, Shape],
+        entry: Callable[[str, str], LinearOperator],
+        like: Tensor,
+        product: Multiplication | None = None,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.names = list(shapes)
+        sizes = [a * p for a, p in shapes.values()]
+        super().__init__((sum(sizes), 1), (sum(sizes), 1), like, symmetric=True)
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        self.ranges = {
+            name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)
+        }
+        self._entry, self._product = entry, product
+        self._made: dict[tuple[str, str], LinearOperator] = {}
+
+    def __getitem__(self, key: str | tuple[str, str]) -> LinearOperator:
+        row, column = (key, key) if isinstance(key, str) else key
+        for name in (row, column):
+            if name not in self.shapes:
+                near = difflib.get_close_matches(name, self.names, n=3, cutoff=0.3)
+                hint = f"; nearest: {', '.join(near)}" if near else ""
+                raise BlockNameError("block", f"there is no {name!r} among {', '.join(self.names)}{hint}")
+        if self.names.index(row) > self.names.index(column):
+            return self[column, row].T
+        if (row, column) not in self._made:
+            self._made[row, column] = self._entry(row, column)
+        return self._made[row, column]
+
+    def select(self, names: Sequence[str]) -> "BlockMatrix":
+        """The part of the matrix on some of the blocks, in the order given."""
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        shapes = {name: self[name].row_shape for name in names}
+        return BlockMatrix(shapes, lambda row, column: self[row, column], like)
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        return [(row, column) for i, row in enumerate(self.names) for column in self.names[i:]]
+
+    def _write(self, out: Tensor) -> None:
+        for row, column in self._pairs():
+            region = out[self.ranges[row], 0, self.ranges[column], 0]
+            self[row, column]._write(
+                region.unflatten(1, self.shapes[column]).unflatten(0, self.shapes[row])
+            )
+            if row != column:
+                out[self.ranges[column], 0, self.ranges[row], 0] = region.T
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        if self._product is not None:
+            return self._product(columns)
+        result = torch.zeros_like(columns)
+        for row, column in self._pairs():
+            result[self.ranges[row]] += self[row, column]._matmat(columns[self.ranges[column]])
+            if row != column:
+                result[self.ranges[column]] += self[column, row]._matmat(columns[self.ranges[row]])
+        return result
+
+    def _trace(self, memory_limit: int | None) -> float:
+        return sum(self[name]._trace(memory_limit) for name in self.names)
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        return torch.cat([self[name]._diagonal(memory_limit) for name in self.names])
+
+    def _squared_norm(self, memory_limit: int | None) -> float:
+        return sum(
+            (1 if row == column else 2) * self[row, column]._squared_norm(memory_limit)
+            for row, column in self._pairs()
+        )
+
+    def norm_bound(self, memory_limit: int | None = None) -> float:
+        """The spectral norm of the matrix of the blocks' bounds."""
+        bounds = torch.zeros(len(self.names), len(self.names), dtype=torch.float64)
+        for row, column in self._pairs():
+            i, j = self.names.index(row), self.names.index(column)
+            bounds[i, j] = bounds[j, i] = self[row, column].norm_bound(memory_limit)
+        return float(torch.linalg.matrix_norm(bounds, 2))
+
+
+class BlockHessian:
+    """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names."""
+
+    def __init__(self, outer: BlockMatrix, functional: BlockMatrix, product: Multiplication | None = None):
+        like = torch.empty(0, dtype=outer.dtype, device=outer.device)
+        self.outer, self.functional = outer, functional
+        self.total = BlockMatrix(
+            outer.shapes, lambda row, column: outer[row, column] + functional[row, column], like, product
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the blocks, in the order of rows and columns."""
+        return self.total.names
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of each block's weight."""
+        return self.total.shapes
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the whole matrix."""
+        return self.total.shape
+
+    def __getitem__(self, key: str | tuple[str, str]) -> LinearOperator:
+        return self.total[key]
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        return self.total @ vector
+
+    def dense(self, memory_limit: int | None = None) -> Tensor:
+        """All entries of the total, in the order of `names`."""
+        return self.total.dense(memory_limit=memory_limit)
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{name} {a}x{p}" for name, (a, p) in self.shapes.items())
+        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}: {blocks})"

@@ -1,0 +1,157 @@
+"""The small matrices C_t of a Kronecker sum, made when they are asked for, a range of tokens at a time.
+
+Tokens come in sequences of `period`: a range is either whole sequences or a part of one. Attention's cores have a
+second form, C_ni = f_n^T E_ni g_n with one period x period matrix E for each token and features f (L, p), g (L, q)
+shared by a sequence; it makes inner products cheap when sequences are short and features wide (THEORY: token space).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NEVER = 2**62  # the cost of a route that does not exist
+
+
+@dataclass(frozen=True)
+class TokenForm:
+    """C_ni = left_n^T E_ni right_n: features (N, L, p) and (N, L, q), and `inner(start, stop)` -> (t, L, L)."""
+
+    left: Tensor
+    right: Tensor
+    inner: Callable[[int, int], Tensor]
+
+
+class Core(ABC):
+    """C_t (p, q) for tokens t. `workspace` counts the numbers a token needs while `dense` computes it."""
+
+    def __init__(self, shape: tuple[int, int], period: int, workspace: int, symmetric: bool = False) -> None:
+        self.shape, self.period, self.symmetric = shape, period, symmetric
+        self.size = shape[0] * shape[1]
+        self.workspace = max(workspace, self.size)
+
+    @abstractmethod
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, p, q); exactly symmetric when `symmetric`."""
+
+    def diagonal(self, start: int, stop: int) -> Tensor:
+        """The diagonals, (t, p)."""
+        return self.dense(start, stop).diagonal(dim1=1, dim2=2)
+
+    def trace(self, start: int, stop: int) -> Tensor:
+        """The traces, (t,)."""
+        return self.diagonal(start, stop).sum(1)
+
+    def token_form(self) -> TokenForm | None:
+        """The token-space form where there is one."""
+        return None
+
+    @property
+    def T(self) -> "Core":  # noqa: N802
+        """The transposed cores."""
+        return self if self.symmetric else _TransposedCore(self)
+
+
+class DenseCore(Core):
+    """Cores that are there already, (T, p, q)."""
+
+    def __init__(self, values: Tensor, symmetric: bool = False) -> None:
+        super().__init__((values.shape[1], values.shape[2]), 1, 0, symmetric)
+        self._values = (values + values.mT) / 2 if symmetric else values
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """A slice of the values."""
+        return self._values[start:stop]
+
+
+class SumCore(Core):
+    """The sum of cores over the same tokens."""
+
+    def __init__(self, cores: Sequence[Core]) -> None:
+        first = cores[0]
+        symmetric = all(core.symmetric for core in cores)
+        super().__init__(first.shape, max(core.period for core in cores), sum(core.workspace for core in cores), symmetric)
+        self._cores = tuple(cores)
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """Sum of the cores."""
+        total = self._cores[0].dense(start, stop)
+        for core in self._cores[1:]:
+            total = total + core.dense(start, stop)
+        return total
+
+    def diagonal(self, start: int, stop: int) -> Tensor:
+        """Sum of the diagonals."""
+        return torch.stack([core.diagonal(start, stop) for core in self._cores]).sum(0)
+
+    def trace(self, start: int, stop: int) -> Tensor:
+        """Sum of the traces."""
+        return torch.stack([core.trace(start, stop) for core in self._cores]).sum(0)
+
+    def token_form(self) -> TokenForm | None:
+        """Sum of the inner matrices, when all share their features."""
+        forms = [core.token_form() for core in self._cores]
+        present = [form for form in forms if form is not None]
+        if len(present) < len(forms) or any(
+            form.left is not present[0].left or form.right is not present[0].right for form in present
+        ):
+            return None
+
+        def inner(start: int, stop: int) -> Tensor:
+            return torch.stack([form.inner(start, stop) for form in present]).sum(0)
+
+        return TokenForm(present[0].left, present[0].right, inner)
+
+
+class _TransposedCore(Core):
+    def __init__(self, core: Core) -> None:
+        super().__init__((core.shape[1], core.shape[0]), core.period, core.workspace)
+        self._core = core
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        return self._core.dense(start, stop).mT
+
+    def diagonal(self, start: int, stop: int) -> Tensor:
+        return self._core.diagonal(start, stop)
+
+    def trace(self, start: int, stop: int) -> Tensor:
+        return self._core.trace(start, stop)
+
+    def token_form(self) -> TokenForm | None:
+        form = self._core.token_form()
+        return form and TokenForm(form.right, form.left, lambda start, stop: form.inner(start, stop).mT)
+
+    @property
+    def T(self) -> Core:  # noqa: N802
+        return self._core
+
+
+def inner_by_tokens_cost(x: Core, y: Core) -> int:
+    """Multiplications of `inner_by_tokens`."""
+    first, second = x.token_form(), y.token_form()
+    if first is None or second is None:
+        return _NEVER
+    (n, length, p), (m, other, _), q = first.left.shape, second.left.shape, first.right.shape[2]
+    return n * m * length * other * (length * length + 2 * length * other + p + q)
+
+
+def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor]) -> float:
+    """sum_tu w_tu <C_t, C'_u> without cores: <C_t, C'_u> = <(f f'^T)^T E_t (g g'^T), E'_u> in the space of tokens."""
+    first, second = x.token_form(), y.token_form()
+    assert first is not None and second is not None
+    (sequences, length, _), (others, other_length, _) = first.left.shape, second.left.shape
+    inner = second.inner(0, others * other_length)
+    inner = inner.view(others, other_length, other_length * other_length)
+    total = 0.0
+    for n in range(sequences):
+        rows = slice(n * length, (n + 1) * length)
+        middle = first.inner(rows.start, rows.stop)  # (i, L, L)
+        left = first.left[n] @ second.left.mT  # (m, L, L')
+        right = left if first.right is first.left and second.right is second.left else first.right[n] @ second.right.mT
+        carried = left.mT[:, None] @ (middle @ right[:, None])  # (m, i, L', L')
+        products = carried.flatten(2) @ inner.mT  # (m, i, i')
+        weight = weights(rows, slice(None)).view(length, others, other_length).transpose(0, 1)
+        total += float((weight * products).sum(dtype=torch.float64))
+    return total
