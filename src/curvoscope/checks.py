@@ -6,7 +6,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from curvoscope.errors import DeviceError, DtypeError, EmptyError, MemoryLimitError, NonFiniteError, RangeError
+from curvoscope.errors import (
+    DeviceError,
+    DtypeError,
+    EmptyError,
+    MemoryLimitError,
+    NonFiniteError,
+    RangeError,
+)
 
 _SHARE_OF_FREE_MEMORY = 0.4
 
@@ -49,9 +56,7 @@ def fits(needed: int, memory_limit: int | None, what: str, instead: str) -> None
     """Raise `MemoryLimitError` when `needed` bytes are more than the budget."""
     budget = memory_budget(memory_limit)
     if needed > budget:
-        raise MemoryLimitError(
-            "memory_limit", f"{what} needs {_size(needed)}, the limit is {_size(budget)}; {instead}"
-        )
+        raise MemoryLimitError("memory_limit", f"{what} needs {_size(needed)}, the limit is {_size(budget)}; {instead}")
 
 
 def chunks(tokens: int, period: int, bytes_per_token: int, budget: int) -> Iterator[tuple[int, int]]:

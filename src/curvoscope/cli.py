@@ -1,6 +1,5 @@
 """The command line. Heavy imports are made inside the commands, so that `--help` answers at once."""
 
-import importlib.metadata
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from curvoscope import __version__
 from curvoscope.errors import CurvoscopeError
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Seed = Annotated[int, typer.Option(help="Seed of the weights and of the batch.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
 
 
@@ -43,10 +43,11 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
-def _version(asked: bool) -> None:
+def _version(asked: bool) -> bool:
     if asked:
-        typer.echo(f"curvoscope {importlib.metadata.version('curvoscope')}")
+        typer.echo(f"curvoscope {__version__}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()
@@ -66,24 +67,14 @@ def analyze(
     norm: Annotated[Norm, typer.Option(help="LayerNorm: none, or before each branch.")] = Norm.none,
     attention: Annotated[Attention, typer.Option(help="Attention weights.")] = Attention.softmax,
     dtype: Annotated[Dtype, typer.Option(help="Precision.")] = Dtype.float64,
-    out: Annotated[Path, typer.Option(help="Directory for the figures and table.json.")] = Path(
-        "curvoscope-analyze"
-    ),
+    out: Annotated[Path, typer.Option(help="Directory for the figures and table.json.")] = Path("curvoscope-analyze"),
     as_json: AsJson = False,
 ) -> None:
     """The exact attention Hessian of the paper's single-block GPT-2 on five-digit addition."""
     from curvoscope.commands import analyze as command
 
-    command.run(
-        seed=seed,
-        d=d,
-        sequences=sequences,
-        norm=norm.value,
-        attention=attention.value,
-        dtype=dtype.value,
-        out=out,
-        as_json=as_json,
-    )
+    configuration = command.Configuration(seed, d, sequences, norm.value, attention.value, dtype.value)
+    command.run(configuration, out, as_json)
 
 
 @app.command()

@@ -79,28 +79,35 @@ class TokenCurvature(PerToken):
 
 
 class SoftmaxCurvature(PerToken):
-    """Cross-entropy after logits F U: S_t = w_t U (diag pi_t - pi_t pi_t^T) U^T, never formed in full."""
+    """Cross-entropy after logits F U: S_t = w_t U (diag pi_t - pi_t pi_t^T) U^T, never formed in full.
+
+    The variance under pi_t is taken around its mean, so that it keeps its digits when pi_t is nearly one-hot.
+    """
 
     def __init__(self, weights: Tensor, probabilities: Tensor, unembedding: Tensor) -> None:
         self._weights, self._probabilities, self._unembedding = weights, probabilities, unembedding
-        self.workspace = 2 * probabilities.shape[-1] * unembedding.shape[0]
+        self.workspace = 4 * probabilities.shape[-1] * unembedding.shape[0]
 
     def apply(self, direction: Tensor) -> Tensor:
-        """w U (pi . u - pi (pi^T u)) with u = U^T dF."""
+        """w U (pi . u - pi (pi^T u)) with u = U^T dF, relative to its value at the likeliest word."""
         u = direction @ self._unembedding
+        likeliest = self._probabilities.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1)
+        u = u - u.gather(-1, likeliest)
         u = self._probabilities * (u - (self._probabilities * u).sum(-1, keepdim=True))
         return (self._weights[..., None] * u) @ self._unembedding.mT
 
     def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
-        """w (P U diag(pi) U^T P'^T - (P U pi) (P' U pi)^T)."""
+        """w P U (diag pi - pi pi^T) U^T P'^T."""
         probabilities = self._probabilities.flatten(0, 1)[start:stop]
         weights = self._weights.flatten()[start:stop]
-        first = through(self._unembedding.mT, left).mT  # (e, v)
-        second = first if left is right else through(self._unembedding.mT, right).mT
-        second_mean = probabilities @ second.mT
-        centred = first * probabilities[:, None, :]
-        blocks = centred @ second.mT - (probabilities @ first.mT)[:, :, None] * second_mean[:, None, :]
-        return weights[:, None, None] * blocks
+        first = self._centred(left, probabilities)
+        second = first if left is right else self._centred(right, probabilities)
+        return (first * (weights[:, None] * probabilities)[:, None, :]) @ second.mT
+
+    def _centred(self, port: Port, probabilities: Tensor) -> Tensor:
+        """P U minus its mean under pi_t, (t, e, v)."""
+        seen = through(self._unembedding.mT, port).mT
+        return seen - (probabilities @ seen.mT)[:, :, None]
 
 
 class PairCurvature(Curvature):
@@ -133,6 +140,7 @@ class MSE:
         self.Y = checks.floating("Y", Y)
 
     def __call__(self, F: Tensor) -> Tensor:
+        """The loss at F, differentiable."""
         return (F - self._targets(F)).square().mean()
 
     def at(self, F: Tensor) -> LossAt:
@@ -175,6 +183,7 @@ class CrossEntropy:
         self.targets, self.bias, self.ignore_index = targets, bias, ignore_index
 
     def __call__(self, F: Tensor) -> Tensor:
+        """The loss at F, differentiable."""
         targets, _ = self._fitting(F)
         return torch.nn.functional.cross_entropy(
             self._logits(F).flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index
@@ -186,9 +195,9 @@ class CrossEntropy:
         logits = self._logits(F)
         probabilities = logits.softmax(-1)
         weights = counted.to(F.dtype) / counted.sum()
-        errors = probabilities.scatter_add(
-            -1, targets.where(counted, 0)[..., None], -torch.ones_like(probabilities[..., :1])
-        )
+        index = targets.where(counted, 0)[..., None]
+        others = probabilities.scatter(-1, index, 0.0)  # pi - onehot, without 1 - pi at the target
+        errors = others.scatter(-1, index, -others.sum(-1, keepdim=True))
         gradient = (weights[..., None] * errors) @ self.unembedding.mT
         return LossAt(float(self(F)), gradient, SoftmaxCurvature(weights, probabilities, self.unembedding))
 
@@ -199,21 +208,23 @@ class CrossEntropy:
     def _fitting(self, F: Tensor) -> tuple[Tensor, Tensor]:
         checks.floating("unembedding", self.unembedding, like=F)
         if F.shape[-1] != self.unembedding.shape[0]:
-            raise ShapeError("unembedding", f"has {self.unembedding.shape[0]} rows, the layer's output {F.shape[-1]} columns")
+            raise ShapeError(
+                "unembedding",
+                f"has {self.unembedding.shape[0]} rows, the layer's output {F.shape[-1]} columns",
+            )
         targets, counted = self.targets, self.counted
         if targets.ndim == F.ndim - 2:
             targets, counted = targets[None], counted[None]
         if targets.shape != F.shape[:-1]:
-            raise ShapeError("targets", f"got {tuple(self.targets.shape)}, the layer's output has {tuple(F.shape[:-1])}")
+            raise ShapeError(
+                "targets", f"got {tuple(self.targets.shape)}, the layer's output has {tuple(F.shape[:-1])}"
+            )
         return targets, counted
 
 
 def at(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
     """Value, gradient and Hessian of any loss at F (N, L, m); `squeeze` when the loss expects (L, m)."""
-    if isinstance(loss, MSE | CrossEntropy):
-        found = loss.at(F)
-    else:
-        found = _by_autodiff(loss, F, squeeze)
+    found = loss.at(F) if isinstance(loss, MSE | CrossEntropy) else _by_autodiff(loss, F, squeeze)
     if not torch.isfinite(torch.tensor(found.value)):
         raise NonFiniteError("loss", f"is {found.value} at this input")
     return found
@@ -253,12 +264,15 @@ def _curvature(product: Callable[[Tensor], Tensor], F: Tensor) -> Curvature:
         size = sequences * length
     groups = sequences * length // size
     checks.fits(
-        groups * (size * width) ** 2 * F.element_size(), None, "the loss Hessian at the output", "use fewer tokens"
+        groups * (size * width) ** 2 * F.element_size(),
+        None,
+        "the loss Hessian at the output",
+        "use fewer tokens",
     )
     columns = []
     for position in range(size):
         for feature in range(width):
-            direction = torch.zeros_like(F)
+            direction = F.new_zeros(F.shape)
             direction.view(groups, size, width)[:, position, feature] = 1
             columns.append(product(direction).reshape(groups, size * width))
     blocks = torch.stack(columns, dim=-1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Estimate:
         return f"{self.value:.4g} ± {self.stderr:.1g}"
 
 
+@runtime_checkable
 class Matrix(Protocol):
     """All that an estimator knows of an operator."""
 
@@ -40,13 +41,9 @@ class Matrix(Protocol):
     def __matmul__(self, other: Tensor) -> Tensor: ...
 
 
-def trace(
-    operator: Matrix, *, matvecs: int | None = None, tolerance: float | None = None, seed: int = 0
-) -> Estimate:
+def trace(operator: Matrix, *, matvecs: int | None = None, tolerance: float | None = None, seed: int = 0) -> Estimate:
     """Hutchinson's estimate of the trace; the standard error is that of the mean over probes."""
-    mean, stderr, used = _mean_over_probes(
-        operator, lambda z, product: (z * product).sum(0), matvecs, tolerance, seed
-    )
+    mean, stderr, used = _mean_over_probes(operator, lambda z, product: (z * product).sum(0), matvecs, tolerance, seed)
     return Estimate(mean, stderr, used, "hutchinson")
 
 

@@ -7,22 +7,19 @@ weights of the same head.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.exact.attention_cores import Answered, Plain, Response, Rotated, Scores, Seen
+from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.moments import Covariance, Feature, Rows, Third
 from curvoscope.losses import LossAt, PairCurvature, PerToken, Port, ScalarCurvature, through
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import Slot
 from curvoscope.operators.cores import Core, DenseCore
 from curvoscope.operators.kronecker import Single, Term
-
-if TYPE_CHECKING:
-    from curvoscope.exact.attention import Pass, SelfAttention
 
 Terms = list[Term | Single]
 
@@ -48,11 +45,11 @@ class Factor:
     port: Port
 
 
-def weights_of(layer: "SelfAttention", name: str, shape: Shape) -> list[Weight]:
+def weights_of(layer: AttentionLayer, name: str, shape: Shape) -> list[Weight]:
     """The parts of a weight that single heads, or groups of heads, use."""
     bias, role = name.startswith("b_"), name.removeprefix("b_")[0]
     share = layer.heads // layer.kv_heads
-    groups = {
+    groups: dict[str, list[tuple[int, ...]]] = {
         "Q": [(head,) for head in range(layer.heads)],
         "K": [tuple(range(g * share, (g + 1) * share)) for g in range(layer.kv_heads)],
         "O": [tuple(range(layer.heads))] if bias else [(head,) for head in range(layer.heads)],
@@ -67,7 +64,7 @@ def weights_of(layer: "SelfAttention", name: str, shape: Shape) -> list[Weight]:
 class AttentionBlocks:
     """Makes the terms of any pair of weights from one forward pass and the loss at its output."""
 
-    def __init__(self, layer: "SelfAttention", passed: "Pass", loss: LossAt) -> None:
+    def __init__(self, layer: AttentionLayer, passed: Pass, loss: LossAt) -> None:
         self._layer, self._passed, self._loss = layer, passed, loss
         self._heads: dict[int, _Head] = {}
         self._factors: dict[tuple[str, bool, int], Factor] = {}
@@ -94,11 +91,10 @@ class AttentionBlocks:
         if seen.shared is not None and not bool(seen.shared.any()):
             return []  # two heads that fill different columns of the output
         if left.response is None and right.response is None and seen.shared is not None:
-            outer = left.vector.T @ right.vector
-            core, same = seen.shared, left is right
+            outer, inner, same = left.vector.T @ right.vector, seen.shared, left is right
             if same:
-                outer, core = (outer + outer.T) / 2, (core + core.T) / 2
-            return [Single(outer, core, axes, symmetric=same)]
+                outer, inner = (outer + outer.T) / 2, (inner + inner.T) / 2
+            return [Single(outer, inner, axes, symmetric=same)]
         core: Core
         if left.response is not None and right.response is not None:
             core = Scores(left.response, seen, right.response)
@@ -110,9 +106,7 @@ class AttentionBlocks:
             core = Plain(seen, self._passed.X.shape[1])
         return [Term(left.vector, right.vector, self._turned(core, row, column), axes)]
 
-    def _pair_term(
-        self, left: Factor, right: Factor, row: Weight, column: Weight, curvature: PairCurvature
-    ) -> Term:
+    def _pair_term(self, left: Factor, right: Factor, row: Weight, column: Weight, curvature: PairCurvature) -> Term:
         """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with cores M_t^T S_tu M'_u."""
         blocks = through(curvature.blocks, right.port)  # (groups, g, m, g, e')
         blocks = through(blocks.movedim(2, -1), left.port).movedim(-1, 2)
@@ -147,7 +141,11 @@ class AttentionBlocks:
 
     def functional(self, left: Weight, right: Weight) -> Terms:
         """The Hessian of <G, F> at fixed G: over the heads that use both weights."""
-        return [*self.functional_at_scores(left, right), *self.t_functional(left, right), *self._bilinear(left, right)]
+        return [
+            *self.functional_at_scores(left, right),
+            *self.t_functional(left, right),
+            *self._bilinear(left, right),
+        ]
 
     def functional_at_scores(self, left: Weight, right: Weight) -> Terms:
         """s^2 sum_i z_i z'_i (x) the third attention moment: query and key weights; zero without a softmax."""
@@ -170,7 +168,9 @@ class AttentionBlocks:
         if (left.role, right.role) != ("Q", "K") or not self._moves(right):
             return []
         identity = torch.eye(self._layer.d_k, dtype=self._passed.X.dtype, device=self._passed.X.device)
-        return [Single(self.score_gradient(h, left.bias, right.bias), identity) for h in self._shared_heads(left, right)]
+        return [
+            Single(self.score_gradient(h, left.bias, right.bias), identity) for h in self._shared_heads(left, right)
+        ]
 
     def score_gradient(self, h: int, query_bias: bool, key_bias: bool) -> Tensor:
         """s B of head h: s sum_n f_n^T P_n g_n with f, g the inputs, or 1 for a bias."""
@@ -289,7 +289,7 @@ def _same_port(left: Port, right: Port) -> bool:
 class _Head:
     """One head's row statistics and features."""
 
-    def __init__(self, layer: "SelfAttention", passed: "Pass", loss: LossAt, h: int) -> None:
+    def __init__(self, layer: AttentionLayer, passed: Pass, loss: LossAt, h: int) -> None:
         group = h // (layer.heads // layer.kv_heads)
         open_keys = passed.open_keys
         if open_keys is not None:

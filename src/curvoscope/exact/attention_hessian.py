@@ -2,21 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from curvoscope.errors import RangeError
 from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight, weights_of
+from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.attention_product import AttentionProduct, Directions
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import LinearOperator, Product, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.kronecker import KroneckerSum
-
-if TYPE_CHECKING:
-    from curvoscope.exact.attention import Pass, SelfAttention
 
 
 @dataclass(frozen=True)
@@ -34,15 +31,18 @@ class AttentionHessian(BlockHessian):
 
     def __init__(
         self,
-        layer: "SelfAttention",
-        passed: "Pass",
+        layer: AttentionLayer,
+        passed: Pass,
         loss: LossAt,
         biases: bool,
         per_head: bool,
         wrt_input: bool,
     ) -> None:
         self._layer, self._passed = layer, passed
-        self._terms, self._product = AttentionBlocks(layer, passed, loss), AttentionProduct(layer, passed, loss)
+        self._terms, self._product = (
+            AttentionBlocks(layer, passed, loss),
+            AttentionProduct(layer, passed, loss),
+        )
         self._whole = layer.shapes(biases)
         self._blocks: dict[str, _Block] = {}
         for name, shape in self._whole.items():
@@ -67,7 +67,9 @@ class AttentionHessian(BlockHessian):
             )
 
         super().__init__(
-            matrix(outer=True), matrix(outer=False), self._multiplication(names, names, outer=True, functional=True)
+            matrix(outer=True),
+            matrix(outer=False),
+            self._multiplication(names, names, outer=True, functional=True),
         )
 
     # ---- the split at the scores
@@ -214,9 +216,7 @@ class AttentionHessian(BlockHessian):
             if block.slot is None:
                 directions[block.weight] = piece.reshape(-1, *block.shape)
             else:
-                whole = directions.setdefault(
-                    block.weight, rows.new_zeros(rows.shape[0], *self._whole[block.weight])
-                )
+                whole = directions.setdefault(block.weight, rows.new_zeros(rows.shape[0], *self._whole[block.weight]))
                 block.slot.of(whole, 1).copy_(piece.reshape(-1, *block.shape))
         return directions
 

@@ -9,16 +9,13 @@ The product is the derivative of the gradient: outer through dG = S dF alone, fu
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from curvoscope import checks
+from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.losses import LossAt
-
-if TYPE_CHECKING:
-    from curvoscope.exact.attention import Pass, SelfAttention
 
 Directions = dict[str, Tensor]
 
@@ -26,7 +23,7 @@ Directions = dict[str, Tensor]
 class AttentionProduct:
     """Products of the Hessian's parts with directions, each a dict of (n, a, p) tensors, n directions at once."""
 
-    def __init__(self, layer: "SelfAttention", passed: "Pass", loss: LossAt | None) -> None:
+    def __init__(self, layer: AttentionLayer, passed: Pass, loss: LossAt | None) -> None:
         self.layer, self.passed, self._loss = layer, passed, loss
         share = layer.heads // layer.kv_heads
         groups = (layer.kv_heads, share)
@@ -50,9 +47,7 @@ class AttentionProduct:
             "V": self._merged((self._A.mT @ self._Gh).sum(2, keepdim=True), turn=False),
         }
 
-    def __call__(
-        self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool
-    ) -> Directions:
+    def __call__(self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool) -> Directions:
         """The parts asked for, of the Hessian times the directions, at the blocks `wanted`."""
         layer, s = self.layer, self.layer.scale
         assert self._loss is not None
@@ -169,9 +164,7 @@ class AttentionProduct:
     def _to_heads(self, gradient: Tensor) -> Tensor:
         return self.layer.to_heads(gradient).unflatten(-3, self._A.shape[1:3])
 
-    def _at_weight(
-        self, name: str, projections: Directions, directions: Directions, functional: bool
-    ) -> Tensor:
+    def _at_weight(self, name: str, projections: Directions, directions: Directions, functional: bool) -> Tensor:
         """X^T g (+ dX^T g), (n, d, w)."""
         result = (self.passed.X.mT @ projections[name]).sum(1)
         if functional and "X" in directions:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from curvoscope.operators.cores import Core, TokenForm
 
+_KEPT_NUMBERS = 2**20
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -40,6 +42,7 @@ class Rows:
         """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax."""
         self.A, self.open_keys = A, open_keys
         self.sequences, self.length = A.shape[0], A.shape[1]
+        self._kept: dict[tuple[int, int], tuple[Feature, Feature, Tensor]] = {}
 
     @property
     def softmax(self) -> bool:
@@ -59,7 +62,16 @@ class Rows:
         return self.A * (u - (self.A * u).sum(-1, keepdim=True))
 
     def covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
-        """Cov_i[f, g] for tokens start to stop: (t, p, q)."""
+        """Cov_i[f, g] for tokens start to stop: (t, p, q). Small ones are kept: several blocks share them."""
+        tokens = self.sequences * self.length
+        if tokens * f.width * g.width > _KEPT_NUMBERS:
+            return self._covariance(f, g, start, stop)
+        key = (id(f), id(g))
+        if key not in self._kept:
+            self._kept[key] = (f, g, self._covariance(f, g, 0, tokens))  # f and g keep their ids from reuse
+        return self._kept[key][2][start:stop]
+
+    def _covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         if self.open_keys is not None:
             return self._second(self.open_keys.expand_as(self.A), f, g, start, stop)
         f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)

@@ -17,7 +17,7 @@ class Rotary:
         self.base, self.width = base, width
 
     def turn(self, vectors: Tensor, positions: Tensor, back: bool = False) -> Tensor:
-        """R_i v for vectors (..., k) at `positions`, which broadcast against all axes but the last; R_i^T v if `back`."""
+        """R_i v for vectors (..., k), or R_i^T v if `back`; `positions` broadcast against all axes but the last."""
         half = self.width // 2
         exponents = torch.arange(half, dtype=torch.float64, device=vectors.device) * (-2.0 / self.width)
         angles = positions[..., None].double() * self.base**exponents

@@ -6,7 +6,6 @@ A block maps the row-major vec of one weight (b, q) to that of another (a, p). I
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import scipy.sparse.linalg
@@ -17,11 +16,7 @@ from curvoscope import checks, estimate
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate import Estimate
 
-if TYPE_CHECKING:
-    from scipy.sparse.linalg import LinearOperator as ScipyOperator
-
 Shape = tuple[int, int]
-Which = Literal["LM", "LA", "SA"]
 Multiplication = Callable[[Tensor], Tensor]
 
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
@@ -30,9 +25,7 @@ _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster 
 class LinearOperator(ABC):
     """A real matrix known by its products. Subclasses give `_matmat` and, unless symmetric, `_transposed`."""
 
-    def __init__(
-        self, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
-    ) -> None:
+    def __init__(self, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False) -> None:
         self.row_shape, self.column_shape = row_shape, column_shape
         self.shape: Shape = (row_shape[0] * row_shape[1], column_shape[0] * column_shape[1])
         self.dtype, self.device = like.dtype, like.device
@@ -76,7 +69,8 @@ class LinearOperator(ABC):
     def __matmul__(self, other: Tensor) -> Tensor:
         if other.ndim not in (1, 2) or other.shape[0] != self.shape[1]:
             raise ShapeError(
-                "vector", f"got shape {tuple(other.shape)}, expected ({self.shape[1]},) or ({self.shape[1]}, n)"
+                "vector",
+                f"got shape {tuple(other.shape)}, expected ({self.shape[1]},) or ({self.shape[1]}, n)",
             )
         checks.floating("vector", other, like=torch.empty(0, dtype=self.dtype, device=self.device))
         columns = other if other.ndim == 2 else other[:, None]
@@ -84,7 +78,7 @@ class LinearOperator(ABC):
         return product if other.ndim == 2 else product[:, 0]
 
     @property
-    def T(self) -> "LinearOperator":  # noqa: N802 (as in torch and numpy)
+    def T(self) -> "LinearOperator":
         """The transposed operator."""
         return self if self.symmetric else self._transposed()
 
@@ -116,7 +110,7 @@ class LinearOperator(ABC):
         self._write(out.view(*self.row_shape, *self.column_shape))
         return out
 
-    def to_scipy(self) -> "ScipyOperator":
+    def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
         """The same operator for scipy.sparse.linalg, on the CPU."""
 
         def product(operator: LinearOperator) -> Callable[[np.ndarray], np.ndarray]:
@@ -174,9 +168,7 @@ class LinearOperator(ABC):
         gram = _Gram(self if self.shape[1] <= self.shape[0] else self.T)
         return float(gram.eigenvalues(1, "LM").clamp_min(0).sqrt().max())
 
-    def eigenvalues(
-        self, k: int | None = None, which: Which = "LM", memory_limit: int | None = None
-    ) -> Tensor:
+    def eigenvalues(self, k: int | None = None, which: str = "LM", memory_limit: int | None = None) -> Tensor:
         """Eigenvalues in ascending order: all, or the `k` of largest magnitude (LM), largest (LA), smallest (SA)."""
         self._square("eigenvalues")
         if not self.symmetric:

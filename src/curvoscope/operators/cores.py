@@ -49,7 +49,7 @@ class Core(ABC):
         return None
 
     @property
-    def T(self) -> "Core":  # noqa: N802
+    def T(self) -> "Core":
         """The transposed cores."""
         return self if self.symmetric else _TransposedCore(self)
 
@@ -72,7 +72,9 @@ class SumCore(Core):
     def __init__(self, cores: Sequence[Core]) -> None:
         first = cores[0]
         symmetric = all(core.symmetric for core in cores)
-        super().__init__(first.shape, max(core.period for core in cores), sum(core.workspace for core in cores), symmetric)
+        super().__init__(
+            first.shape, max(core.period for core in cores), sum(core.workspace for core in cores), symmetric
+        )
         self._cores = tuple(cores)
 
     def dense(self, start: int, stop: int) -> Tensor:
@@ -124,7 +126,7 @@ class _TransposedCore(Core):
         return form and TokenForm(form.right, form.left, lambda start, stop: form.inner(start, stop).mT)
 
     @property
-    def T(self) -> Core:  # noqa: N802
+    def T(self) -> Core:
         return self._core
 
 
@@ -143,7 +145,7 @@ def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor])
     assert first is not None and second is not None
     (sequences, length, _), (others, other_length, _) = first.left.shape, second.left.shape
     inner = second.inner(0, others * other_length)
-    inner = inner.view(others, other_length, other_length * other_length)
+    inner = inner.reshape(others, other_length, other_length * other_length)
     total = 0.0
     for n in range(sequences):
         rows = slice(n * length, (n + 1) * length)

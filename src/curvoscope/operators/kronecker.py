@@ -40,7 +40,7 @@ class Term:
         return self.left is self.right and self.axes[0] == self.axes[1] and self.core.symmetric
 
     @property
-    def T(self) -> "Term":  # noqa: N802
+    def T(self) -> "Term":
         """The transposed term."""
         return Term(self.right, self.left, self.core.T, (self.axes[1], self.axes[0]))
 
@@ -65,7 +65,7 @@ class Single:
     symmetric: bool = False
 
     @property
-    def T(self) -> "Single":  # noqa: N802
+    def T(self) -> "Single":
         """The transposed product."""
         return Single(self.outer.T, self.core.T, (self.axes[1], self.axes[0]), self.symmetric)
 
@@ -117,6 +117,13 @@ class KroneckerSum(LinearOperator):
     # ---- entries and products
 
     def _write(self, out: Tensor) -> None:
+        alike = _alike(self._parts)
+        if alike and (alike[0].symmetric or not self.symmetric):
+            moments = _moments(alike[0])
+            for term in alike[1:]:
+                moments += _moments(term)
+            _put(out, alike[0], moments, add=False)
+            return
         _write_part(out, self._parts[0], self.symmetric)
         for part in self._parts[1:]:
             if len(part) == 1 and (part[0].symmetric or not self.symmetric):
@@ -164,9 +171,7 @@ class KroneckerSum(LinearOperator):
         for term in self.terms:
             if isinstance(term, Single):
                 straight = term.axes[0] == term.axes[1]
-                value = (
-                    term.outer.trace() * term.core.trace() if straight else (term.outer * term.core.T).sum()
-                )
+                value = term.outer.trace() * term.core.trace() if straight else (term.outer * term.core.T).sum()
                 total += float(value)
             elif term.axes[0] == term.axes[1]:
                 weights = (term.left * term.right).sum(1)
@@ -175,9 +180,7 @@ class KroneckerSum(LinearOperator):
             else:
                 for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2):
                     core = term.core.dense(start, stop)
-                    total += float(
-                        torch.einsum("tp,tpa,ta->", term.right[start:stop], core, term.left[start:stop])
-                    )
+                    total += float(torch.einsum("tp,tpa,ta->", term.right[start:stop], core, term.left[start:stop]))
         return total
 
     def _diagonal(self, memory_limit: int | None) -> Tensor:
@@ -210,7 +213,7 @@ class KroneckerSum(LinearOperator):
         pairs = list(combinations_with_replacement(range(len(terms)), 2))
         pairwise = sum(_inner_cost(terms[i], terms[j]) for i, j in pairs)
         entries = self.shape[0] * self.shape[1]
-        by_entries = entries * sum(term.tokens for term in self.terms if isinstance(term, Term))
+        by_entries = entries * sum(term.tokens if isinstance(term, Term) else 1 for term in self.terms)
         if by_entries <= pairwise and 2 * entries * self.dtype.itemsize <= budget:
             return float(self.dense(memory_limit=memory_limit).double().square().sum())
         return sum((1 if i == j else 2) * _inner(terms[i], terms[j], budget) for i, j in pairs)
@@ -278,20 +281,32 @@ def _view(out: Tensor, axes: Axes) -> Tensor:
     return out.permute(axes[0], 2 + axes[1], 1 - axes[0], 3 - axes[1])
 
 
-def _put(target: Tensor, values: Tensor, add: bool) -> None:
-    if add:
-        target += values
-    else:
-        target.copy_(values)
+def _alike(parts: Sequence[Sequence[Term | Single]]) -> list[Term]:
+    """The terms, when each part is one term and all stand on the same axes: their moments can be added."""
+    terms = [part[0] for part in parts if len(part) == 1 and isinstance(part[0], Term)]
+    kinds = {(term.axes, term.symmetric) for term in terms}
+    return terms if len(terms) == len(parts) and len(kinds) == 1 else []
 
 
 def _put_term(out: Tensor, term: Term | Single, add: bool) -> None:
     if isinstance(term, Single):
-        _put(_view(out, term.axes), term.outer[:, :, None, None] * term.core, add)
-    elif term.symmetric:
-        _put_symmetric(out, term, add)
+        values = term.outer[:, :, None, None] * term.core
+        target = _view(out, term.axes)
+        target.copy_(target + values if add else values)
     else:
-        _put(_view(out, term.axes), _moment_matrix(term), add)
+        _put(out, term, _moments(term), add)
+
+
+def _put(out: Tensor, term: Term, moments: Tensor, add: bool) -> None:
+    """Write the moments of a term, or add them."""
+    target = _view(out, term.axes)
+    if term.symmetric:
+        moments = moments[:, _pair_numbers(term.core.shape[0], out.device)]  # (pairs a <= b, p, q)
+        moments = moments[_pair_numbers(target.shape[0], out.device)]
+    if add:
+        target += moments
+    else:
+        target.copy_(moments)
 
 
 def _write_part(out: Tensor, terms: Sequence[Term | Single], symmetric: bool) -> None:
@@ -303,37 +318,35 @@ def _write_part(out: Tensor, terms: Sequence[Term | Single], symmetric: bool) ->
         out.copy_((out + out.permute(2, 3, 0, 1)) / 2)
 
 
-def _put_symmetric(out: Tensor, term: Term, add: bool) -> None:
-    """A symmetric term: the pairs a <= b of the vectors only, each block written twice, so symmetry is exact."""
-    width = term.left.shape[1]
-    first, second = torch.triu_indices(width, width, device=out.device)
-    moments = _moment_matrix(term, (first, second))  # (pairs, p, q)
-    on_diagonal = (first == second).nonzero()[:, 0]
-    blocks = moments[on_diagonal]
-    moments[on_diagonal] = (blocks + blocks.mT) / 2
-    target = _view(out, term.axes)
-    if add:
-        target[first, second] += moments
-        off = (first != second).nonzero()[:, 0]
-        target[second[off], first[off]] += moments[off].mT
-    else:
-        target[second, first] = moments.mT
-        target[first, second] = moments
+def _moments(term: Term) -> Tensor:
+    """sum_t l_t[a] r_t[b] C_t[p, q] as one matrix product over the tokens: (a, b, p, q).
 
-
-def _moment_matrix(term: Term, pairs: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """sum_t l_t[a] r_t[b] C_t[p, q] as one matrix product over the tokens: (a, b, p, q), or (pairs, p, q)."""
-    left, right = term.left, term.right
-    shape = (left.shape[1], right.shape[1]) if pairs is None else (len(pairs[0]),)
-    width = left.shape[1] * right.shape[1] if pairs is None else len(pairs[0])
+    For a symmetric term only its pairs a <= b and p <= q, (pairs, pairs): each entry of the block is computed once,
+    so the block is symmetric to the bit.
+    """
+    a, b, (p, q) = term.left.shape[1], term.right.shape[1], term.core.shape
+    if term.symmetric:
+        (i, j), (k, m) = (torch.triu_indices(n, n, device=term.left.device) for n in (a, p))
     result: Tensor | None = None
-    for start, stop in term.chunks(checks.memory_budget(None) // 4, extra=width):
-        ls, rs = left[start:stop], right[start:stop]
-        vectors = (ls[:, :, None] * rs[:, None, :]).flatten(1) if pairs is None else ls[:, pairs[0]] * rs[:, pairs[1]]
-        cores = term.core.dense(start, stop).flatten(1)
+    for start, stop in term.chunks(checks.memory_budget(None) // 4, extra=a * b):
+        left, right, cores = term.left[start:stop], term.right[start:stop], term.core.dense(start, stop)
+        if term.symmetric:
+            vectors, cores = left[:, i] * right[:, j], cores[:, k, m]
+        else:
+            vectors, cores = (left[:, :, None] * right[:, None, :]).flatten(1), cores.flatten(1)
         result = vectors.T @ cores if result is None else result.addmm_(vectors.T, cores)
     assert result is not None  # a term has at least one token
-    return result.view(*shape, *term.core.shape)
+    return result if term.symmetric else result.view(a, b, p, q)
+
+
+def _pair_numbers(width: int, device: torch.device) -> Tensor:
+    """The number of the pair at every place of a symmetric matrix, (width, width)."""
+    numbers = torch.empty(width, width, dtype=torch.int64, device=device)
+    first, second = torch.triu_indices(width, width, device=device)
+    counted = torch.arange(len(first), device=device)
+    numbers[first, second] = counted
+    numbers[second, first] = counted
+    return numbers
 
 
 # ---- inner products <B, B'> = sum of the products of the entries
@@ -360,7 +373,7 @@ def _merged(terms: Sequence[Term | Single]) -> list[Term | Single]:
 def _inner_cost(x: Term | Single, y: Term | Single) -> int:
     """Multiplications of the cheapest route to <x, y>."""
     if isinstance(x, Single) and isinstance(y, Single):
-        return x.core.numel() * x.outer.numel()
+        return x.core.numel() + x.outer.numel() if x.axes == y.axes else x.core.numel() * x.outer.numel()
     if isinstance(x, Single) or isinstance(y, Single):
         term = x if isinstance(x, Term) else y
         assert isinstance(term, Term)
@@ -380,6 +393,8 @@ def _inner(x: Term | Single, y: Term | Single, budget: int) -> float:
             return inner_by_tokens(x.core, y.core, lambda i, j: _weights(x, y, i, j))
         return _gram_inner(x, y, budget)
     if isinstance(x, Single) and isinstance(y, Single):
+        if x.axes == y.axes:
+            return float((x.outer * y.outer).sum() * (x.core * y.core).sum())
         names = [*_letters(x, ""), *_letters(y, "")]
         return float(torch.einsum(",".join(names) + "->", x.outer, x.core, y.outer, y.core))
     term, single = (x, y) if isinstance(x, Term) else (y, x)
@@ -448,9 +463,7 @@ def _crossed_inner(x: Term, y: Term, budget: int) -> float:
 
 
 def _at_most(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    return [
-        (start, min(start + size, stop)) for begin, stop in ranges for start in range(begin, stop, size)
-    ]
+    return [(start, min(start + size, stop)) for begin, stop in ranges for start in range(begin, stop, size)]
 
 
 def _letters(term: Term | Single, token: str) -> tuple[str, ...]:

@@ -1,0 +1,146 @@
+"""How the blocks of a Hessian differ: a row for each block and part, a sentence on query and value."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from curvoscope.errors import BlockNameError
+from curvoscope.operators import BlockHessian
+
+Part = Literal["outer", "functional", "total"]
+PARTS: tuple[Part, ...] = ("outer", "functional", "total")
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """Numbers of one block H(row, column) and part. The spectrum exists on the diagonal only, else None.
+
+    `eigenvalue_tolerance` = eps(dtype) * size * spectral norm is the error of the eigen-solver, and
+    `negative_share` counts the eigenvalues below minus that, so that the null space of a rank-deficient block
+    is not taken for negative.
+    """
+
+    row: str
+    column: str
+    part: Part
+    frobenius_norm: float
+    median_absolute: float
+    trace: float | None = None
+    largest_eigenvalue: float | None = None
+    smallest_eigenvalue: float | None = None
+    eigenvalue_tolerance: float | None = None
+    negative_share: float | None = None
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the block stands on the diagonal."""
+        return self.row == self.column
+
+
+def block_rows(H: BlockHessian) -> Iterator[BlockRow]:
+    """The rows of `block_table` as they get ready: the diagonal blocks, then those above the diagonal."""
+    names = H.names
+    pairs = [(name, name) for name in names]
+    pairs += [(row, column) for i, row in enumerate(names) for column in names[i + 1 :]]
+    for row, column in pairs:
+        for part in PARTS:
+            yield _measure(H, row, column, part)
+
+
+def block_table(H: BlockHessian) -> list[BlockRow]:
+    """Norm and median entry of every block and part; trace and extreme eigenvalues of the diagonal blocks."""
+    return list(block_rows(H))
+
+
+def verdict(rows: Sequence[BlockRow]) -> str:
+    """What the table shows of the query and the value block: their measured ratio, and where it comes from.
+
+    At token t the value block is m_t m_t^T (x) W_O S_t W_O^T, with m_t the attention mean of the inputs. The
+    query block is x_t x_t^T (x) W_K^T (M2_t W S_t W^T M2_t + M3_t.g_t) W_K / d_k with W = W_V W_O: degrees 6
+    and 5 in the inputs against 2, at fixed attention. Without softmax the attention weights have degree 2
+    themselves, and no second derivative.
+    """
+    query, value = _find(rows, "Q", "Q", "total"), _find(rows, "V", "V", "total")
+    if query.frobenius_norm == 0 or value.frobenius_norm == 0:
+        zero = [name for name, row in (("query", query), ("value", value)) if row.frobenius_norm == 0]
+        return f"Exactly zero: the {' and the '.join(zero)} block. There is no ratio to give."
+    norm = query.frobenius_norm / value.frobenius_norm
+    sentence = (
+        f"The query block is {times(norm)} the value block in Frobenius norm "
+        f"({query.frobenius_norm:.2e} against {value.frobenius_norm:.2e})"
+    )
+    if query.median_absolute and value.median_absolute:
+        median = query.median_absolute / value.median_absolute
+        sentence += (
+            f", its median entry {times(median)} the value block's "
+            f"({query.median_absolute:.2e} against {value.median_absolute:.2e})"
+        )
+    return f"{sentence}. {_reason(rows, norm)}"
+
+
+def headline(rows: Sequence[BlockRow]) -> str:
+    """The same comparison as a title: the median entries of the query and of the value block."""
+    query, value = (_find(rows, name, name, "total").median_absolute for name in ("Q", "V"))
+    if query == 0 or value == 0:
+        return "The Hessian of the attention layer"
+    return f"Query entries are {times(query / value)} value entries (median)"
+
+
+def times(ratio: float) -> str:
+    """A ratio of sizes in words that a noun can follow: "12 times smaller than", "3.1 times larger than"."""
+    factor, word = (ratio, "larger") if ratio >= 1 else (1 / ratio, "smaller")
+    if factor < 1.05:
+        return "as large as"
+    return f"{factor:,.0f} times {word} than" if factor >= 9.95 else f"{factor:.1f} times {word} than"
+
+
+def _reason(rows: Sequence[BlockRow], norm: float) -> str:
+    """Where the ratio comes from, with softmax or without: linear attention has no functional query block."""
+    no_third_moment = _find(rows, "Q", "Q", "functional").frobenius_norm == 0
+    if no_third_moment and _find(rows, "Q", "V", "functional").frobenius_norm > 0:
+        return (
+            "Without softmax both functional parts are exactly zero and both blocks have degree six in the "
+            "inputs; the query block carries the value weights where the value block carries the query "
+            "weights."
+        )
+    zero = _find(rows, "V", "V", "functional").frobenius_norm == 0
+    return (
+        "The value block is made of the attention mean of the inputs alone"
+        + (" (its functional part is exactly zero)" if zero else "")
+        + "; the query block takes their second attention moment twice (outer part) or their third "
+        "(functional part), contracted with the key and the value weights: degree six and five in the inputs "
+        "at fixed attention, against two, and the extra factors are together "
+        f"{'below' if norm < 1 else 'above'} one here."
+    )
+
+
+def _measure(H: BlockHessian, row: str, column: str, part: Part) -> BlockRow:
+    dense = getattr(H, part)[row, column].dense()
+    norm = float(torch.linalg.matrix_norm(dense))
+    median = float(np.median(dense.abs().cpu().numpy()))
+    if row != column:
+        return BlockRow(row, column, part, norm, median)
+    eigenvalues = torch.linalg.eigvalsh(dense)
+    tolerance = torch.finfo(dense.dtype).eps * len(dense) * float(eigenvalues.abs().max())
+    return BlockRow(
+        row,
+        column,
+        part,
+        norm,
+        median,
+        trace=float(dense.trace()),
+        largest_eigenvalue=float(eigenvalues[-1]),
+        smallest_eigenvalue=float(eigenvalues[0]),
+        eigenvalue_tolerance=tolerance,
+        negative_share=float((eigenvalues < -tolerance).double().mean()),
+    )
+
+
+def _find(rows: Sequence[BlockRow], row: str, column: str, part: Part) -> BlockRow:
+    for found in rows:
+        if {found.row, found.column} == {row, column} and found.part == part:
+            return found
+    raise BlockNameError("rows", f"there is no block {row!r}, {column!r} with part {part!r}")

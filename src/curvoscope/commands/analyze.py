@@ -1,0 +1,118 @@
+"""`curvoscope analyze`: the exact Hessian of the attention layer in the paper's single-block GPT-2."""
+
+import dataclasses
+import io
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from curvoscope import __version__, checks, commands, data
+from curvoscope.analysis import PARTS, BlockRow, block_rows, headline, verdict
+from curvoscope.models import GPT2
+from curvoscope.operators import BlockHessian
+from curvoscope.report import figures, tables
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_FIGURES = {"hessian.png": figures.hessian_figure, "histograms.png": figures.histogram_figure}
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What decides the numbers. The names are those of the options."""
+
+    seed: int
+    d: int
+    sequences: int
+    norm: str
+    attention: str
+    dtype: str
+
+
+def run(configuration: Configuration, out: Path, as_json: bool) -> None:
+    """Measure every block, print the table and what it shows; write two figures and table.json into `out`."""
+    size = 4 * configuration.d**2
+    # The picture of the Hessian and what Matplotlib makes of it; the rest is done a block at a time.
+    checks.fits(16 * size**2, None, f"the picture of a {size} x {size} Hessian", "take a smaller --d")
+    commands.make_directory(out)
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("the exact Hessian", total=None)
+        H = _hessian(configuration)
+        blocks = len(H.names)
+        steps = len(PARTS) * blocks * (blocks + 1) // 2 + len(_FIGURES)
+        progress.update(task, description="its blocks", total=steps)
+        rows = []
+        for row in block_rows(H):
+            rows.append(row)
+            progress.advance(task)
+        progress.update(task, description="the figures")
+        for name, draw in _FIGURES.items():
+            commands.write(out / name, _png(draw(H, headline(rows))))
+            progress.advance(task)
+    document = _document(rows, configuration)
+    commands.write(out / "table.json", document.encode())  # last: a directory that has it has the figures too
+    if as_json:
+        print(document, end="")
+    else:
+        _show(rows, configuration)
+        for name in (*_FIGURES, "table.json"):
+            print(f"wrote {out / name}")
+
+
+def _hessian(configuration: Configuration) -> BlockHessian:
+    """The exact Hessian over W_Q, W_K, W_V and W_O of the loss on one batch of additions."""
+    tokens = data.addition(configuration.sequences, seed=configuration.seed)
+    inputs, targets = tokens[:, :-1], data.answer_targets(tokens)
+    model = GPT2(
+        configuration.d,
+        norm=configuration.norm,
+        activation=configuration.attention,
+        seed=configuration.seed,
+        dtype=_DTYPES[configuration.dtype],
+    )
+    return model.attention().hessian(model.attention_input(inputs), model.tail(inputs, targets))
+
+
+def _document(rows: list[BlockRow], configuration: Configuration) -> str:
+    """table.json: what was measured, on what, and how to measure it again."""
+    options = dataclasses.asdict(configuration)
+    document = {
+        "configuration": options,
+        "command": " ".join(["curvoscope analyze", *(f"--{name} {value}" for name, value in options.items())]),
+        "versions": {
+            "curvoscope": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "seed": configuration.seed,
+        "verdict": verdict(rows),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _show(rows: list[BlockRow], configuration: Configuration) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"Exact Hessian of the attention layer in a GPT-2 of one block: d = {configuration.d}, norm "
+        f"{configuration.norm}, {configuration.attention} attention, {configuration.sequences} five-digit "
+        f"additions, seed {configuration.seed}, {configuration.dtype}. Outer and functional part are split "
+        "at the layer's output.\n"
+    )
+    console.print(tables.diagonal_table(rows))
+    console.print(tables.off_diagonal_table(rows))
+    console.print(verdict(rows) + "\n")
+
+
+def _png(figure: "matplotlib.figure.Figure") -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200)
+    return buffer.getvalue()

@@ -1,0 +1,219 @@
+"""Self-attention: the weights, the forward pass, and the ways between heads and output."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.errors import EmptyError, MaskError, NonFiniteError, RangeError, ShapeError
+from curvoscope.exact.rotary import Rotary
+from curvoscope.losses import Port
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: X (N, L, d), rotated queries (N, H, L, k) and keys (N, G, L, k), values (N, G, L, e).
+
+    A (N, H, L, L), `open_keys` (N or 1, H or 1, L, L) in {0, 1} for linear attention, head outputs A V (N, H, L, e)
+    and the layer's output F (N, L, m). `squeeze`: the input had no batch axis.
+    """
+
+    X: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    A: Tensor
+    open_keys: Tensor | None
+    visible: Tensor
+    head_output: Tensor
+    F: Tensor
+    squeeze: bool
+
+
+class AttentionLayer:
+    """F = [A^1 V^1, ..., A^H V^H] W_O with A = softmax(Q K^T / (t sqrt(d_k))), Q = X W_Q + b_Q, and so on.
+
+    Shapes: W_Q (d, heads*d_k), W_K (d, kv_heads*d_k), W_V (d, kv_heads*d_v), W_O (heads*d_v, d_out), heads one after
+    the other in the columns. Without W_O the heads are concatenated or, with `combine="sum"`, added (Appendix E).
+    `activation="linear"` leaves out the softmax (masked scores are 0). `rotary` is the base of rotary positions.
+    Biases are constants unless `biases=True`, which makes them blocks "b_Q", "b_K", "b_V", "b_O".
+    """
+
+    def __init__(
+        self,
+        W_Q: Tensor,
+        W_K: Tensor,
+        W_V: Tensor,
+        W_O: Tensor | None = None,
+        b_Q: Tensor | None = None,
+        b_K: Tensor | None = None,
+        b_V: Tensor | None = None,
+        b_O: Tensor | None = None,
+        *,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        combine: str = "concat",
+        activation: str = "softmax",
+        temperature: float = 1.0,
+        causal: bool = False,
+        biases: bool = False,
+        rotary: float | None = None,
+    ) -> None:
+        kv_heads = heads if kv_heads is None else kv_heads
+        checks.choice("combine", combine, ("concat", "sum"))
+        checks.choice("activation", activation, ("softmax", "linear"))
+        if heads < 1:
+            raise RangeError("heads", f"got {heads}, expected at least 1")
+        if kv_heads < 1 or heads % kv_heads:
+            raise RangeError("kv_heads", f"got {kv_heads}, expected a divisor of heads = {heads}")
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise RangeError("temperature", f"got {temperature}, expected a positive number")
+        for name, weight in (("W_Q", W_Q), ("W_K", W_K), ("W_V", W_V)):
+            checks.floating(name, weight, like=W_Q if isinstance(W_Q, Tensor) else None)
+            if weight.ndim != 2 or weight.shape[0] != W_Q.shape[0]:
+                raise ShapeError(name, f"expected ({W_Q.shape[0]}, ...), got {tuple(weight.shape)}")
+        self.d_k = _per_head("W_Q", W_Q, heads)
+        self.d_v = _per_head("W_V", W_V, kv_heads)
+        if _per_head("W_K", W_K, kv_heads) != self.d_k:
+            raise ShapeError("W_K", f"has {W_K.shape[1] // kv_heads} columns a head, W_Q has {self.d_k}")
+        if W_O is not None:
+            checks.floating("W_O", W_O, like=W_Q)
+            if combine == "sum":
+                raise RangeError("combine", "'sum' adds heads without W_O; leave out one of the two")
+            if W_O.ndim != 2 or W_O.shape[0] != heads * self.d_v:
+                raise ShapeError("W_O", f"expected ({heads * self.d_v}, d_out), got {tuple(W_O.shape)}")
+        self.d = W_Q.shape[0]
+        self.d_out = W_O.shape[1] if W_O is not None else self.d_v * (heads if combine == "concat" else 1)
+        widths = {"b_Q": W_Q.shape[1], "b_K": W_K.shape[1], "b_V": W_V.shape[1], "b_O": self.d_out}
+        for name, bias in (("b_Q", b_Q), ("b_K", b_K), ("b_V", b_V), ("b_O", b_O)):
+            if bias is not None and checks.floating(name, bias, like=W_Q).shape != (widths[name],):
+                raise ShapeError(name, f"expected ({widths[name]},), got {tuple(bias.shape)}")
+        self.W_Q, self.W_K, self.W_V, self.W_O = W_Q, W_K, W_V, W_O
+        self.b_Q, self.b_K, self.b_V, self.b_O = b_Q, b_K, b_V, b_O
+        self.heads, self.kv_heads, self.combine = heads, kv_heads, combine
+        self.activation, self.temperature, self.causal, self.biases = activation, temperature, causal, biases
+        self.scale = 1 / (temperature * math.sqrt(self.d_k))
+        self.rotary = None if rotary is None else Rotary(rotary, self.d_k)
+        self.merged = False
+
+    def __call__(self, X: Tensor, mask: Tensor | None = None) -> Tensor:
+        """F, (L, d_out) or (N, L, d_out)."""
+        passed = self.forward_pass(X, mask)
+        return passed.F[0] if passed.squeeze else passed.F
+
+    def forward_pass(self, X: Tensor, mask: Tensor | None = None) -> Pass:
+        """Everything that the forward pass computes, with a batch axis. `mask`: see `hessian`."""
+        checks.floating("X", X, like=self.W_Q) if X.numel() else None
+        if X.ndim not in (2, 3) or X.shape[-1] != self.d:
+            raise ShapeError("X", f"expected (L, {self.d}) or (N, L, {self.d}), got {tuple(X.shape)}")
+        if X.numel() == 0:
+            raise EmptyError("X", f"has no {'tokens' if X.shape[-2] == 0 else 'sequences'}, shape {tuple(X.shape)}")
+        batch = X if X.ndim == 3 else X[None]
+        query = self.split(_affine(batch, self.W_Q, self.b_Q), self.heads)
+        key = self.split(_affine(batch, self.W_K, self.b_K), self.kv_heads)
+        value = self.split(_affine(batch, self.W_V, self.b_V), self.kv_heads)
+        if self.rotary is not None:
+            positions = torch.arange(batch.shape[1], device=X.device)
+            query, key = self.rotary.turn(query, positions), self.rotary.turn(key, positions)
+        share = self.heads // self.kv_heads
+        scores = self.scale * (query @ key.repeat_interleave(share, 1).mT)
+        bias, visible = self._mask(scores, mask)
+        if bias is not None:
+            scores = scores + bias
+        open_keys = None
+        if self.activation == "softmax":
+            A = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        else:
+            A = scores.masked_fill(~visible, 0)
+            open_keys = visible.to(X.dtype)
+        head_output = A @ value.repeat_interleave(share, 1)
+        F = self.to_output(head_output)
+        F = F if self.b_O is None else F + self.b_O
+        if not bool(torch.isfinite(F).all()):
+            raise NonFiniteError("X", "the scores or values overflow; scale the input or the weights down")
+        return Pass(batch, query, key, value, A, open_keys, visible, head_output, F, X.ndim == 2)
+
+    def shapes(self, biases: bool) -> dict[str, tuple[int, int]]:
+        """Names and shapes of the weights that are blocks of the Hessian; a bias is a weight with one row."""
+        d, query = self.d, "QK" if self.merged else "Q"
+        shapes = {query: (d, self.heads * self.d_k)}
+        if not self.merged:
+            shapes["K"] = (d, self.kv_heads * self.d_k)
+        shapes["V"] = (d, self.kv_heads * self.d_v)
+        if self.W_O is not None:
+            shapes["O"] = (self.heads * self.d_v, self.d_out)
+        if biases:
+            present = {"b_Q": self.b_Q, "b_K": self.b_K, "b_V": self.b_V, "b_O": self.b_O}
+            shapes |= {name: (1, bias.numel()) for name, bias in present.items() if bias is not None}
+        return shapes
+
+    def split(self, values: Tensor, heads: int) -> Tensor:
+        """(..., L, heads*w) -> (..., heads, L, w)."""
+        return values.unflatten(-1, (heads, -1)).transpose(-2, -3)
+
+    def merge(self, values: Tensor) -> Tensor:
+        """(..., heads, L, w) -> (..., L, heads*w)."""
+        return values.transpose(-2, -3).flatten(-2)
+
+    def to_output(self, head_output: Tensor) -> Tensor:
+        """From the heads (..., H, L, e) to the output (..., L, m), without its bias."""
+        if self.W_O is not None:
+            return self.merge(head_output) @ self.W_O
+        return self.merge(head_output) if self.combine == "concat" else head_output.sum(-3)
+
+    def to_heads(self, gradient: Tensor) -> Tensor:
+        """The transposed map, from gradients at the output (..., L, m) to the heads (..., H, L, e)."""
+        if self.W_O is not None:
+            return self.split(gradient @ self.W_O.mT, self.heads)
+        if self.combine == "concat":
+            return self.split(gradient, self.heads)
+        return gradient[..., None, :, :].expand(*gradient.shape[:-2], self.heads, *gradient.shape[-2:])
+
+    def port(self, head: int) -> Port:
+        """How head `head` reaches the output: its rows of W_O, its columns of F, or directly (None)."""
+        part = slice(head * self.d_v, (head + 1) * self.d_v)
+        if self.W_O is not None:
+            return self.W_O[part]
+        return None if self.combine == "sum" or self.heads == 1 else part
+
+    def _mask(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """What to add to the scores, and where keys are visible, broadcastable to (N, H, L, L)."""
+        sequences, heads, length = scores.shape[:3]
+        visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=scores.device)
+        visible = visible.tril() if self.causal else visible
+        if mask is None:
+            return None, visible
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise MaskError("mask", f"expected boolean or floating point, got {mask.dtype}")
+        if mask.ndim not in (2, 3, 4):
+            raise ShapeError("mask", f"expected (L, L), (N, L, L) or (N, heads, L, L), got {tuple(mask.shape)}")
+        full = mask[None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
+        if any(n not in (1, m) for n, m in zip(full.shape[:2], (sequences, heads), strict=True)) or full.shape[2:] != (
+            length,
+            length,
+        ):
+            raise ShapeError("mask", f"{tuple(mask.shape)} does not fit scores of {tuple(scores.shape)}")
+        bias = None
+        if full.dtype == torch.bool:
+            visible = visible & full
+        else:
+            if bool(torch.isnan(full).any() | (full == math.inf).any()):
+                raise NonFiniteError("mask", "additive masks may hold -inf, but neither NaN nor +inf")
+            visible = visible & (full > -math.inf)
+            bias = full.masked_fill(full == -math.inf, 0).to(scores.dtype)
+        if not bool(visible.any(-1).all()):
+            row = (~visible.any(-1)).nonzero()[0].tolist()
+            raise MaskError("mask", f"query {row[2]} of sequence {row[0]} sees no key at all")
+        return bias, visible
+
+
+def _per_head(name: str, weight: Tensor, heads: int) -> int:
+    if weight.shape[1] % heads:
+        raise ShapeError(name, f"{weight.shape[1]} columns cannot be divided among {heads} heads")
+    return weight.shape[1] // heads
+
+
+def _affine(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return X @ weight if bias is None else X @ weight + bias

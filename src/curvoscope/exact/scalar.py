@@ -1,0 +1,158 @@
+"""The scalar attention model of the slides and all eigenvalues of its Hessian in closed form.
+
+Tokens are numbers x_i, f_i = w_V mu_i with mu_i the mean of x under row i of A, A_ij ~ exp(s x_i x_j + mask),
+s = <w_Q, w_K>/sqrt(k). Row i is an exponential family in s x_i, so derivatives in s are its moments: with the
+variance v and the third central moment k3 of x under the row,
+
+    df/dw_V = mu    df/ds = w_V x v    d2f/dw_V ds = x v    d2f/ds2 = w_V x^2 k3
+
+and for a loss with gradient g and Hessian S at f, f_s = df/ds,
+
+    L_s  = g . f_s                   L_vs = mu^T S f_s + g . (x v)
+    L_vv = mu^T S mu                 L_ss = f_s^T S f_s + w_V g . (x^2 k3)
+
+The weights w_Q and w_K enter through s alone, which is bilinear. With b = L_s/sqrt(k),
+P = |w_K + w_Q|/sqrt(2k) and M = |w_K - w_Q|/sqrt(2k) the 2k + 1 eigenvalues over (w_Q, w_K, w_V) are +|b| and
+-|b|, k - 1 times each, and those of
+
+    [ L_vv    P L_vs        M L_vs       ]
+    [ .       P^2 L_ss + b  P M L_ss     ]
+    [ .       .             M^2 L_ss - b ]
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks, losses
+from curvoscope.errors import LossError, NonFiniteError, ShapeError
+from curvoscope.exact.attention import SelfAttention
+
+
+@dataclass(frozen=True)
+class ScalarSpectrum:
+    """The spectrum of the scalar model: k - 1 pairs +-`bulk`, and three `outliers`.
+
+    `multiplicity` is k - 1; `outliers` (3,) ascend. `gauss_newton` (2,), ascending, are the eigenvalues of
+    H_o = J^T S J; its others are zero. `trace` is that of the Hessian, to which the bulk adds nothing, and
+    `determinant` the product of the outliers. `mean`, `variance` and `third_moment` (central) are those of x
+    under each row of A, in the shape of x.
+    """
+
+    bulk: float
+    multiplicity: int
+    outliers: Tensor
+    gauss_newton: Tensor
+    trace: float
+    determinant: float
+    mean: Tensor
+    variance: Tensor
+    third_moment: Tensor
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """All 2k + 1 of them, ascending."""
+        pairs = self.outliers.new_tensor([-self.bulk, self.bulk]).repeat(self.multiplicity)
+        return torch.cat([self.outliers, pairs]).sort().values
+
+
+class ScalarAttention:
+    """f = w_V A x, A = softmax(x x^T <w_Q, w_K>/sqrt(k)) by rows: attention on tokens that are numbers.
+
+    w_Q, w_K (k,), w_V a number: `SelfAttention` with inputs and values of width 1.
+    """
+
+    def __init__(self, w_Q: Tensor, w_K: Tensor, w_V: Tensor | float, *, causal: bool = False) -> None:
+        for name, weight in (("w_Q", w_Q), ("w_K", w_K)):
+            checks.floating(name, weight, like=None if weight is w_Q else w_Q)
+            if weight.shape != w_Q.shape or weight.ndim != 1:
+                raise ShapeError(name, f"expected (k,), got {tuple(weight.shape)}")
+        if not isinstance(w_V, Tensor):
+            w_V = torch.tensor(w_V, dtype=w_Q.dtype, device=w_Q.device)
+        if checks.floating("w_V", w_V, like=w_Q).ndim:
+            raise ShapeError("w_V", f"expected a number, got a tensor of shape {tuple(w_V.shape)}")
+        self.w_Q, self.w_K, self.w_V = w_Q, w_K, w_V
+        s = checks.floating("w_Q . w_K", w_Q @ w_K / math.sqrt(len(w_Q)))
+        self._layer = SelfAttention.single_matrix(s[None, None], w_V[None, None], causal=causal)
+
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """f, in the shape of x, (L,) or (N, L)."""
+        return self._layer(self._tokens(x), mask)[..., 0]
+
+    def spectrum(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        loss: losses.LossFunction | None = None,
+        mask: Tensor | None = None,
+    ) -> ScalarSpectrum:
+        """All eigenvalues of the loss Hessian over (w_Q, w_K, w_V).
+
+        The loss is the mean of (f - y)^2 or, in the place of `y`, `loss`: a function of f in the shape of x,
+        or a loss of `cv.losses`, which sees outputs of width 1, (L, 1) or (N, L, 1). `mask` as in
+        `SelfAttention.hessian`; a sink is a floating-point mask with a large column.
+        """
+        passed = self._layer.forward_pass(self._tokens(x), mask)
+        found = losses.at(self._loss(x, y, loss), passed.F, passed.squeeze)
+        tokens, A, g = passed.X[..., 0], passed.A[:, 0], found.gradient[..., 0]
+        mean = (A @ tokens[..., None])[..., 0]
+        deviation = tokens[:, None, :] - mean[:, :, None]
+        variance, third = (A * deviation**2).sum(-1), (A * deviation**3).sum(-1)
+
+        f_vs = tokens * variance
+        tangents = torch.stack([mean, self.w_V * f_vs])  # df/dw_V and df/ds
+        curved = found.curvature.apply(tangents[..., None])[..., 0]
+        outer = tangents.flatten(1) @ curved.flatten(1).T
+        L_s, L_vv = (g * tangents[1]).sum(), outer[0, 0]
+        L_vs = (outer[0, 1] + outer[1, 0]) / 2 + (g * f_vs).sum()
+        L_ss = outer[1, 1] + self.w_V * (g * tokens**2 * third).sum()
+
+        k = len(self.w_Q)
+        b = L_s / math.sqrt(k)
+        P, M = ((self.w_K + sign * self.w_Q).norm() / math.sqrt(2 * k) for sign in (1, -1))
+        matrix = torch.stack(
+            [
+                torch.stack([L_vv, P * L_vs, M * L_vs]),
+                torch.stack([P * L_vs, P**2 * L_ss + b, P * M * L_ss]),
+                torch.stack([M * L_vs, P * M * L_ss, M**2 * L_ss - b]),
+            ]
+        )
+        if not bool(torch.isfinite(matrix).all()):
+            raise NonFiniteError("x", "its moments or the loss overflow; scale the input or the weights down")
+        reach = torch.stack([torch.ones_like(P), torch.hypot(P, M)])  # the norms of dw_V and ds in the weights
+        difference = 2 * (self.w_Q @ self.w_K) / k  # P^2 - M^2
+        return ScalarSpectrum(
+            bulk=float(b.abs()),
+            multiplicity=k - 1,
+            outliers=torch.linalg.eigvalsh(matrix),
+            gauss_newton=torch.linalg.eigvalsh(outer * torch.outer(reach, reach)),
+            trace=float(L_vv + L_ss * (P**2 + M**2)),
+            determinant=float((L_vs**2 - L_vv * L_ss) * difference * b - L_vv * b**2),
+            mean=mean.view(x.shape),
+            variance=variance.view(x.shape),
+            third_moment=third.view(x.shape),
+        )
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """x as inputs of width 1, (L, 1) or (N, L, 1)."""
+        checks.floating("x", x, like=self.w_Q)
+        if x.ndim not in (1, 2):
+            raise ShapeError("x", f"expected (L,) or (N, L), got {tuple(x.shape)}")
+        return x[..., None]
+
+    def _loss(self, x: Tensor, y: Tensor | None, loss: losses.LossFunction | None) -> losses.LossFunction:
+        """The loss as a function of outputs (..., L, 1)."""
+        if loss is None:
+            if y is None:
+                raise LossError("y", "is missing; give targets y or a loss")
+            if checks.floating("y", y, like=x).shape != x.shape:
+                raise ShapeError("y", f"expected {tuple(x.shape)} like x, got {tuple(y.shape)}")
+            return losses.MSE(y[..., None])
+        if y is not None:
+            raise LossError("loss", "given beside targets y; leave out one of the two")
+        if isinstance(loss, losses.MSE | losses.CrossEntropy):
+            return loss
+        return lambda F: loss(F[..., 0])

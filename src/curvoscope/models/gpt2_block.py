@@ -1,0 +1,221 @@
+"""The paper's GPT-2: one causal head a block, a ReLU feed-forward layer, with or without Pre-LayerNorm.
+
+    x   = W_E[tokens] + W_pos                                   (N, L, d)
+    x  <- x + F,   F = attention(norm(x))                       one head, d_head = d, scores over sqrt(d)
+    x  <- x + relu(norm(x) W_up + b_up) W_down + b_down         width 4 d
+    logits = norm(x) W_U + b_U                                  (N, L, vocabulary)
+
+Weights act from the right, `X @ W`, so W is (d_in, d_out). `attention`, `attention_input` and `tail` cut the
+network at the attention output F of one block: loss(tokens, targets) = tail(attention(attention_input)).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from curvoscope import checks
+from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
+from curvoscope.exact import SelfAttention
+
+_NORMS = ("none", "pre")
+_ACTIVATIONS = ("softmax", "linear")
+_IGNORED = -100
+
+Draw = Callable[[int, int], nn.Parameter]
+
+
+class LayerNorm(nn.Module):
+    """y = gamma (x - mean x) / sqrt(var x + eps) + beta over the last axis, variance over d.
+
+    Made of primitives: torch's native layer norm has wrong derivatives under nested torch.func transforms.
+    """
+
+    def __init__(self, d: int, dtype: torch.dtype, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(d, dtype=dtype))
+        self.beta = nn.Parameter(torch.zeros(d, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., d)."""
+        centred = x - x.mean(-1, keepdim=True)
+        return self.gamma * centred / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt() + self.beta
+
+
+class Block(nn.Module):
+    """One attention head and one feed-forward layer, each on a residual branch."""
+
+    def __init__(self, d: int, norm: str, activation: str, draw: Draw, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = activation
+        self.norm1, self.norm2 = _norm(norm, d, dtype), _norm(norm, d, dtype)
+        self.W_Q, self.W_K, self.W_V, self.W_O = (draw(d, d) for _ in range(4))
+        self.b_Q, self.b_K, self.b_V, self.b_O = (_zeros(d, dtype) for _ in range(4))
+        self.W_up, self.b_up = draw(d, 4 * d), _zeros(4 * d, dtype)
+        self.W_down, self.b_down = draw(4 * d, d), _zeros(d, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, L, d) -> (N, L, d)."""
+        return self.after_attention(x, self.attend(self.norm1(x)))
+
+    def attend(self, X: Tensor) -> Tensor:
+        """Causal attention on its input X, biases and W_O included: F, (N, L, d)."""
+        query, key, value = X @ self.W_Q + self.b_Q, X @ self.W_K + self.b_K, X @ self.W_V + self.b_V
+        scores = query @ key.mT / math.sqrt(query.shape[-1])
+        visible = torch.ones(X.shape[1], X.shape[1], dtype=torch.bool, device=X.device).tril()
+        if self.activation == "softmax":
+            weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        else:
+            weights = scores.masked_fill(~visible, 0.0)
+        return weights @ value @ self.W_O + self.b_O
+
+    def after_attention(self, x: Tensor, F: Tensor) -> Tensor:
+        """The block's output, from the residual stream x before it and its attention output F."""
+        x = x + F
+        return x + (self.norm2(x) @ self.W_up + self.b_up).relu() @ self.W_down + self.b_down
+
+
+class GPT2(nn.Module):
+    """The network at initialisation: weights N(0, 0.64/d), biases 0, LayerNorms (if any) the identity map.
+
+    The weights are drawn in float64 from a generator of their own and then rounded to `dtype`: a function of
+    `seed` and of the sizes alone, the same for every `norm` and `activation`.
+    """
+
+    def __init__(
+        self,
+        d: int = 16,
+        depth: int = 1,
+        norm: str = "none",
+        activation: str = "softmax",
+        vocabulary: int = 12,
+        context: int = 18,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        for argument, value in (("d", d), ("depth", depth), ("vocabulary", vocabulary), ("context", context)):
+            if value < 1:
+                raise RangeError(argument, f"got {value}, expected at least 1")
+        if not 0 <= seed < 2**32:  # torch's CPU generator ignores the bits above
+            raise RangeError("seed", f"got {seed}, expected 0 to 2**32 - 1")
+        if not dtype.is_floating_point:
+            raise DtypeError("dtype", f"got {dtype}, expected a floating-point dtype")
+        checks.choice("norm", norm, _NORMS)
+        checks.choice("activation", activation, _ACTIVATIONS)
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(rows: int, columns: int) -> nn.Parameter:
+            weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+            return nn.Parameter((0.8 / math.sqrt(d) * weight).to(dtype))
+
+        self.W_E, self.W_pos = draw(vocabulary, d), draw(context, d)
+        self.blocks = nn.ModuleList(Block(d, norm, activation, draw, dtype) for _ in range(depth))
+        self.norm = _norm(norm, d, dtype)
+        self.W_U, self.b_U = draw(d, vocabulary), _zeros(vocabulary, dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token: (N, L) int64 -> (N, L, vocabulary)."""
+        return self._logits(self._stream(tokens, len(self.blocks)))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy, the mean over the positions whose target is not -100. Both arguments are (N, L)."""
+        return self._cross_entropy(self(tokens), targets)
+
+    def attention(self, block: int = -1) -> SelfAttention:
+        """The attention layer of `block` with its present weights, for the closed forms."""
+        part = self._block(block)
+        return SelfAttention(
+            part.W_Q.detach(),
+            part.W_K.detach(),
+            part.W_V.detach(),
+            part.W_O.detach(),
+            part.b_Q.detach(),
+            part.b_K.detach(),
+            part.b_V.detach(),
+            part.b_O.detach(),
+            activation="linear" if part.activation == "linear" else "softmax",
+            causal=True,
+        )
+
+    def attention_input(self, tokens: Tensor, block: int = -1) -> Tensor:
+        """X, (N, L, d): what the attention layer of `block` reads, after the norm if there is one."""
+        part = self._block(block)
+        with torch.no_grad():
+            X: Tensor = part.norm1(self._stream(tokens, self._index(block)))
+        return X
+
+    def tail(self, tokens: Tensor, targets: Tensor, block: int = -1) -> Callable[[Tensor], Tensor]:
+        """The rest of the network: a function from the attention output F (N, L, d) of `block` to the loss.
+
+        It adds the residual stream, a constant, and goes on to the end. Behind the last block it acts on each
+        token alone; behind an earlier one the attention layers that follow mix the tokens of a sequence.
+        """
+        part, index = self._block(block), self._index(block)
+        with torch.no_grad():
+            residual = self._stream(tokens, index)
+
+        def loss(F: Tensor) -> Tensor:
+            x = part.after_attention(residual, F)
+            for later in self.blocks[index + 1 :]:
+                x = later(x)
+            return self._cross_entropy(self._logits(x), targets)
+
+        return loss
+
+    def _stream(self, tokens: Tensor, index: int) -> Tensor:
+        """The residual stream after `index` blocks, (N, L, d)."""
+        vocabulary, context = self.W_E.shape[0], self.W_pos.shape[0]
+        if tokens.dtype != torch.int64:
+            raise DtypeError("tokens", f"expected torch.int64, got {tokens.dtype}")
+        if tokens.ndim != 2 or tokens.shape[1] > context:
+            raise ShapeError("tokens", f"got shape {tuple(tokens.shape)}, expected (N, L) with L at most {context}")
+        if tokens.numel() == 0:
+            raise EmptyError("tokens", f"is empty, shape {tuple(tokens.shape)}")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            raise RangeError(
+                "tokens", f"from {int(tokens.min())} to {int(tokens.max())}, expected 0 to {vocabulary - 1}"
+            )
+        x = self.W_E[tokens] + self.W_pos[: tokens.shape[1]]
+        for block in self.blocks[:index]:
+            x = block(x)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.norm(x) @ self.W_U + self.b_U
+        return logits
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        vocabulary = logits.shape[-1]
+        if targets.dtype != torch.int64:
+            raise DtypeError("targets", f"expected torch.int64, got {targets.dtype}")
+        if targets.shape != logits.shape[:-1]:
+            raise ShapeError("targets", f"got shape {tuple(targets.shape)}, expected {tuple(logits.shape[:-1])}")
+        counted = targets[targets != _IGNORED]
+        if counted.numel() == 0:
+            raise EmptyError("targets", f"every one is {_IGNORED}: no position has a loss")
+        if int(counted.min()) < 0 or int(counted.max()) >= vocabulary:
+            raise RangeError("targets", f"expected 0 to {vocabulary - 1}, or {_IGNORED} where there is none")
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+
+    def _index(self, block: int) -> int:
+        depth = len(self.blocks)
+        if not -depth <= block < depth:
+            raise RangeError("block", f"got {block}, expected {-depth} to {depth - 1}")
+        return block % depth
+
+    def _block(self, block: int) -> Block:
+        part = self.blocks[self._index(block)]
+        assert isinstance(part, Block)
+        return part
+
+
+def _zeros(size: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(size, dtype=dtype))
+
+
+def _norm(norm: str, d: int, dtype: torch.dtype) -> nn.Module:
+    return LayerNorm(d, dtype) if norm == "pre" else nn.Identity()

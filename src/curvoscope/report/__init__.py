@@ -1,0 +1,1 @@
+"""What the user sees: tables for the terminal, figures for the page."""

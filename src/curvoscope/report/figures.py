@@ -1,0 +1,145 @@
+"""Figures, one function a figure. Each returns a Matplotlib `Figure` and leaves no global state behind."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from curvoscope.analysis import PARTS, Part
+from curvoscope.operators import BlockHessian
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+_LONG_NAMES = {"Q": "query", "K": "key", "V": "value", "O": "output"}
+_ZERO = "#c8c8c8"  # a grey: viridis has none
+_STYLES: dict[Part, dict[str, Any]] = {  # Okabe and Ito's colours, told apart by their strokes too
+    "outer": {"color": "#0072B2", "linestyle": "-", "linewidth": 2.0},
+    "functional": {"color": "#D55E00", "linestyle": (0, (5, 1.5)), "linewidth": 2.0},
+    "total": {"color": "#000000", "linestyle": (0, (1, 1)), "linewidth": 2.0},
+}
+_SIZE = (6.4, 6.2)  # inches; the text is large enough for print at half of it
+_TEXT, _HEADING = 12, 13
+
+
+def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
+    """log10 |H| entry by entry with the borders of the blocks, and the median |entry| written into each.
+
+    The scale runs from the first percentile of the non-zero entries to the largest one; what is below has the
+    darkest colour. Entries that are exactly zero have no logarithm: they are grey, and counted.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    logarithm, medians = _log_magnitude(H)
+    zeros = np.isnan(logarithm)
+    low, high = (-1.0, 0.0) if zeros.all() else np.percentile(logarithm[~zeros], [1, 100])
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(logarithm, cmap=colormaps["viridis"].with_extremes(bad=_ZERO), vmin=low, vmax=high)
+    bar = figure.colorbar(image, ax=axes, extend="min", shrink=0.85, aspect=25)
+    bar.set_label("$\\log_{10}$ |entry|", size=_HEADING)
+    bar.ax.tick_params(labelsize=_TEXT)
+
+    ranges = H.total.ranges
+    for block in list(ranges.values())[1:]:
+        axes.axhline(block.start - 0.5, color="white", linewidth=1.5)
+        axes.axvline(block.start - 0.5, color="white", linewidth=1.5)
+    middles = [(block.start + block.stop - 1) / 2 for block in ranges.values()]
+    labels = [_LONG_NAMES.get(name, name) for name in H.names]
+    axes.set_xticks(middles, labels, size=_HEADING)
+    axes.set_yticks(middles, labels, size=_HEADING, rotation=90, va="center")
+    axes.tick_params(length=0)
+    box = {"boxstyle": "square,pad=0.2", "facecolor": "black", "edgecolor": "none", "alpha": 0.65}
+    inset = 0.012 * len(logarithm)
+    for (row, column), median in medians.items():
+        x, y = ranges[column].start + inset, ranges[row].stop - inset  # the corner that no diagonal crosses
+        text = _power_of_ten(median)
+        axes.text(x, y, text, size=_TEXT, color="white", ha="left", va="bottom", bbox=box)
+    figure.suptitle(title, size=_HEADING)
+    grey = Patch(facecolor=_ZERO, edgecolor="black", linewidth=0.5)
+    figure.legend(
+        [grey],
+        [f"exactly zero: {_count(zeros)}. In the boxes: the median |entry|"],
+        loc="outside lower center",
+        fontsize=_TEXT,
+        frameon=False,
+    )
+    return figure
+
+
+def histogram_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
+    """Histograms of log10 |entry| of the query and of the value block on one axis, a line for each part.
+
+    A thin line marks the median of the total. The first bin takes the long tail below the axis. Entries that
+    are exactly zero have no logarithm: the heading of a panel says how many there are.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    entries = {name: {part: _magnitude(getattr(H, part)[name].dense()) for part in PARTS} for name in ("Q", "V")}
+    seen = np.concatenate([values[values > 0] for parts in entries.values() for values in parts.values()])
+    low, high = (-1.0, 0.0) if seen.size == 0 else np.percentile(np.log10(seen), [0.1, 100])
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    for axes, (name, parts) in zip(panels, entries.items(), strict=True):
+        _histograms(axes, parts, np.linspace(low, high, 61))
+        zeros = {part: values == 0 for part, values in parts.items()}
+        notes = [f"{part} part exactly zero: {_count(where)} entries" for part, where in zeros.items() if where.any()]
+        heading = f"{_LONG_NAMES[name]} block, median {_power_of_ten(float(np.median(parts['total'])))}"
+        axes.set_title("\n".join([heading, *notes]), size=_HEADING, loc="left")
+    panels[1].set_xlabel("$\\log_{10}$ |entry| (first bin: all below)", size=_HEADING)
+    figure.suptitle(title, size=_HEADING)
+    handles = [Line2D([], [], label=part, **style) for part, style in _STYLES.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=_TEXT, frameon=False)
+    return figure
+
+
+def _histograms(axes: "matplotlib.axes.Axes", parts: dict[Part, np.ndarray], edges: np.ndarray) -> None:
+    for part, values in parts.items():
+        if values.any():
+            logarithm = np.log10(values[values > 0]).clip(edges[0], edges[-1])
+            axes.stairs(np.histogram(logarithm, edges)[0] / values.size, edges, **_STYLES[part])
+    median = float(np.median(parts["total"]))
+    if median > 0:
+        axes.axvline(np.log10(median), color="#666666", linewidth=1.2)
+    axes.set_ylabel("share of entries", size=_HEADING)
+    axes.tick_params(labelsize=_TEXT, pad=6)  # apart in the corner, wherever the ticks fall
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _log_magnitude(H: BlockHessian) -> tuple[np.ndarray, dict[tuple[str, str], float]]:
+    """log10 |H| in float32, NaN where H is zero, and the median |entry| of each block; a block at a time."""
+    logarithm = np.empty(H.shape, dtype=np.float32)
+    medians = {}
+    for i, row in enumerate(H.names):
+        for column in H.names[i:]:
+            magnitude = _magnitude(H.total[row, column].dense())
+            medians[row, column] = medians[column, row] = float(np.median(magnitude))
+            block = np.full(magnitude.shape, np.nan)
+            np.log10(magnitude, out=block, where=magnitude > 0)
+            logarithm[H.total.ranges[row], H.total.ranges[column]] = block
+            logarithm[H.total.ranges[column], H.total.ranges[row]] = block.T
+    return logarithm, medians
+
+
+def _magnitude(dense: Tensor) -> np.ndarray:
+    magnitude: np.ndarray = dense.abs().cpu().numpy()
+    return magnitude
+
+
+def _count(zeros: np.ndarray) -> str:
+    if zeros.all():
+        return f"all {zeros.size:,}"
+    return f"{int(zeros.sum()):,} of {zeros.size:,}" if zeros.any() else "none"
+
+
+def _power_of_ten(value: float) -> str:
+    """A non-negative number as mathtext with two digits."""
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"${mantissa}\\cdot 10^{{{int(exponent)}}}$"

@@ -1,0 +1,69 @@
+"""Tables for the terminal."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from curvoscope.analysis import BlockRow
+
+
+def diagonal_table(rows: Sequence[BlockRow]) -> Table:
+    """The diagonal blocks: norm, trace, extreme eigenvalues, share of negative ones, median |entry|."""
+    table = _table("Diagonal blocks", "block", "‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median")
+    chosen = [row for row in rows if row.diagonal]
+    for i, row in enumerate(chosen):
+        assert row.trace is not None and row.negative_share is not None and row.eigenvalue_tolerance is not None
+        assert row.largest_eigenvalue is not None and row.smallest_eigenvalue is not None
+        table.add_row(
+            row.row if _first(chosen, i) else "",
+            row.part,
+            _number(row.frobenius_norm),
+            _number(row.trace),
+            _number(row.largest_eigenvalue, row.eigenvalue_tolerance),
+            _number(row.smallest_eigenvalue, row.eigenvalue_tolerance),
+            f"{row.negative_share:.1%}",
+            _number(row.median_absolute),
+            end_section=_last(chosen, i),
+        )
+    return table
+
+
+def off_diagonal_table(rows: Sequence[BlockRow]) -> Table:
+    """The blocks above the diagonal: norm and median |entry|."""
+    table = _table("Off-diagonal blocks", "blocks", "‖H‖F", "median")
+    chosen = [row for row in rows if not row.diagonal]
+    for i, row in enumerate(chosen):
+        table.add_row(
+            f"{row.row}, {row.column}" if _first(chosen, i) else "",
+            row.part,
+            _number(row.frobenius_norm),
+            _number(row.median_absolute),
+            end_section=_last(chosen, i),
+        )
+    return table
+
+
+def _table(title: str, name: str, *numbers: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 1, 0, 0)  # 80 columns hold the widest table
+    table.add_column(name, no_wrap=True)
+    table.add_column("part", no_wrap=True)
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table
+
+
+def _number(value: float, tolerance: float = 0.0) -> str:
+    """Three digits; 0 for what is exactly zero, ~0 for what is zero to within the tolerance."""
+    if value == 0:
+        return "0"
+    return "~0" if abs(value) <= tolerance else f"{value:.2e}"
+
+
+def _first(rows: Sequence[BlockRow], i: int) -> bool:
+    return i == 0 or (rows[i].row, rows[i].column) != (rows[i - 1].row, rows[i - 1].column)
+
+
+def _last(rows: Sequence[BlockRow], i: int) -> bool:
+    return i == len(rows) - 1 or _first(rows, i + 1)

@@ -1,0 +1,141 @@
+"""How a result of the sources is examined: the form that must hold, the form that must not, and the verdict."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Verdict = Literal["holds as printed", "holds corrected", "false"]
+
+PAPER = "paper"
+SLIDES = "slides"
+OWN = "Curvoscope"
+
+EXACT = 1e-10
+"""Tolerance of an identity in float64."""
+REFUTED = 1e-2
+"""A form whose relative error exceeds this does not hold: far above rounding, far below the errors of the errata."""
+
+
+class Errors(NamedTuple):
+    """Relative errors of the form that must hold and of the one that must fail."""
+
+    holds: float
+    fails: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result of a source, compared with automatic differentiation.
+
+    `error` is the largest relative error, over all draws and blocks, of the form that must hold; for the
+    verdict "false", of the printed form. `refuted` is the smallest relative error of the form that must fail:
+    the printed one of an erratum, or another reading. `note` says which and why.
+    """
+
+    name: str
+    source: str
+    verdict: Verdict
+    error: float
+    tolerance: float
+    note: str
+    refuted: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the verdict stands. NaN never does."""
+        if self.verdict == "false":
+            return self.error > self.tolerance
+        return self.error <= self.tolerance and (self.refuted is None or self.refuted > REFUTED)
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """A result of a source and the check that examines it.
+
+    `check(seed)` returns the error of the form that must hold, or `Errors` when another form must fail;
+    `contrast` names that other form in the note.
+    """
+
+    name: str
+    source: str
+    check: Callable[[int], float | Errors]
+    verdict: Verdict = "holds as printed"
+    tolerance: float = EXACT
+    note: str = ""
+    contrast: str = "printed form"
+
+    def examine(self, seed: int) -> Result:
+        """Run the check. A formula whose shapes do not fit together counts as infinitely wrong."""
+        try:
+            found = self.check(seed)
+        except RuntimeError as problem:
+            found, note = math.inf, str(problem).splitlines()[0]
+        else:
+            note = self.note
+        if isinstance(found, Errors):
+            note = f"{note}; {self.contrast} {_misfit(found.fails)}".removeprefix("; ")
+            return Result(self.name, self.source, self.verdict, found.holds, self.tolerance, note, found.fails)
+        return Result(self.name, self.source, self.verdict, found, self.tolerance, note)
+
+
+THEOREMS: dict[str, Theorem] = {}
+
+
+def theorem(
+    name: str,
+    source: str,
+    *,
+    verdict: Verdict = "holds as printed",
+    tolerance: float = EXACT,
+    note: str = "",
+    contrast: str = "printed form",
+) -> Callable[[Callable[[int], float | Errors]], Callable[[int], float | Errors]]:
+    """Register a check under the name of the result that it examines."""
+
+    def register(check: Callable[[int], float | Errors]) -> Callable[[int], float | Errors]:
+        if name in THEOREMS:
+            raise ValueError(f"{name!r} is registered twice")
+        THEOREMS[name] = Theorem(name, source, check, verdict, tolerance, note, contrast)
+        return check
+
+    return register
+
+
+def relative_error(computed: Tensor, reference: Tensor, scale: Tensor | None = None) -> float:
+    """Largest absolute deviation / largest absolute entry of `scale`, by default of the reference.
+
+    Infinite where the shapes differ, NaN where any entry is NaN.
+    """
+    if computed.shape != reference.shape:
+        return math.inf
+    deviation = float((computed - reference).abs().max())
+    size = float((reference if scale is None else scale).abs().max())
+    if size == 0.0:
+        return 0.0 if deviation == 0.0 else math.nan if math.isnan(deviation) else math.inf
+    return deviation / size
+
+
+def relative_size(block: Tensor, scale: Tensor) -> float:
+    """Largest absolute entry of a block that should be zero / largest absolute entry of `scale`."""
+    return relative_error(block, torch.zeros_like(block), scale)
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest error; NaN if any is, where the built-in `max` would depend on the order."""
+    found = list(errors)
+    if not found:
+        raise ValueError("no comparison was made")
+    return math.nan if any(math.isnan(error) for error in found) else max(found)
+
+
+def smallest(errors: Iterable[float]) -> float:
+    """The smallest error, for forms that must fail on every draw; NaN if any is."""
+    return -largest(-error for error in errors)
+
+
+def _misfit(error: float) -> str:
+    return "has the wrong shape" if math.isinf(error) else f"off by {error:.2g}"

@@ -1,0 +1,315 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import curvoscope as cv
+from curvoscope.errors import DtypeError, EmptyError, LossError, MemoryLimitError, NonFiniteError, ShapeError
+from curvoscope.operators.kronecker import KroneckerSum, Single, Term
+from curvoscope.theorems.autodiff import differentiate
+
+LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
+TOLERANCE = 1e-10
+
+
+class Case:
+    """A network, an input, a loss and what autodiff says of them."""
+
+    def __init__(self, widths, batch, kind, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.weights = [self.normal(a, b) / a**0.5 for a, b in itertools.pairwise(widths)]
+        self.X = self.normal(*batch, widths[0])
+        self.layer = cv.exact.LinearMLP(self.weights)
+        self.loss = self.make_loss(kind, (*batch, widths[-1]))
+        self.kind = kind
+
+    def normal(self, *shape):
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def make_loss(self, kind, shape):
+        Y = self.normal(*shape)
+        if kind == "mse":
+            return cv.losses.MSE(Y)
+        if kind == "cross-entropy":
+            targets = torch.randint(0, 5, shape[:-1], generator=self.generator)
+            return cv.losses.CrossEntropy(targets, self.normal(shape[-1], 5))
+        return {
+            "token": lambda F: ((F * Y).sum(-1).exp() + F.pow(3).sum(-1)).mean(),
+            "sequence": lambda F: (F * Y).sum((-1, -2)).pow(3).mean() + F.pow(4).mean(),
+            "batch": lambda F: (F * Y).sum().sin() + F.square().mean(),
+            "linear": lambda F: (F * Y).sum(),
+        }[kind]
+
+    def truth(self, wrt_input=False):
+        parameters = {f"W{i + 1}": weight for i, weight in enumerate(self.weights)}
+        if wrt_input:
+            parameters["X"] = self.X
+
+        def network(weights):
+            F = weights.get("X", self.X)
+            for name in weights:
+                F = F if name == "X" else torch.matmul(F, weights[name])
+            return F
+
+        return differentiate(network, self.loss, parameters)
+
+    def hessian(self, **options):
+        return self.layer.hessian(self.X, self.loss, **options)
+
+
+cases = st.fixed_dictionaries(
+    {
+        "widths": st.lists(st.integers(1, 4), min_size=2, max_size=5),
+        "batch": st.lists(st.integers(1, 3), min_size=1, max_size=2),
+        "kind": st.sampled_from(LOSSES),
+        "seed": st.integers(0, 10**6),
+    }
+)
+
+
+def assert_close(found, expected, scale=None):
+    scale = expected.abs().max() if scale is None else scale
+    assert (found - expected).abs().max() <= TOLERANCE * (1e-8 + scale)
+
+
+def assert_agrees(H, truth):
+    scale = max(block.abs().max() for block in truth.hessian.values())
+    for row, column in itertools.product(H.names, repeat=2):
+        assert_close(H.outer[row, column].dense(), truth.outer[row, column], scale)
+        assert_close(H.functional[row, column].dense(), truth.functional[row, column], scale)
+        assert_close(H.total[row, column].dense(), truth.hessian[row, column], scale)
+
+
+class TestAgainstAutodiff:
+    @settings(max_examples=60, deadline=None)
+    @given(options=cases)
+    def test_every_block_and_part(self, options):
+        case = Case(**options)
+        H = case.hessian()
+        assert H.names == [f"W{i + 1}" for i in range(len(case.weights))]
+        assert H.shapes == {f"W{i + 1}": tuple(weight.shape) for i, weight in enumerate(case.weights)}
+        assert_agrees(H, case.truth())
+
+    @settings(max_examples=30, deadline=None)
+    @given(options=cases)
+    def test_blocks_with_the_input(self, options):
+        case = Case(**options)
+        H = case.hessian(wrt_input=True)
+        assert H.names[-1] == "X" and H.shapes["X"] == (case.X[..., 0].numel(), case.X.shape[-1])
+        assert_agrees(H, case.truth(wrt_input=True))
+
+    @settings(max_examples=30, deadline=None)
+    @given(options=cases)
+    def test_products_with_the_whole_matrix(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(wrt_input=True), case.truth(wrt_input=True)
+        columns = case.normal(H.shape[1], 3)
+        for part, blocks in (
+            (H.outer, truth.outer),
+            (H.functional, truth.functional),
+            (H.total, truth.hessian),
+        ):
+            matrix = torch.cat([torch.cat([blocks[row, column] for column in H.names], 1) for row in H.names])
+            scale = matrix.abs().max() * H.shape[1]
+            assert_close(part @ columns, matrix @ columns, scale)
+            assert_close(part @ columns[:, 0], matrix @ columns[:, 0], scale)
+
+    @settings(max_examples=30, deadline=None)
+    @given(options=cases)
+    def test_jacobian_and_forward_pass(self, options):
+        case = Case(**options)
+        truth, jacobian = case.truth(wrt_input=True), case.layer.jacobian(case.X)
+        assert list(jacobian) == [*(f"W{i + 1}" for i in range(len(case.weights))), "X"]
+        assert_close(case.layer(case.X), truth.output)
+        for name, matrix in jacobian.items():
+            assert_close(matrix, truth.jacobian[name], 1)
+
+    @settings(max_examples=30, deadline=None)
+    @given(options=cases)
+    def test_contractions_without_entries(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(), case.truth()
+        for part, blocks in ((H.outer, truth.outer), (H.total, truth.hessian)):
+            for name in H.names:
+                block, dense = part[name], blocks[name, name]
+                scale = 1e-8 + dense.abs().sum()
+                assert abs(block.trace() - dense.trace()) <= TOLERANCE * scale
+                assert_close(block.diagonal(), dense.diagonal(), scale)
+                assert abs(block.frobenius_norm() - torch.linalg.norm(dense)) <= TOLERANCE * scale
+                assert_close(block.eigenvalues(), torch.linalg.eigvalsh((dense + dense.T) / 2), scale)
+            for row, column in itertools.combinations(H.names, 2):
+                dense = blocks[row, column]
+                scale = 1e-8 + dense.abs().sum()
+                assert abs(part[row, column].frobenius_norm() - torch.linalg.norm(dense)) <= TOLERANCE * scale
+                assert abs(part[row, column].spectral_norm() - torch.linalg.matrix_norm(dense, 2)) <= TOLERANCE * scale
+
+    @pytest.mark.parametrize("kind", LOSSES)
+    def test_eigenvalues_with_fewer_tokens_than_inputs(self, kind):
+        case = Case([7, 3, 2], (2,), kind)
+        H, truth = case.hessian(), case.truth()
+        for name in H.names:
+            expected = torch.linalg.eigvalsh(truth.outer[name, name])
+            assert_close(H.outer[name].eigenvalues(), expected)
+            assert_close(H[name].eigenvalues(), expected)
+
+    @pytest.mark.parametrize("kind", LOSSES)
+    def test_products_with_blocks_whose_cores_are_not_kept(self, kind, monkeypatch):
+        case = Case([3, 4, 2, 3], (2, 3), kind)
+        H, truth = case.hessian(wrt_input=True), case.truth(wrt_input=True)
+        pairs = list(itertools.combinations_with_replacement(H.names, 2))
+        made = {pair: H[pair] for pair in pairs}
+        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda limit: 1)
+        scale = max(block.abs().max() for block in truth.hessian.values())
+        for row, column in pairs:
+            columns = case.normal(made[row, column].shape[1], 2)
+            for part, blocks in (
+                (H.outer, truth.outer),
+                (H.functional, truth.functional),
+                (H.total, truth.hessian),
+            ):
+                assert_close(part[row, column] @ columns, blocks[row, column] @ columns, 100 * scale)
+
+
+class TestStructure:
+    @pytest.mark.parametrize("kind", LOSSES)
+    @settings(max_examples=8, deadline=None)
+    @given(options=cases)
+    def test_exact_identities(self, options, kind):
+        case = Case(**{**options, "kind": kind})
+        H = case.hessian(wrt_input=True)
+        for name in H.names:
+            assert H.functional[name].terms == ()
+            assert torch.equal(H[name].dense(), H.outer[name].dense())
+        for part in (H.outer, H.functional, H.total):
+            dense = part.dense()
+            assert torch.equal(dense, dense.T)
+        assert torch.equal(H.dense(), H.outer.dense() + H.functional.dense())
+
+    def test_blocks_are_kronecker_sums(self):
+        for kind, terms in (("mse", Single), ("cross-entropy", Term), ("token", Term), ("batch", Term)):
+            H = Case([3, 4, 2], (5,), kind).hessian()
+            for key in ("W1", ("W1", "W2")):
+                assert isinstance(H.outer[key], KroneckerSum)
+                assert [type(term) for term in H.outer[key].terms] == [terms]
+            assert [type(term) for term in H.functional["W1", "W2"].terms] == [Single]
+
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    def test_formula_of_section_2(self, depth):
+        """For columns x and the loss E|F - y|^2 / 2, H_o(W^i, W^i) = B^T B (x) C Sigma C^T; here as rows."""
+        case = Case([3, 4, 2, 5, 3][: depth + 1], (7,), "mse")
+        Y, tokens = case.loss.Y, case.X.shape[0]
+        H = case.layer.hessian(case.X, lambda F: (F - Y).square().sum() / (2 * tokens))
+        columns = [weight.T for weight in case.weights]  # W^1, ..., W^D
+        Sigma = case.X.T @ case.X / tokens
+        for i in range(depth):
+            B, C = torch.eye(columns[-1].shape[0], dtype=torch.float64), torch.eye(3, dtype=torch.float64)
+            for weight in reversed(columns[i + 1 :]):
+                B = B @ weight
+            for weight in columns[:i]:
+                C = weight @ C
+            # vec of W^i = W_i^T: B^T B on the output's index, C Sigma C^T on the input's
+            a, p = case.weights[i].shape
+            printed = torch.kron(B.T @ B, C @ Sigma @ C.T).view(p, a, p, a).permute(1, 0, 3, 2)
+            assert_close(H[f"W{i + 1}"].dense().view(a, p, a, p), printed)
+
+    def test_gauge(self):
+        """F does not see W_1 -> W_1 E, W_2 -> E^-1 W_2: H (W_1 D, -D W_2) = (-g_1 D^T, D^T g_2)."""
+        case = Case([30, 40, 20], (3, 50), "cross-entropy")
+        W1, W2 = (weight.clone().requires_grad_() for weight in case.weights)
+        g1, g2 = torch.autograd.grad(case.loss(case.X @ W1 @ W2), (W1, W2))
+        D = case.normal(40, 40)
+        direction = torch.cat([(case.weights[0] @ D).flatten(), -(D @ case.weights[1]).flatten()])
+        expected = torch.cat([-(g1 @ D.T).flatten(), (D.T @ g2).flatten()])
+        assert_close(case.hessian() @ direction, expected)
+
+    def test_two_layers_have_eigenvalue_pairs(self):
+        """The functional part of two layers has eigenvalues +-sigma(B), d_1 times each, with B = X^T G."""
+        case = Case([3, 4, 5], (6,), "token")
+        gradient = torch.func.grad(case.loss)(case.layer(case.X))
+        values = torch.linalg.svdvals(case.X.T @ gradient).repeat_interleave(4)
+        zeros = torch.zeros(3 * 4 + 4 * 5 - 2 * len(values), dtype=torch.float64)
+        expected = torch.cat([values, -values, zeros]).sort().values
+        assert_close(case.hessian().functional.eigenvalues(), expected)
+
+    def test_one_layer_is_least_squares(self):
+        case = Case([4, 3], (6,), "mse")
+        expected = 2 / 18 * torch.kron(case.X.T @ case.X, torch.eye(3, dtype=torch.float64))
+        assert_close(case.hessian().dense(), expected)
+
+    def test_dtype_is_kept(self):
+        case = Case([3, 4, 2], (2, 5), "mse")
+        layer = cv.exact.LinearMLP([weight.float() for weight in case.weights])
+        H = layer.hessian(case.X.float(), cv.losses.MSE(case.loss.Y.float()))
+        assert H.dense().dtype == torch.float32
+        assert (H.dense() - case.hessian().dense()).abs().max() < 1e-5
+
+    def test_long_batches_in_chunks(self):
+        """A limit on memory changes how the sum over tokens is cut, not the sum."""
+        case = Case([5, 6, 4], (8, 64), "cross-entropy")
+        block = case.hessian().outer["W1"]
+        whole, cut = block.frobenius_norm(), block.frobenius_norm(memory_limit=200_000)
+        assert abs(whole - torch.linalg.norm(block.dense())) < 1e-10 * whole
+        assert abs(cut - whole) < 1e-10 * whole
+
+
+class TestErrors:
+    W = torch.ones(3, 2, dtype=torch.float64)
+    X = torch.ones(5, 3, dtype=torch.float64)
+
+    @pytest.mark.parametrize(
+        ("weights", "error", "argument"),
+        [
+            ([], EmptyError, "weights"),
+            ([W, W], ShapeError, "W2"),
+            ([W, torch.ones(2, 3)], DtypeError, "W2"),
+            ([torch.ones(3, 2, dtype=torch.int64)], DtypeError, "W1"),
+            ([W, W[0]], ShapeError, "W2"),
+            ([W, torch.full((2, 2), torch.nan, dtype=torch.float64)], NonFiniteError, "W2"),
+            ([W, torch.ones(2, 0, dtype=torch.float64)], EmptyError, "W2"),
+        ],
+    )
+    def test_weights(self, weights, error, argument):
+        with pytest.raises(error) as caught:
+            cv.exact.LinearMLP(weights)
+        assert caught.value.argument == argument
+
+    @pytest.mark.parametrize(
+        ("X", "error"),
+        [
+            (torch.ones(5, 4, dtype=torch.float64), ShapeError),
+            (torch.ones(3, dtype=torch.float64), ShapeError),
+            (torch.ones(0, 3, dtype=torch.float64), EmptyError),
+            (torch.ones(0, 4, 3, dtype=torch.float64), EmptyError),
+            (torch.ones(5, 3), DtypeError),
+            (torch.ones(5, 3, dtype=torch.int64), DtypeError),
+            (torch.full((5, 3), torch.inf, dtype=torch.float64), NonFiniteError),
+            (torch.full((5, 3), 1e308, dtype=torch.float64), NonFiniteError),
+        ],
+    )
+    @pytest.mark.parametrize("method", ["__call__", "jacobian", "hessian"])
+    def test_input(self, X, error, method):
+        layer = cv.exact.LinearMLP([self.W])
+        arguments = (X, torch.sum) if method == "hessian" else (X,)
+        with pytest.raises(error) as caught:
+            getattr(layer, method)(*arguments)
+        assert caught.value.argument == "X"
+
+    def test_targets_and_losses(self):
+        layer = cv.exact.LinearMLP([self.W])
+        with pytest.raises(ShapeError) as caught:
+            layer.hessian(self.X, cv.losses.MSE(torch.ones(5, 3, dtype=torch.float64)))
+        assert caught.value.argument == "Y"
+        with pytest.raises(LossError):
+            layer.hessian(self.X, lambda F: F)
+
+    def test_memory(self):
+        layer = cv.exact.LinearMLP([self.W, self.W.T])
+        with pytest.raises(MemoryLimitError, match="dense block"):
+            layer.hessian(self.X, torch.sum).dense(memory_limit=100)
+
+    def test_one_tensor_is_no_list(self):
+        # Runtime type checks of the test run would see it first; the class says it to everyone else.
+        with pytest.raises(Exception, match="weights"):
+            cv.exact.LinearMLP(self.W)

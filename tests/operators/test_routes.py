@@ -1,0 +1,79 @@
+"""The exact routes to a norm agree: from the entries, from the Gram matrix of the cores, in the space of tokens."""
+
+import pytest
+import torch
+
+import curvoscope as cv
+from curvoscope.operators import cores, kronecker
+from reference import normal
+
+
+def _hessian(activation, cross_entropy):
+    r = normal(0)
+    N, L, d, k, e = 3, 4, 5, 6, 3
+    layer = cv.exact.SelfAttention(r(d, k), r(d, k), r(d, e), r(e, 4), causal=True, activation=activation)
+    X, targets = r(N, L, d), torch.arange(N * L).view(N, L) % 7
+    return layer.hessian(X, cv.losses.CrossEntropy(targets, r(4, 7)) if cross_entropy else cv.losses.MSE(r(N, L, 4)))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "linear"])
+@pytest.mark.parametrize("cross_entropy", [False, True])
+@pytest.mark.parametrize("pair", [("Q", "Q"), ("K", "K"), ("Q", "K"), ("Q", "V"), ("K", "V"), ("Q", "O"), ("V", "O")])
+def test_all_routes_give_the_same_norm(activation, cross_entropy, pair):
+    H = _hessian(activation, cross_entropy)
+    taken = set()
+    for part in (H.outer, H.functional, H.total):
+        block = part[pair]
+        expected = float(block.dense().square().sum())
+        terms = kronecker._merged(block.terms)
+        for budget in (10**9, 3000):  # with room for everything, and in many small chunks
+            total = 0.0
+            for i, x in enumerate(terms):
+                for j, y in enumerate(terms[i:], i):
+                    weight = 1 if i == j else 2
+                    if not (isinstance(x, kronecker.Term) and isinstance(y, kronecker.Term)):
+                        total += weight * kronecker._inner(x, y, budget)
+                        continue
+                    if x.axes != y.axes:
+                        total += weight * kronecker._crossed_inner(x, y, budget)
+                        taken.add("crossed")
+                        continue
+                    gram = kronecker._gram_inner(x, y, budget)
+                    if cores.inner_by_tokens_cost(x.core, y.core) < 2**60:
+                        by_tokens = cores.inner_by_tokens(
+                            x.core, y.core, lambda a, b, x=x, y=y: kronecker._weights(x, y, a, b)
+                        )
+                        assert abs(by_tokens - gram) <= 1e-11 * abs(gram) + 1e-14
+                        taken.add("tokens")
+                    total += weight * gram
+            assert abs(total - expected) <= 1e-11 * expected + 1e-14
+    if pair in (("Q", "Q"), ("K", "K"), ("Q", "K")) and (activation == "softmax" or pair[0] == pair[1]):
+        assert "tokens" in taken
+
+
+@pytest.mark.parametrize(
+    "sizes, expected", [((64, 17, 128, 128), "tokens"), ((2, 64, 4, 4), "entries"), ((1, 64, 32, 16), "gram")]
+)
+def test_cheapest_route_is_taken(sizes, expected, monkeypatch):
+    N, L, d, k = sizes
+    r = normal(1, torch.float32)
+    layer = cv.exact.SelfAttention(r(d, k), r(d, k), r(d, 8))
+    block = layer.hessian(r(N, L, d), cv.losses.MSE(r(N, L, 8))).outer["Q"]
+    taken = []
+    monkeypatch.setattr(kronecker, "inner_by_tokens", lambda *a: taken.append("tokens") or 1.0)
+    monkeypatch.setattr(kronecker, "_gram_inner", lambda *a: taken.append("gram") or 1.0)
+    monkeypatch.setattr(type(block), "dense", lambda self, memory_limit=None: taken.append("entries") or torch.ones(1))
+    block.frobenius_norm()
+    assert taken == [expected]
+
+
+def test_chunks_cover_all_tokens_once():
+    from curvoscope.checks import chunks
+
+    for tokens, period in ((12, 4), (4, 4), (7, 1), (34, 17)):
+        for room in (1, 3, 4, 5, 9, 100):
+            ranges = list(chunks(tokens, period, 8, 8 * room))
+            assert [i for start, stop in ranges for i in range(start, stop)] == list(range(tokens))
+            for start, stop in ranges:
+                whole = start % period == 0 and stop % period == 0
+                assert stop - start <= max(room, 1) and (whole or start // period == (stop - 1) // period)
