@@ -58,7 +58,13 @@ class PerToken(Curvature):
     def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
         """P S_t P'^T for tokens start to stop: (t, e, e')."""
 
-    workspace: int  # numbers that `between` needs for a token
+    @abstractmethod
+    def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
+        """The diagonals of P S_t P^T for tokens start to stop: (t, e)."""
+
+    @abstractmethod
+    def workspace(self, left: Port, right: Port) -> int:
+        """Numbers that `between` needs for a token."""
 
 
 class TokenCurvature(PerToken):
@@ -66,7 +72,6 @@ class TokenCurvature(PerToken):
 
     def __init__(self, blocks: Tensor) -> None:
         self._blocks = blocks
-        self.workspace = 2 * blocks.shape[-1] ** 2
 
     def apply(self, direction: Tensor) -> Tensor:
         """S_t dF_t."""
@@ -77,6 +82,14 @@ class TokenCurvature(PerToken):
         blocks = self._blocks.flatten(0, 1)[start:stop]
         return through(through(blocks, right).mT, left).mT
 
+    def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
+        """Of P S_t P^T."""
+        return self.between(port, port, start, stop).diagonal(dim1=1, dim2=2)
+
+    def workspace(self, left: Port, right: Port) -> int:
+        """S_t through one port."""
+        return 2 * self._blocks.shape[-1] ** 2
+
 
 class SoftmaxCurvature(PerToken):
     """Cross-entropy after logits F U: S_t = w_t U (diag pi_t - pi_t pi_t^T) U^T, never formed in full.
@@ -86,7 +99,6 @@ class SoftmaxCurvature(PerToken):
 
     def __init__(self, weights: Tensor, probabilities: Tensor, unembedding: Tensor) -> None:
         self._weights, self._probabilities, self._unembedding = weights, probabilities, unembedding
-        self.workspace = 4 * probabilities.shape[-1] * unembedding.shape[0]
 
     def apply(self, direction: Tensor) -> Tensor:
         """w U (pi . u - pi (pi^T u)) with u = U^T dF, relative to its value at the likeliest word."""
@@ -103,6 +115,17 @@ class SoftmaxCurvature(PerToken):
         first = self._centred(left, probabilities)
         second = first if left is right else self._centred(right, probabilities)
         return (first * (weights[:, None] * probabilities)[:, None, :]) @ second.mT
+
+    def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
+        """w times the variance of P U under pi_t."""
+        probabilities = self._probabilities.flatten(0, 1)[start:stop]
+        weights = self._weights.flatten()[start:stop]
+        return weights[:, None] * (self._centred(port, probabilities).square() @ probabilities[:, :, None])[..., 0]
+
+    def workspace(self, left: Port, right: Port) -> int:
+        """The centred unembeddings, (e, v) and (e', v)."""
+        seen = (through(self._unembedding.mT[:1], port).shape[1] for port in (left, right))
+        return 2 * sum(seen) * self._unembedding.shape[1]
 
     def _centred(self, port: Port, probabilities: Tensor) -> Tensor:
         """P U minus its mean under pi_t, (t, e, v)."""

@@ -10,7 +10,8 @@ from curvoscope.errors import BlockNameError, DtypeError, MemoryLimitError, NonF
 from curvoscope.operators.base import Product
 from curvoscope.operators.block_matrix import Slot, Tiles
 from curvoscope.operators.cores import DenseCore
-from curvoscope.operators.kronecker import KroneckerSum, Single, Term
+from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.terms import Single, Term
 from reference import normal
 
 T, A, P, B, Q = 5, 3, 4, 2, 6  # tokens, rows (3, 4), columns (2, 6)
@@ -104,12 +105,12 @@ def _block_matrix():
 def _product():
     matrix = normal(7)(12, 12)
     matrix = matrix + matrix.T
-    return Product(lambda v: matrix @ v, lambda v: matrix.T @ v, (A, P), (A, P), matrix, symmetric=True), matrix
+    return Product((lambda v: matrix @ v, lambda v: matrix.T @ v), (A, P), (A, P), matrix, symmetric=True), matrix
 
 
 def _rectangular_product():
     matrix = normal(8)(12, 10)
-    return Product(lambda v: matrix @ v, lambda v: matrix.T @ v, (A, P), (B, 5), matrix), matrix
+    return Product((lambda v: matrix @ v, lambda v: matrix.T @ v), (A, P), (B, 5), matrix), matrix
 
 
 def _combined():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import curvoscope as cv
-from curvoscope.operators import cores, kronecker
+from curvoscope.operators import cores, inner_products
+from curvoscope.operators.terms import Term
 from reference import normal
 
 
@@ -25,23 +26,23 @@ def test_all_routes_give_the_same_norm(activation, cross_entropy, pair):
     for part in (H.outer, H.functional, H.total):
         block = part[pair]
         expected = float(block.dense().square().sum())
-        terms = kronecker._merged(block.terms)
+        terms = inner_products.merged(block.terms)
         for budget in (10**9, 3000):  # with room for everything, and in many small chunks
             total = 0.0
             for i, x in enumerate(terms):
                 for j, y in enumerate(terms[i:], i):
                     weight = 1 if i == j else 2
-                    if not (isinstance(x, kronecker.Term) and isinstance(y, kronecker.Term)):
-                        total += weight * kronecker._inner(x, y, budget)
+                    if not (isinstance(x, Term) and isinstance(y, Term)):
+                        total += weight * inner_products.inner(x, y, budget)
                         continue
                     if x.axes != y.axes:
-                        total += weight * kronecker._crossed_inner(x, y, budget)
+                        total += weight * inner_products._crossed_inner(x, y, budget)
                         taken.add("crossed")
                         continue
-                    gram = kronecker._gram_inner(x, y, budget)
+                    gram = inner_products._gram_inner(x, y, budget)
                     if cores.inner_by_tokens_cost(x.core, y.core) < 2**60:
                         by_tokens = cores.inner_by_tokens(
-                            x.core, y.core, lambda a, b, x=x, y=y: kronecker._weights(x, y, a, b)
+                            x.core, y.core, lambda a, b, x=x, y=y: inner_products._weights(x, y, a, b)
                         )
                         assert abs(by_tokens - gram) <= 1e-11 * abs(gram) + 1e-14
                         taken.add("tokens")
@@ -60,8 +61,8 @@ def test_cheapest_route_is_taken(sizes, expected, monkeypatch):
     layer = cv.exact.SelfAttention(r(d, k), r(d, k), r(d, 8))
     block = layer.hessian(r(N, L, d), cv.losses.MSE(r(N, L, 8))).outer["Q"]
     taken = []
-    monkeypatch.setattr(kronecker, "inner_by_tokens", lambda *a: taken.append("tokens") or 1.0)
-    monkeypatch.setattr(kronecker, "_gram_inner", lambda *a: taken.append("gram") or 1.0)
+    monkeypatch.setattr(inner_products, "inner_by_tokens", lambda *a: taken.append("tokens") or 1.0)
+    monkeypatch.setattr(inner_products, "_gram_inner", lambda *a: taken.append("gram") or 1.0)
     monkeypatch.setattr(type(block), "dense", lambda self, memory_limit=None: taken.append("entries") or torch.ones(1))
     block.frobenius_norm()
     assert taken == [expected]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import curvoscope.theorems
-from curvoscope.theorems import Result, attention, query_key, scalar, verify
+from curvoscope.theorems import Result, attention, linear, query_key, scalar, verify
 from curvoscope.theorems.calculus import commutation_of_lemma_b2
+from curvoscope.theorems.growth import DEGREES, Degrees, Part
 from curvoscope.theorems.registry import (
     REFUTED,
     THEOREMS,
@@ -133,8 +134,15 @@ MUTATIONS = {
         lambda outputs, inputs: torch.zeros(outputs**2 * inputs, inputs, dtype=torch.float64),
         ["Theorem 3.2", "Theorem 3.2, any value width", "Remark D.1"],
     ),
-    "order of the layout": (query_key, "query_layout", lambda W_K: -attention.query_layout(W_K), ["Remark D.1"]),
-    "logit of the scalar model": (
+    "sign of the layout": (query_key, "query_layout", lambda W_K: -attention.query_layout(W_K), ["Remark D.1"]),
+    "commutation, linear attention": (linear, "commutation", commutation_of_lemma_b2, ["Remark 4.1, outer"]),
+    "shuffle, linear attention": (
+        linear,
+        "shuffle",
+        lambda outputs, inputs: torch.zeros(outputs**2 * inputs, inputs, dtype=torch.float64),
+        ["Remark 4.1, functional", "Remark 4.1, key blocks"],
+    ),
+    "outliers of the scalar model": (
         scalar,
         "outlier_matrix",
         lambda *arguments: torch.eye(3, dtype=torch.float64),
@@ -151,6 +159,15 @@ def test_wrong_formula_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch
         result = THEOREMS[name].examine(seed=0)
         assert result.error > 0.1, name
         assert not result.holds
+
+
+@pytest.mark.parametrize("part", [("outer", "Q", "K"), ("functional", "K", "K"), ("logit", "Q", "K")])
+@pytest.mark.parametrize("scale", Degrees._fields)
+def test_wrong_degree_is_noticed(part: Part, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    degrees = DEGREES[part]
+    monkeypatch.setitem(DEGREES, part, degrees._replace(**{scale: getattr(degrees, scale) + 1}))
+    assert THEOREMS["Equation (5), outer"].examine(0).holds == (part[0] != "outer" or scale not in ("X", "s"))
+    assert THEOREMS["Slides, weight table"].examine(0).holds == (scale == "X")
 
 
 def test_commutation_convention_of_the_theorems_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

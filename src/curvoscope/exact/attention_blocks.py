@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.exact.attention_cores import Answered, Plain, Response, Rotated, Scores, Seen
+from curvoscope.exact.attention_cores import Answered, Response, Rotated, Scores
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.moments import Covariance, Feature, Rows, Third
-from curvoscope.losses import LossAt, PairCurvature, PerToken, Port, ScalarCurvature, through
+from curvoscope.exact.ports import Plain, Seen, seen_through
+from curvoscope.losses import LossAt, PairCurvature, Port, through
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import Slot
-from curvoscope.operators.cores import Core, DenseCore
-from curvoscope.operators.kronecker import Single, Term
+from curvoscope.operators.cores import Core
+from curvoscope.operators.terms import Single, Term
 
 Terms = list[Term | Single]
 
@@ -125,10 +126,7 @@ class AttentionBlocks:
         if left.response is not None:
             matrix = self._dense_response(left.response, row).view(groups, size, e, p)
             blocks = torch.einsum("gtep,gteuq->gtpuq", matrix, blocks)
-        cores = blocks.transpose(2, 3).reshape(groups * size * size, p, q)
-        first = left.vector.view(groups, size, 1, -1).expand(-1, -1, size, -1).flatten(0, 2)
-        second = right.vector.view(groups, 1, size, -1).expand(-1, size, -1, -1).flatten(0, 2)
-        return Term(first, second, DenseCore(cores), (left.axis, right.axis))
+        return Term.over_pairs(left.vector, right.vector, blocks, (left.axis, right.axis))
 
     def _dense_response(self, response: Response, weight: Weight) -> Tensor:
         matrix = response.matrix(0, self._passed.X.shape[0] * self._passed.X.shape[1])
@@ -251,22 +249,7 @@ class AttentionBlocks:
         return self._heads[h]
 
     def _seen(self, left: Port, right: Port) -> Seen:
-        curvature, width = self._loss.curvature, self._layer.d_out
-        like = self._passed.X
-        sizes = tuple(through(like.new_empty(1, width), port).shape[1] for port in (left, right))
-        shape, symmetric = (sizes[0], sizes[1]), _same_port(left, right)
-        if isinstance(curvature, ScalarCurvature):
-            identity = torch.eye(width, dtype=like.dtype, device=like.device)
-            shared = curvature.between(left, right, identity)
-            return Seen(shared, lambda start, stop: shared, shape, 0, symmetric)
-        assert isinstance(curvature, PerToken)
-        return Seen(
-            None,
-            lambda start, stop: curvature.between(left, right, start, stop),
-            shape,
-            curvature.workspace + sizes[0] * sizes[1],
-            symmetric,
-        )
+        return seen_through(self._loss.curvature, left, right, self._layer.d_out, self._passed.X)
 
     def _turned(self, core: Core, row: Weight, column: Weight) -> Core:
         rotary = self._layer.rotary
@@ -278,12 +261,6 @@ class AttentionBlocks:
             row.role == "Q",
             column.role == "Q",
         )
-
-
-def _same_port(left: Port, right: Port) -> bool:
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return left.data_ptr() == right.data_ptr()
-    return left == right if isinstance(left, slice) and isinstance(right, slice) else left is right
 
 
 class _Head:

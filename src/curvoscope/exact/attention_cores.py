@@ -15,18 +15,8 @@ import torch
 from torch import Tensor
 
 from curvoscope.exact.moments import Feature, Rows
+from curvoscope.exact.ports import Seen, symmetrised
 from curvoscope.operators.cores import Core, TokenForm
-
-
-@dataclass(frozen=True)
-class Seen:
-    """S through two ports: one matrix for all tokens, `shared` (e, e'), or `blocks(start, stop)` -> (t, e, e')."""
-
-    shared: Tensor | None
-    blocks: Callable[[int, int], Tensor]
-    shape: tuple[int, int]
-    workspace: int
-    symmetric: bool
 
 
 @dataclass(frozen=True)
@@ -46,18 +36,6 @@ class Response:
         """Numbers that `matrix` needs for a token."""
         narrow, wide = sorted((self.value.width, self.feature.width))
         return 3 * narrow * wide + self.rows.length * narrow
-
-
-class Plain(Core):
-    """C_i = S_i between two ports: value and output weights."""
-
-    def __init__(self, seen: Seen, period: int) -> None:
-        super().__init__(seen.shape, period, seen.workspace, seen.symmetric)
-        self._seen = seen
-
-    def dense(self, start: int, stop: int) -> Tensor:
-        """(t, e, e')."""
-        return _symmetrised(self._seen.blocks(start, stop), self.symmetric)
 
 
 class Answered(Core):
@@ -103,7 +81,7 @@ class Scores(Core):
         else:
             left, right = self._matrices(start, stop)
             values = left.mT @ (self._seen.blocks(start, stop) @ right)
-        return _symmetrised(values, self.symmetric)
+        return symmetrised(values, self.symmetric)
 
     def diagonal(self, start: int, stop: int) -> Tensor:
         """sum_e M[e, p] (S M')[e, p], (t, p)."""
@@ -159,10 +137,6 @@ def _row_weights(rows: Rows) -> Tensor:
     return rows.A if rows.open_keys is None else rows.open_keys.expand_as(rows.A)
 
 
-def _symmetrised(values: Tensor, symmetric: bool) -> Tensor:
-    return (values + values.mT) / 2 if symmetric else values
-
-
 class Rotated(Core):
     """R_i^T C_i R_i, on the rows, the columns or both: the query side under rotary positions."""
 
@@ -178,4 +152,4 @@ class Rotated(Core):
             values = self._unrotate(values, positions[:, None])
         if self._rows:
             values = self._unrotate(values.mT, positions[:, None]).mT
-        return _symmetrised(values, self.symmetric)
+        return symmetrised(values, self.symmetric)

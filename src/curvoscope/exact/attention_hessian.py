@@ -11,7 +11,7 @@ from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight, 
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.attention_product import AttentionProduct, Directions
 from curvoscope.losses import LossAt
-from curvoscope.operators.base import LinearOperator, Product, Shape
+from curvoscope.operators.base import LinearOperator, Product, Products, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.kronecker import KroneckerSum
 
@@ -130,7 +130,7 @@ class AttentionHessian(BlockHessian):
         layer, (queries, keys) = self._layer, self._query_key()
         d, k = sum(self.shapes[name][0] for name in keys), layer.d_k
         e = sum(self.shapes[name][0] for name in queries)
-        moving = self._passed.visible.expand_as(self._passed.A).sum(-1) - (self._passed.open_keys is None)
+        moving = self._passed.visible.expand_as(self._passed.A).sum(-1) - int(self._passed.open_keys is None)
         by_width = {width: int(moving.clamp(max=width).sum()) for width in (d, k)}
         pairs = ((d + e) * k - k * k if k < min(d, e) else d * e) * layer.heads
         query, key = e * k * layer.heads, d * k * layer.kv_heads
@@ -158,27 +158,22 @@ class AttentionHessian(BlockHessian):
 
     def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
         roles = {part.role for name in (row, column) for part in self._blocks[name].parts}
+        products = (
+            self._multiplication([row], [column], outer, not outer),
+            self._multiplication([column], [row], outer, not outer),
+        )
         if "X" in (row, column) or ("K" in roles and self._layer.rotary is not None):  # no Kronecker form
-            return Product(
-                self._multiplication([row], [column], outer, not outer),
-                self._multiplication([column], [row], outer, not outer),
-                self._blocks[row].shape,
-                self._blocks[column].shape,
-                self._passed.X,
-                symmetric=row == column,
-            )
-        product = self._multiplication([row], [column], outer, not outer)
-        return self._assembled(row, column, self._terms.outer if outer else self._terms.functional, product)
+            shapes = self._blocks[row].shape, self._blocks[column].shape
+            return Product(products, *shapes, self._passed.X, symmetric=row == column)
+        return self._assembled(row, column, self._terms.outer if outer else self._terms.functional, products)
 
-    def _assembled(
-        self, row: str, column: str, terms: TermsOf, product: Callable[[Tensor], Tensor] | None = None
-    ) -> LinearOperator:
+    def _assembled(self, row: str, column: str, terms: TermsOf, products: Products | None = None) -> LinearOperator:
         """The block of two weights: one Kronecker sum, or a tile of them for each pair of heads."""
         rows, columns = self._blocks[row], self._blocks[column]
         like = self._passed.X
         if len(rows.parts) == len(columns.parts) == 1:
             left, right = rows.parts[0], columns.parts[0]
-            return KroneckerSum(left.shape, right.shape, terms(left, right), like, row == column, product)
+            return KroneckerSum(left.shape, right.shape, terms(left, right), like, row == column, products)
         entries: dict[tuple[int, int], LinearOperator] = {}
         for i, left in enumerate(rows.parts):
             for j, right in enumerate(columns.parts):
@@ -188,7 +183,7 @@ class AttentionHessian(BlockHessian):
                     same = row == column and i == j
                     entries[i, j] = KroneckerSum(left.shape, right.shape, terms(left, right), like, same)
         slots = [part.slot for part in rows.parts], [part.slot for part in columns.parts]
-        return Tiles(rows.shape, columns.shape, *slots, entries, like, row == column, product)
+        return Tiles(rows.shape, columns.shape, *slots, entries, like, row == column, products)
 
     def _multiplication(
         self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool

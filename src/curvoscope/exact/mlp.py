@@ -23,12 +23,12 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import EmptyError, NonFiniteError, ShapeError
-from curvoscope.exact.attention_cores import Plain, Seen
-from curvoscope.losses import LossAt, PairCurvature, PerToken, ScalarCurvature, through
+from curvoscope.exact.ports import Plain, seen_through
+from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
-from curvoscope.operators.cores import DenseCore
-from curvoscope.operators.kronecker import KroneckerSum, Single, Term
+from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.terms import Single, Term
 
 Terms = list[Term | Single]
 Directions = dict[int, Tensor]
@@ -167,9 +167,11 @@ class _Blocks:
         i, j = self._layers[row], self._layers[column]
         terms = self._outer if outer else self._functional
         made = terms(i, j) if i <= j else [term.T for term in terms(j, i)]
-        product = self.multiplication([row], [column], outer, not outer)
+        products = tuple(self.multiplication([r], [c], outer, not outer) for r, c in ((row, column), (column, row)))
         like = self._chain.factors[0]
-        return KroneckerSum(self.shapes[row], self.shapes[column], made, like, row == column, product)
+        return KroneckerSum(
+            self.shapes[row], self.shapes[column], made, like, row == column, (products[0], products[1])
+        )
 
     def _outer(self, i: int, j: int) -> Terms:
         """sum_t z_t z'_t^T (x) R_i S_t R_j^T, for i <= j."""
@@ -183,15 +185,7 @@ class _Blocks:
             return [Single(moments, core, symmetric=same)]
         if isinstance(curvature, PairCurvature):
             return [self._pair_term(i, j, curvature)]
-        assert isinstance(curvature, PerToken)
-        shape = (chain.factors[i].shape[1], chain.factors[j].shape[1])
-        seen = Seen(
-            None,
-            lambda start, stop: curvature.between(*ports, start, stop),
-            shape,
-            curvature.workspace + shape[0] * shape[1],
-            same,
-        )
+        seen = seen_through(curvature, *ports, chain.width, chain.factors[0])
         return [Term(chain.input(i), chain.input(j), Plain(seen, chain.batch[1]))]
 
     def _pair_term(self, i: int, j: int, curvature: PairCurvature) -> Term:
@@ -207,11 +201,8 @@ class _Blocks:
             "use fewer tokens, or products with @ of the whole matrix",
         )
         blocks = through(curvature.blocks, chain.ports[j])  # (groups, g, m, g, q)
-        blocks = through(blocks.movedim(2, -1), chain.ports[i])  # (groups, g, g, q, p)
-        cores = blocks.transpose(-1, -2).reshape(-1, p, q)
-        first = left.view(groups, size, 1, -1).expand(-1, -1, size, -1).flatten(0, 2)
-        second = right.view(groups, 1, size, -1).expand(-1, size, -1, -1).flatten(0, 2)
-        return Term(first, second, DenseCore(cores))
+        blocks = through(blocks.movedim(2, -1), chain.ports[i]).movedim(-1, 2)
+        return Term.over_pairs(left, right, blocks)
 
     def _functional(self, i: int, j: int) -> Terms:
         """(Z_i^T G R_j^T) crossed with C_ij, for i <= j. F is linear in each weight: nothing when i = j."""

@@ -17,7 +17,8 @@ from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate import Estimate
 
 Shape = tuple[int, int]
-Multiplication = Callable[[Tensor], Tensor]
+Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
+Products = tuple[Multiplication, Multiplication]  # with an operator and with its transpose
 
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
 
@@ -211,26 +212,20 @@ class LinearOperator(ABC):
 
 
 class Product(LinearOperator):
-    """An operator given by a function that maps columns (C, n) to (R, n), and the function of its transpose."""
+    """An operator given by its products with columns, and those of its transpose."""
 
     def __init__(
-        self,
-        matmat: Multiplication,
-        transposed: Multiplication,
-        row_shape: Shape,
-        column_shape: Shape,
-        like: Tensor,
-        symmetric: bool = False,
+        self, products: Products, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
     ) -> None:
         super().__init__(row_shape, column_shape, like, symmetric)
-        self._forward, self._backward = matmat, transposed
+        self._products = products
 
     def _matmat(self, columns: Tensor) -> Tensor:
-        return self._forward(columns)
+        return self._products[0](columns)
 
     def _transposed(self) -> LinearOperator:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return Product(self._backward, self._forward, self.column_shape, self.row_shape, like)
+        return Product((self._products[1], self._products[0]), self.column_shape, self.row_shape, like)
 
 
 class _Transpose(LinearOperator):
@@ -316,8 +311,9 @@ class _Gram(LinearOperator):
         return self._operator.T._matmat(self._operator._matmat(columns))
 
 
-def summed(first: Multiplication | None, second: Multiplication | None) -> Multiplication | None:
-    """The sum of two multiplications, where both are known."""
+def summed(first: Products | None, second: Products | None) -> Products | None:
+    """The products with a sum, where those with both summands are known."""
     if first is None or second is None:
         return None
-    return lambda columns: first(columns) + second(columns)
+    (one, one_t), (two, two_t) = first, second
+    return lambda columns: one(columns) + two(columns), lambda columns: one_t(columns) + two_t(columns)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import BlockNameError
-from curvoscope.operators.base import LinearOperator, Multiplication, Shape, summed
+from curvoscope.operators.base import LinearOperator, Multiplication, Products, Shape, summed
 
 _STRIP = 64
 
@@ -38,19 +38,19 @@ class Tiles(LinearOperator):
         entries: dict[tuple[int, int], LinearOperator],
         like: Tensor,
         symmetric: bool = False,
-        product: Multiplication | None = None,
+        products: Products | None = None,
     ) -> None:
         super().__init__(row_shape, column_shape, like, symmetric)
         self.rows, self.columns, self.entries = tuple(rows), tuple(columns), entries
-        self._product = product
+        self._products = products
 
     def _write(self, out: Tensor) -> None:
         for (i, j), entry in self.entries.items():
             entry._write(self.columns[j].of(self.rows[i].of(out), 2))
 
     def _matmat(self, columns: Tensor) -> Tensor:
-        if self._product is not None:
-            return self._product(columns)
+        if self._products is not None:
+            return self._products[0](columns)
         n = columns.shape[1]
         result = columns.new_zeros(*self.row_shape, n)
         source = columns.reshape(*self.column_shape, n)
@@ -63,7 +63,10 @@ class Tiles(LinearOperator):
     def _transposed(self) -> LinearOperator:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         entries = {(j, i): entry.T for (i, j), entry in self.entries.items()}
-        return Tiles(self.column_shape, self.row_shape, self.columns, self.rows, entries, like)
+        products = self._products and (self._products[1], self._products[0])
+        return Tiles(
+            self.column_shape, self.row_shape, self.columns, self.rows, entries, like, self.symmetric, products
+        )
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         if not isinstance(other, Tiles) or (self.rows, self.columns) != (other.rows, other.columns):
@@ -71,8 +74,8 @@ class Tiles(LinearOperator):
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         entries = {key: entry + other.entries[key] for key, entry in self.entries.items()}
         symmetric = self.symmetric and other.symmetric
-        product = summed(self._product, other._product)
-        return Tiles(self.row_shape, self.column_shape, self.rows, self.columns, entries, like, symmetric, product)
+        products = summed(self._products, other._products)
+        return Tiles(self.row_shape, self.column_shape, self.rows, self.columns, entries, like, symmetric, products)
 
     def norm_bound(self, memory_limit: int | None = None) -> float:
         """The spectral norm of the matrix of the tiles' bounds."""

@@ -32,8 +32,8 @@ class Result:
     """One result of a source, compared with automatic differentiation.
 
     `error` is the largest relative error, over all draws and blocks, of the form that must hold; for the
-    verdict "false", of the printed form. `refuted` is the smallest relative error of the form that must fail:
-    the printed one of an erratum, or another reading. `note` says which and why.
+    verdict "false", of the printed form. `refuted` is the relative error of the form that must fail: the printed
+    one of an erratum, or another reading. `note` says which and why.
     """
 
     name: str

@@ -28,7 +28,7 @@ SLOPE = 1e-2
     PAPER,
     verdict="holds corrected",
     note="6, 6, 4, 4, 2 are exact degrees at fixed A (E4)",
-    contrast="slope of H_o(Q,Q) for σ in [4, 12], where the softmax saturates,",
+    contrast="6 as the slope of H_o(Q,Q) for σ in [4, 12], where the softmax saturates,",
 )
 def outer_degrees(seed: int) -> Errors:
     """X → σX with A held fixed multiplies the outer blocks by σ⁶, σ⁴ and σ²."""

@@ -90,7 +90,7 @@ def bulk_multiplicity(seed: int) -> float:
     "Lemma D.2, sharper",
     OWN,
     note="rank ≤ Σ_i min(d, n_i − 1), n_i the keys that query i sees; excess over the bound",
-    contrast="for L ≤ 4 the bound of the paper is too large, at least",
+    contrast="for L ≤ 4 the bound of the paper, as the rank,",
 )
 def sharper_ranks(seed: int) -> Errors:
     """T-outer part and H(K,K) with width d, H(Q,Q) with width k; for short sequences far below the paper's bound."""
