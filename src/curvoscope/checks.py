@@ -1,6 +1,8 @@
 """Checks of what comes in from outside, and of the memory at hand."""
 
+import time
 from collections.abc import Iterator
+from functools import lru_cache
 
 import psutil
 import torch
@@ -46,10 +48,16 @@ def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:
 def memory_budget(memory_limit: int | None) -> int:
     """Bytes that a computation may use: the limit given, else a part of what is free."""
     if memory_limit is None:
-        return int(_SHARE_OF_FREE_MEMORY * psutil.virtual_memory().available)
+        return int(_SHARE_OF_FREE_MEMORY * _free_memory(int(time.monotonic())))
     if memory_limit <= 0:
         raise RangeError("memory_limit", f"got {memory_limit}, expected a positive number of bytes")
     return memory_limit
+
+
+@lru_cache(maxsize=1)
+def _free_memory(second: int) -> int:
+    """Bytes that are free in this second: to ask costs as much as a small block, so not more than once."""
+    return int(psutil.virtual_memory().available)
 
 
 def fits(needed: int, memory_limit: int | None, what: str, instead: str) -> None:

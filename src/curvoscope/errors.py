@@ -48,5 +48,9 @@ class BlockNameError(CurvoscopeError, KeyError):
         return str(self.args[0])  # KeyError would show the repr of the message
 
 
+class ModelError(CurvoscopeError, ValueError):
+    """A model that lacks a parameter, or whose parameters are frozen or not yet initialised."""
+
+
 class MemoryLimitError(CurvoscopeError, MemoryError):
     """A result larger than the memory at hand."""

@@ -1,5 +1,27 @@
-"""What is not exact: estimates from matrix-vector products, each with its standard error."""
+"""What is not exact: estimates from matrix-vector products, each with its error."""
 
-from curvoscope.estimate.hutchinson import Estimate, frobenius_norm, trace
+from curvoscope.estimate.diagonals import diagonal
+from curvoscope.estimate.extremes import eigenvalues
+from curvoscope.estimate.krylov import Eigenvalues, lanczos
+from curvoscope.estimate.products import Matrix
+from curvoscope.estimate.quadratic import frobenius_norm, squared_frobenius_norm, trace
+from curvoscope.estimate.quadrature import density
+from curvoscope.estimate.result import DiagonalEstimate, Estimate
+from curvoscope.estimate.spectrum import Band, Density, LogSpectrum
 
-__all__ = ["Estimate", "frobenius_norm", "trace"]
+__all__ = [
+    "Band",
+    "Density",
+    "DiagonalEstimate",
+    "Eigenvalues",
+    "Estimate",
+    "LogSpectrum",
+    "Matrix",
+    "density",
+    "diagonal",
+    "eigenvalues",
+    "frobenius_norm",
+    "lanczos",
+    "squared_frobenius_norm",
+    "trace",
+]

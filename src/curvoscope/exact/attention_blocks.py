@@ -27,7 +27,10 @@ Terms = list[Term | Single]
 
 @dataclass(frozen=True)
 class Weight:
-    """One head's part of a weight: its role, whether it is a bias, its shape and place, and the heads that use it."""
+    """One head's part of a weight: its role, whether it is a bias, its shape and place, and the heads that use it.
+
+    Roles: Q, K, V, O, and M for the matrix W_Q W_K^T of the scores.
+    """
 
     role: str
     bias: bool
@@ -99,6 +102,11 @@ class AttentionBlocks:
         core: Core
         if left.response is not None and right.response is not None:
             core = Scores(left.response, seen, right.response)
+        elif right.response is not None and seen.factor is not None:
+            response = right.response
+            core = Covariance(response.rows, response.value, response.feature)
+            scaled = seen.factor * left.vector
+            return [Term(scaled, right.vector, self._turned(core, row, column), axes)]
         elif right.response is not None:
             core = Answered(seen, right.response)
         elif left.response is not None:
@@ -147,7 +155,7 @@ class AttentionBlocks:
 
     def functional_at_scores(self, left: Weight, right: Weight) -> Terms:
         """s^2 sum_i z_i z'_i (x) the third attention moment: query and key weights; zero without a softmax."""
-        if {left.role, right.role} - {"Q", "K"} or not (self._moves(left) and self._moves(right)):
+        if {left.role, right.role} - {"Q", "K", "M"} or not (self._moves(left) and self._moves(right)):
             return []
         terms: Terms = []
         for h in self._shared_heads(left, right):
@@ -177,7 +185,7 @@ class AttentionBlocks:
 
     def _bilinear(self, left: Weight, right: Weight) -> Terms:
         """The output is bilinear in values and attention, and in values and W_O."""
-        order = "OVQK"
+        order = "OVQKM"
         if order.index(left.role) > order.index(right.role):
             return [term.T for term in self._bilinear(right, left)]
         if left.role == right.role or left.role not in "OV" or (left.role == "O" and left.bias):
@@ -224,10 +232,11 @@ class AttentionBlocks:
 
     def _make_factor(self, weight: Weight, h: int) -> Factor:
         head, port = self._head(h), self._layer.port(h)
-        if weight.role == "Q":
+        if weight.role in "QM":
             if weight.bias not in self._scaled:
                 self._scaled[weight.bias] = self._layer.scale * self._input(weight.bias).flatten(0, 1)
-            return Factor(self._scaled[weight.bias], 0, head.response(head.key), port)
+            feature = head.key if weight.role == "Q" else head.input_feature(False)
+            return Factor(self._scaled[weight.bias], 0, head.response(feature), port)
         if weight.role == "K":
             return Factor(head.scaled_query, 1, head.response(head.input_feature(weight.bias)), port)
         if weight.role == "V":
@@ -273,9 +282,11 @@ class _Head:
             open_keys = open_keys.expand(-1, layer.heads, -1, -1)[:, h]
         self.rows = Rows(passed.A[:, h], open_keys)
         value = passed.value[:, group]
-        self.value, self.key = self.rows.feature(value), self.rows.feature(passed.key[:, group])
         self._inputs = {False: passed.X, True: passed.X.new_ones(*passed.X.shape[:2], 1)}
         self._features: dict[bool, Feature] = {}
+        columns = slice(group * layer.d_v, (group + 1) * layer.d_v)
+        self.value = self.rows.feature(value, (self.input_feature(False), layer.W_V[:, columns]))
+        self.key = self.rows.feature(passed.key[:, group])
         gradient = through(loss.gradient, layer.port(h))
         self.gradient = gradient.flatten(0, 1)
         self.P = self.rows.derivative(gradient @ value.mT)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.exact.moments import Feature, Rows
-from curvoscope.exact.ports import Seen, symmetrised
+from curvoscope.exact.ports import Seen
 from curvoscope.operators.cores import Core, TokenForm
 
 
@@ -39,23 +39,34 @@ class Response:
 
 
 class Answered(Core):
-    """C_i = S_i Cov_i[V, f]: a value or output weight with a query or key weight."""
+    """C_i = S_i Cov_i[V, f]: a value or output weight with a query or key weight; `turned`: its transpose."""
 
-    def __init__(self, seen: Seen, right: Response) -> None:
+    def __init__(self, seen: Seen, right: Response, turned: bool = False) -> None:
         shape = (seen.shape[0], right.feature.width)
-        super().__init__(shape, right.rows.length, seen.workspace + right.workspace + shape[0] * shape[1])
-        self._seen, self._right = seen, right
+        workspace = seen.workspace + right.workspace + shape[0] * shape[1]
+        super().__init__((shape[1], shape[0]) if turned else shape, right.rows.length, workspace)
+        self._seen, self._right, self._turned = seen, right, turned
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """(t, e, q)."""
-        return self._seen.blocks(start, stop) @ self._right.matrix(start, stop)
+        """(t, e, q), or (t, q, e)."""
+        matrix = self._right.matrix(start, stop)
+        if self._turned and self._seen.factor is None:
+            return matrix.mT @ self._seen.blocks(start, stop).mT
+        values = self._seen.times(matrix, start, stop)
+        return values.mT if self._turned else values
+
+    @property
+    def T(self) -> Core:
+        """The transposed cores, computed as such."""
+        return Answered(self._seen, self._right, not self._turned)
 
     def token_form(self) -> TokenForm | None:
         """(V S^T)^T D_i f, where S is the same for all tokens."""
         if self._seen.shared is None:
             return None
-        left = self._right.value.values @ self._seen.shared.mT
-        return TokenForm(left, self._right.feature.values, self._right.rows.inner_derivative)
+        values, features = self._right.value.values @ self._seen.shared.mT, self._right.feature.values
+        left, right = (features, values) if self._turned else (values, features)
+        return TokenForm(left, right, self._right.rows.inner_derivative)
 
 
 class Scores(Core):
@@ -77,16 +88,16 @@ class Scores(Core):
             form = self.token_form()
             n, last = start // length, stop // length
             inner = form.inner(start, stop).view(last - n, length, length, length)
-            values = (form.left[n:last].mT[:, None] @ (inner @ form.right[n:last, None])).flatten(0, 1)
-        else:
-            left, right = self._matrices(start, stop)
-            values = left.mT @ (self._seen.blocks(start, stop) @ right)
-        return symmetrised(values, self.symmetric)
+            return (form.left[n:last].mT[:, None] @ (inner @ form.right[n:last, None])).flatten(0, 1)
+        left, right = self._matrices(start, stop)
+        if self._seen.factor is not None:
+            return (left.mT @ right).mul_(self._seen.factor)
+        return left.mT @ (self._seen.blocks(start, stop) @ right)
 
     def diagonal(self, start: int, stop: int) -> Tensor:
         """sum_e M[e, p] (S M')[e, p], (t, p)."""
         left, right = self._matrices(start, stop)
-        return (left * (self._seen.blocks(start, stop) @ right)).sum(1)
+        return (left * self._seen.times(right, start, stop)).sum(1)
 
     def trace(self, start: int, stop: int) -> Tensor:
         """tr C_i. With one S for all tokens, a kernel identity without feature dimensions:
@@ -152,4 +163,4 @@ class Rotated(Core):
             values = self._unrotate(values, positions[:, None])
         if self._rows:
             values = self._unrotate(values.mT, positions[:, None]).mT
-        return symmetrised(values, self.symmetric)
+        return values

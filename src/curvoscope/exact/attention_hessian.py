@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from curvoscope.errors import RangeError
 from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight, weights_of
+from curvoscope.exact.attention_joint import JointEntries, joint_is_cheaper
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.attention_product import AttentionProduct, Directions
 from curvoscope.losses import LossAt
@@ -58,19 +60,26 @@ class AttentionHessian(BlockHessian):
         names = list(self._blocks)
         shapes = {name: block.shape for name, block in self._blocks.items()}
 
+        joint: JointEntries | None = None
+        if set(names) <= {"Q", "K", "V", "O"} and joint_is_cheaper(layer, passed):
+            parts = {name: block.parts[0] for name, block in self._blocks.items()}
+            joint = JointEntries(layer, self._terms, parts, passed.X)
+
         def matrix(outer: bool) -> BlockMatrix:
             return BlockMatrix(
                 shapes,
                 lambda row, column: self._block(row, column, outer),
                 passed.X,
                 self._multiplication(names, names, outer, not outer),
+                None if joint is None else lambda: joint.of(outer),
             )
 
-        super().__init__(
-            matrix(outer=True),
-            matrix(outer=False),
-            self._multiplication(names, names, outer=True, functional=True),
-        )
+        product = self._multiplication(names, names, outer=True, functional=True)
+        super().__init__(matrix(outer=True), matrix(outer=False), product)
+
+    @cached_property
+    def _product(self) -> AttentionProduct:
+        return AttentionProduct(self._layer, self._passed, self._loss)
 
     # ---- the split at the scores
 

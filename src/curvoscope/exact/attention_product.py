@@ -112,7 +112,7 @@ class AttentionProduct:
     def chunks(self, columns: int) -> list[tuple[int, int]]:
         """Ranges of columns whose intermediate tensors fit into the memory at hand."""
         tensors = 8 * self._A.numel() + 12 * self.passed.query.numel() + 4 * self.passed.X.numel()
-        budget = checks.memory_budget(None) // 2
+        budget = checks.memory_budget(None) // 8  # more columns at once gain nothing
         return list(checks.chunks(columns, 1, tensors * self._A.element_size(), budget))
 
     def _push(self, directions: Directions) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

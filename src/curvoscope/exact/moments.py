@@ -16,18 +16,20 @@ from torch import Tensor
 
 from curvoscope.operators.cores import Core, TokenForm
 
-_KEPT_NUMBERS = 2**20
+_KEPT_NUMBERS = 2**23
 
 
 @dataclass(frozen=True)
 class Feature:
     """Features of the keys (N, L, p), shifted by the mean of their sequence, and their row means (N, L, p).
 
-    The shift changes no covariance (D_i 1 = 0) and saves the digits that an offset would cost.
+    The shift changes no covariance (D_i 1 = 0) and saves the digits that an offset would cost. `source`: other features
+    and the matrix W that makes these of them, f = g W.
     """
 
     values: Tensor
     means: Tensor
+    source: "tuple[Feature, Tensor] | None" = None
 
     @property
     def width(self) -> int:
@@ -43,17 +45,18 @@ class Rows:
         self.A, self.open_keys = A, open_keys
         self.sequences, self.length = A.shape[0], A.shape[1]
         self._kept: dict[tuple[int, int], tuple[Feature, Feature, Tensor]] = {}
+        self._last: tuple[Feature, Feature, tuple[int, int], Tensor] | None = None
 
     @property
     def softmax(self) -> bool:
         """Whether a softmax was taken over the keys."""
         return self.open_keys is None
 
-    def feature(self, values: Tensor) -> Feature:
+    def feature(self, values: Tensor, source: tuple[Feature, Tensor] | None = None) -> Feature:
         """Prepare features (N, L, p) for `covariance` and `third`."""
         if self.softmax:
             values = values - values.mean(1, keepdim=True)
-        return Feature(values, self.A @ values)
+        return Feature(values, self.A @ values, source if self.softmax else None)
 
     def derivative(self, u: Tensor) -> Tensor:
         """D_i u_i for every row: (..., N, L, L) -> (..., N, L, L)."""
@@ -74,15 +77,17 @@ class Rows:
     def _covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         if self.open_keys is not None:
             return self._second(self.open_keys.expand_as(self.A), f, g, start, stop)
+        if f.source is not None and f.source[0] is g and g.width <= self.length:
+            return (self.covariance(g, g, start, stop) @ f.source[1]).mT  # W^T Cov_i[g, g], fewer multiplications
         f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)
-        return self._second(self.A, f, g, start, stop).sub_(f_mean[:, :, None] * g_mean[:, None, :])
+        return self._second(self.A, f, g, start, stop).addcmul_(f_mean[:, :, None], g_mean[:, None, :], value=-1)
 
     def third(self, P: Tensor, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         """sum_j P_ij (f_j - mean)(g_j - mean)^T for tokens start to stop: (t, p, q). The rows of P sum to zero."""
         f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)
         Pf, Pg = (self.apply(P, x.values, start, stop) for x in (f, g))
-        cross = Pf[:, :, None] * g_mean[:, None, :] + f_mean[:, :, None] * Pg[:, None, :]
-        return self._second(P, f, g, start, stop).sub_(cross)
+        left, right = torch.stack([Pf, f_mean], 2), torch.stack([g_mean, Pg], 1)
+        return self._second(P, f, g, start, stop).baddbmm_(left, right, alpha=-1)
 
     def inner_derivative(self, start: int, stop: int) -> Tensor:
         """The matrices D_i, (t, L, L)."""
@@ -97,6 +102,14 @@ class Rows:
         cross = p[:, :, None] * a[:, None, :]
         return torch.diag_embed(p) - cross - cross.mT
 
+    def _pairs(self, f: Feature, g: Feature, first: int, last: int) -> Tensor:
+        """f_j g_j^T for whole sequences, (n, L, p q). The last is kept: covariance and third moment share it."""
+        if self._last is not None and self._last[0] is f and self._last[1] is g and self._last[2] == (first, last):
+            return self._last[3]
+        pairs = (f.values[first:last, :, :, None] * g.values[first:last, :, None, :]).flatten(2)
+        self._last = (f, g, (first, last), pairs) if pairs.numel() <= _KEPT_NUMBERS else None
+        return pairs
+
     def apply(self, weights: Tensor, values: Tensor, start: int, stop: int) -> Tensor:
         """sum_j w_ij f_j for tokens start to stop: (t, p)."""
         n, first = divmod(start, self.length)
@@ -110,7 +123,7 @@ class Rows:
         n, first = divmod(start, self.length)
         if first == 0 and stop % self.length == 0:
             last = stop // self.length
-            pairs = (f.values[n:last, :, :, None] * g.values[n:last, :, None, :]).flatten(2)
+            pairs = self._pairs(f, g, n, last)
             return (weights[n:last] @ pairs).view(stop - start, f.width, g.width)
         rows = weights[n, first : first + stop - start]
         return (rows[:, :, None] * f.values[n]).mT @ g.values[n]
@@ -132,6 +145,11 @@ class Covariance(Core):
         """(t, p, q)."""
         return self._rows.covariance(self._f, self._g, start, stop)
 
+    @property
+    def T(self) -> Core:
+        """Cov_i[g, f]."""
+        return Covariance(self._rows, self._g, self._f)
+
     def token_form(self) -> TokenForm:
         """f^T D_i g."""
         return TokenForm(self._f.values, self._g.values, self._rows.inner_derivative)
@@ -146,8 +164,7 @@ class Third(Core):
 
     def dense(self, start: int, stop: int) -> Tensor:
         """(t, p, q)."""
-        values = self._rows.third(self._P, self._f, self._g, start, stop)
-        return (values + values.mT) / 2 if self.symmetric else values
+        return self._rows.third(self._P, self._f, self._g, start, stop)
 
     def diagonal(self, start: int, stop: int) -> Tensor:
         """P (f . g) - (P f) . mean[g] - mean[f] . (P g), (t, p)."""

@@ -14,14 +14,19 @@ from curvoscope.operators.cores import Core
 class Seen:
     """P S_t P'^T: one matrix for all tokens, `shared` (e, e'), or `blocks(start, stop)` -> (t, e, e').
 
-    `diagonal(start, stop)` -> (t, e) where both ports are the same.
+    `diagonal(start, stop)` -> (t, e) where both ports are the same. `factor`: the matrix is this multiple of I.
     """
 
     shared: Tensor | None
+    factor: float | None
     blocks: Callable[[int, int], Tensor]
     diagonal: Callable[[int, int], Tensor] | None
     shape: tuple[int, int]
     workspace: int
+
+    def times(self, matrices: Tensor, start: int, stop: int) -> Tensor:
+        """P S_t P'^T M_t for matrices (t, e', q): (t, e, q)."""
+        return self.factor * matrices if self.factor is not None else self.blocks(start, stop) @ matrices
 
     @property
     def symmetric(self) -> bool:
@@ -36,9 +41,11 @@ def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like
     if isinstance(curvature, ScalarCurvature):
         shared = curvature.between(left, right, torch.eye(width, dtype=like.dtype, device=like.device))
         diagonal = (lambda start, stop: shared.diagonal().expand(stop - start, -1)) if same else None
-        return Seen(shared, lambda start, stop: shared, diagonal, shape, 0)
+        factor = curvature.factor if same and not isinstance(left, Tensor) else None
+        return Seen(shared, factor, lambda start, stop: shared, diagonal, shape, 0)
     assert isinstance(curvature, PerToken)
     return Seen(
+        None,
         None,
         lambda start, stop: curvature.between(left, right, start, stop),
         (lambda start, stop: curvature.diagonal(left, start, stop)) if same else None,
@@ -56,16 +63,11 @@ class Plain(Core):
 
     def dense(self, start: int, stop: int) -> Tensor:
         """(t, e, e')."""
-        return symmetrised(self._seen.blocks(start, stop), self.symmetric)
+        return self._seen.blocks(start, stop)
 
     def diagonal(self, start: int, stop: int) -> Tensor:
         """(t, e), without the blocks where both ports are the same."""
         return super().diagonal(start, stop) if self._seen.diagonal is None else self._seen.diagonal(start, stop)
-
-
-def symmetrised(values: Tensor, symmetric: bool) -> Tensor:
-    """The mean of the matrices and their transposes, where they should be symmetric."""
-    return (values + values.mT) / 2 if symmetric else values
 
 
 def _same(left: Port, right: Port) -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from curvoscope import checks, estimate
 from curvoscope.errors import RangeError, ShapeError
-from curvoscope.estimate import Estimate
+from curvoscope.estimate import Density, Estimate
 
 Shape = tuple[int, int]
 Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
 Products = tuple[Multiplication, Multiplication]  # with an operator and with its transpose
 
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
 
 
@@ -107,7 +108,7 @@ class LinearOperator(ABC):
             f"a dense block of {rows} x {columns}",
             "ask for trace(), diagonal(), frobenius_norm(), eigenvalues(k=...) or products with @ instead",
         )
-        out = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        out = _empty(rows, columns, self.dtype, self.device)
         self._write(out.view(*self.row_shape, *self.column_shape))
         return out
 
@@ -158,7 +159,23 @@ class LinearOperator(ABC):
         """The Frobenius norm: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
         if matvecs is None and tolerance is None:
             return max(0.0, self._squared_norm(memory_limit)) ** 0.5
-        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        # more probes than columns: they were asked for all the same, since the exact norm is had without asking
+        method = "hutchinson" if matvecs is not None and matvecs > self.shape[1] else "auto"
+        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed, method=method)
+
+    def density(
+        self,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+        steps: int | None = None,
+        memory_limit: int | None = None,
+    ) -> Density:
+        """The density of the eigenvalues, by stochastic Lanczos quadrature: exact where the budget reaches the size."""
+        return estimate.density(
+            self, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps, memory_limit=memory_limit
+        )
 
     def spectral_norm(self, memory_limit: int | None = None) -> float:
         """The largest singular value, to machine precision."""
@@ -309,6 +326,13 @@ class _Gram(LinearOperator):
 
     def _matmat(self, columns: Tensor) -> Tensor:
         return self._operator.T._matmat(self._operator._matmat(columns))
+
+
+def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised matrix. On the CPU from numpy, which asks for huge pages: large results are written faster."""
+    if device.type == "cpu" and dtype in _NUMPY:
+        return torch.from_numpy(np.empty((rows, columns), _NUMPY[dtype]))
+    return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
 def summed(first: Products | None, second: Products | None) -> Products | None:

@@ -34,7 +34,7 @@ class Core(ABC):
 
     @abstractmethod
     def dense(self, start: int, stop: int) -> Tensor:
-        """(t, p, q); exactly symmetric when `symmetric`."""
+        """(t, p, q); symmetric up to rounding when `symmetric`."""
 
     def diagonal(self, start: int, stop: int) -> Tensor:
         """The diagonals, (t, p)."""
@@ -59,7 +59,7 @@ class DenseCore(Core):
 
     def __init__(self, values: Tensor, symmetric: bool = False) -> None:
         super().__init__((values.shape[1], values.shape[2]), 1, 0, symmetric)
-        self._values = (values + values.mT) / 2 if symmetric else values
+        self._values = values
 
     def dense(self, start: int, stop: int) -> Tensor:
         """A slice of the values."""
@@ -146,14 +146,23 @@ def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor])
     (sequences, length, _), (others, other_length, _) = first.left.shape, second.left.shape
     inner = second.inner(0, others * other_length)
     inner = inner.reshape(others, other_length, other_length * other_length)
+    same_features = first.right is first.left and second.right is second.left
     total = 0.0
     for n in range(sequences):
+        later = slice(n if x is y else 0, None)  # <t, u> = <u, t>: of two sequences each pair once
         rows = slice(n * length, (n + 1) * length)
-        middle = first.inner(rows.start, rows.stop)  # (i, L, L)
-        left = first.left[n] @ second.left.mT  # (m, L, L')
-        right = left if first.right is first.left and second.right is second.left else first.right[n] @ second.right.mT
-        carried = left.mT[:, None] @ (middle @ right[:, None])  # (m, i, L', L')
-        products = carried.flatten(2) @ inner.mT  # (m, i, i')
-        weight = weights(rows, slice(None)).view(length, others, other_length).transpose(0, 1)
-        total += float((weight * products).sum(dtype=torch.float64))
+        left = first.left[n] @ second.left[later].mT  # (m, L, L')
+        right = left if same_features else first.right[n] @ second.right[later].mT
+        m = left.shape[0]
+        middle = first.inner(rows.start, rows.stop).reshape(length * length, length)  # (i L, L)
+        half = middle @ right.transpose(0, 1).reshape(length, m * other_length)  # (i L, m L')
+        half = half.view(length, length, m, other_length).permute(2, 1, 0, 3).reshape(m, length, -1)  # (m, L, i L')
+        carried = (left.mT @ half).view(m, other_length, length, other_length)  # (m, L', i, L')
+        carried = carried.transpose(1, 2).reshape(m, length, -1)  # (m, i, L' L')
+        products = carried @ inner[later].mT  # (m, i, i')
+        weight = weights(rows, slice(later.start * other_length, None)).view(length, m, other_length).transpose(0, 1)
+        weighted = weight * products
+        if x is y:
+            weighted[1:] *= 2
+        total += float(weighted.sum(dtype=torch.float64))
     return total

@@ -9,8 +9,9 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.operators.base import LinearOperator, Products, Shape, summed
+from curvoscope.operators.entries import write_entries
 from curvoscope.operators.inner_products import inner, inner_cost, merged
-from curvoscope.operators.terms import Axes, Single, Term
+from curvoscope.operators.terms import Single, Term
 
 
 class KroneckerSum(LinearOperator):
@@ -62,21 +63,7 @@ class KroneckerSum(LinearOperator):
     # ---- entries and products
 
     def _write(self, out: Tensor) -> None:
-        alike = _alike(self._parts)
-        if alike and (alike[0].symmetric or not self.symmetric):
-            moments = _moments(alike[0])
-            for term in alike[1:]:
-                moments += _moments(term)
-            _put(out, alike[0], moments, add=False)
-            return
-        _write_part(out, self._parts[0], self.symmetric)
-        for part in self._parts[1:]:
-            if len(part) == 1 and (part[0].symmetric or not self.symmetric):
-                _put_term(out, part[0], add=True)
-            elif part:
-                values = out.new_empty(out.shape)
-                _write_part(values, part, self.symmetric)
-                out += values
+        write_entries(out, self._parts, self.symmetric)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         kept = sum(term.tokens * term.core.size for term in self.terms if isinstance(term, Term))
@@ -218,82 +205,6 @@ class KroneckerSum(LinearOperator):
         i, j = term.axes
         if sizes != (rows[i], columns[j], rows[1 - i], columns[1 - j]):
             raise ShapeError("terms", f"a term of sizes {sizes} on axes {term.axes} does not fit {rows} x {columns}")
-
-
-# ---- entries
-
-
-def _view(out: Tensor, axes: Axes) -> Tensor:
-    """`out` (r0, r1, c0, c1) with the axes of the vectors first and those of the core last."""
-    return out.permute(axes[0], 2 + axes[1], 1 - axes[0], 3 - axes[1])
-
-
-def _alike(parts: Sequence[Sequence[Term | Single]]) -> list[Term]:
-    """The terms, when each part is one term and all stand on the same axes: their moments can be added."""
-    terms = [part[0] for part in parts if len(part) == 1 and isinstance(part[0], Term)]
-    kinds = {(term.axes, term.symmetric) for term in terms}
-    return terms if len(terms) == len(parts) and len(kinds) == 1 else []
-
-
-def _put_term(out: Tensor, term: Term | Single, add: bool) -> None:
-    if isinstance(term, Single):
-        values = term.outer[:, :, None, None] * term.core
-        target = _view(out, term.axes)
-        target.copy_(target + values if add else values)
-    else:
-        _put(out, term, _moments(term), add)
-
-
-def _put(out: Tensor, term: Term, moments: Tensor, add: bool) -> None:
-    """Write the moments of a term, or add them."""
-    target = _view(out, term.axes)
-    if term.symmetric:
-        moments = moments[:, _pair_numbers(term.core.shape[0], out.device)]  # (pairs a <= b, p, q)
-        moments = moments[_pair_numbers(target.shape[0], out.device)]
-    if add:
-        target += moments
-    else:
-        target.copy_(moments)
-
-
-def _write_part(out: Tensor, terms: Sequence[Term | Single], symmetric: bool) -> None:
-    if not terms:
-        out.zero_()
-    for number, term in enumerate(terms):
-        _put_term(out, term, add=number > 0)
-    if symmetric and not all(term.symmetric for term in terms):
-        out.copy_((out + out.permute(2, 3, 0, 1)) / 2)
-
-
-def _moments(term: Term) -> Tensor:
-    """sum_t l_t[a] r_t[b] C_t[p, q] as one matrix product over the tokens: (a, b, p, q).
-
-    For a symmetric term only its pairs a <= b and p <= q, (pairs, pairs): each entry of the block is computed once,
-    so the block is symmetric to the bit.
-    """
-    a, b, (p, q) = term.left.shape[1], term.right.shape[1], term.core.shape
-    if term.symmetric:
-        (i, j), (k, m) = (torch.triu_indices(n, n, device=term.left.device) for n in (a, p))
-    result: Tensor | None = None
-    for start, stop in term.chunks(checks.memory_budget(None) // 4, extra=a * b):
-        left, right, cores = term.left[start:stop], term.right[start:stop], term.core.dense(start, stop)
-        if term.symmetric:
-            vectors, cores = left[:, i] * right[:, j], cores[:, k, m]
-        else:
-            vectors, cores = (left[:, :, None] * right[:, None, :]).flatten(1), cores.flatten(1)
-        result = vectors.T @ cores if result is None else result.addmm_(vectors.T, cores)
-    assert result is not None  # a term has at least one token
-    return result if term.symmetric else result.view(a, b, p, q)
-
-
-def _pair_numbers(width: int, device: torch.device) -> Tensor:
-    """The number of the pair at every place of a symmetric matrix, (width, width)."""
-    numbers = torch.empty(width, width, dtype=torch.int64, device=device)
-    first, second = torch.triu_indices(width, width, device=device)
-    counted = torch.arange(len(first), device=device)
-    numbers[first, second] = counted
-    numbers[second, first] = counted
-    return numbers
 
 
 def _spectral(matrix: Tensor) -> float:

@@ -1,0 +1,41 @@
+"""Timing and memory, as ratios that survive a noisy machine: what is compared is measured in turns, in one process."""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+
+def in_turns(repeats: int, **calls: Callable[[], object]) -> dict[str, float]:
+    """Median seconds of each call, the calls taken in turns after one warm-up each."""
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def once(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def peak_gib() -> float:
+    """The largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def in_own_process(module: str, *arguments: str) -> dict[str, object]:
+    """The JSON that `python -m module arguments` prints: a fresh process, so that its peak memory is its own."""
+    command = [sys.executable, "-m", module, *arguments]
+    found: dict[str, object] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found

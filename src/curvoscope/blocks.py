@@ -1,0 +1,325 @@
+"""Named parameter blocks: which slice of which parameter is the weight Q of layer 0, in which layout.
+
+A block is a matrix W (a, p) as in `X @ W`, flattened row by row, whatever the model stores: nn.Linear keeps W^T,
+GPT-2 keeps Q, K and V in one tensor, TransformerLens one tensor a head. `Block.gather` takes the entries of a block
+out of tensors shaped like the parameters (the parameters, their gradients), `Block.scatter` writes them back; both
+take a leading axis of several vectors too, and are differentiable.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from curvoscope.errors import BlockNameError, DtypeError, EmptyError, ModelError, RangeError, ShapeError
+
+_LONG_TABLE = 40
+
+
+class Layout(NamedTuple):
+    """Axes of the stored tensor that make up the rows and the columns of the matrix, slowest first."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "one row"
+        if self in (STORED, TRANSPOSED):
+            return "as stored" if self == STORED else "transposed"
+        return f"axes {','.join(map(str, self.rows))} x {','.join(map(str, self.columns))}"
+
+
+STORED = Layout((0,), (1,))
+TRANSPOSED = Layout((1,), (0,))
+ROW = Layout((), (0,))
+
+
+def flat(dimensions: int) -> Layout:
+    """A tensor of any number of axes as it is stored: a vector is one row, more axes are (first, rest)."""
+    first = 1 if dimensions > 1 else 0
+    return Layout(tuple(range(first)), tuple(range(first, dimensions)))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of one parameter, `parameter[index]`, read as a matrix through `layout`. `stored`: the parameter's shape."""
+
+    parameter: str
+    stored: tuple[int, ...]
+    index: tuple[slice, ...] = field(hash=False)
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        axes = list(range(len(self.stored)))
+        if len(self.index) != len(axes) or sorted(self.layout.rows + self.layout.columns) != axes:
+            raise ShapeError(self.parameter, f"{self.index} and {self.layout!r} do not fit its shape {self.stored}")
+        ranges = [part.indices(length) for part, length in zip(self.index, self.stored, strict=True)]
+        if any(step != 1 or start >= stop for start, stop, step in ranges):
+            raise RangeError(self.parameter, f"{self.index} is no part of its shape {self.stored}")
+        object.__setattr__(self, "index", tuple(slice(start, stop) for start, stop, _ in ranges))
+
+    @classmethod
+    def whole(cls, parameter: str, stored: Iterable[int], layout: Layout) -> "Piece":
+        """All entries of a parameter."""
+        lengths = tuple(stored)
+        return cls(parameter, lengths, (slice(None),) * len(lengths), layout)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        lengths = [part.stop - part.start for part in self.index]
+        return math.prod(lengths[i] for i in self.layout.rows), math.prod(lengths[i] for i in self.layout.columns)
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def part(self, side: int, number: int, of: int) -> "Piece":
+        """Part `number` of `of` equal ones, of the rows (side 0) or of the columns (side 1)."""
+        axis = self.layout[side][0]
+        start, length = self.index[axis].start, self.index[axis].stop - self.index[axis].start
+        if length % of:
+            raise RangeError(self.parameter, f"{length} entries cannot be divided among {of} parts")
+        width = length // of
+        index = list(self.index)
+        index[axis] = slice(start + number * width, start + (number + 1) * width)
+        return replace(self, index=tuple(index))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of this piece in (n, *stored) or (*stored), axes in the order of the layout."""
+        batch = tensor.ndim - len(self.stored)
+        if batch not in (0, 1) or tuple(tensor.shape[batch:]) != self.stored:
+            raise ShapeError(self.parameter, f"expected {self.stored}, or n of them, got {tuple(tensor.shape)}")
+        order = self.layout.rows + self.layout.columns
+        region = tensor[(slice(None),) * batch + self.index]
+        return region.permute((*range(batch), *(batch + axis for axis in order)))
+
+    def overlaps(self, other: "Piece") -> bool:
+        """Whether the two share entries."""
+        return self.parameter == other.parameter and all(
+            a.start < b.stop and b.start < a.stop for a, b in zip(self.index, other.index, strict=True)
+        )
+
+    def __str__(self) -> str:
+        ranges = (
+            ":" if (part.start, part.stop) == (0, length) else f"{part.start}:{part.stop}"
+            for part, length in zip(self.index, self.stored, strict=True)
+        )
+        return f"[{', '.join(ranges)}]"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A named weight W (a, p) as in `X @ W`, row-major: its pieces, one below the other.
+
+    A bias is (1, p); a norm (2, d), gamma above beta. `tied`: other names under which the model uses the same
+    numbers. A weight of several heads says how many (`heads`: of the keys and values for K and V) and along which
+    `axis` they follow each other: 1 (columns) for Q, K, V and their biases, 0 (rows) for O.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    tied: tuple[str, ...] = ()
+    heads: int | None = None
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if len({piece.shape[1] for piece in self.pieces}) != 1:
+            raise ShapeError(self.name, f"pieces of shapes {[piece.shape for piece in self.pieces]} do not fit")
+        if (self.heads is None) != (self.axis is None):
+            raise RangeError(self.name, f"heads = {self.heads} and axis = {self.axis}: give both or none")
+        if self.heads is not None and self.axis is not None and (self.heads < 1 or self.shape[self.axis] % self.heads):
+            raise RangeError(self.name, f"{self.shape} cannot be divided among {self.heads} heads")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(a, p)."""
+        return sum(piece.shape[0] for piece in self.pieces), self.pieces[0].shape[1]
+
+    @property
+    def size(self) -> int:
+        """a p."""
+        return math.prod(self.shape)
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This block's entries of tensors shaped like the parameters: (size,), or (n, size) from (n, *shape).
+
+        The result may share memory with the tensors.
+        """
+        parts = []
+        for piece in self.pieces:
+            region = piece.of(_tensor(tensors, piece))
+            parts.append(region.reshape(*region.shape[: region.ndim - len(piece.stored)], piece.size))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`gather`, as the matrix W: (a, p) or (n, a, p)."""
+        return self.gather(tensors).unflatten(-1, self.shape)
+
+    def scatter(self, vector: Tensor, into: Mapping[str, Tensor]) -> None:
+        """Write (size,), or (n, size), into tensors shaped like the parameters, (n, *shape) with n vectors."""
+        if vector.ndim not in (1, 2) or vector.shape[-1] != self.size:
+            raise ShapeError("vector", f"expected ({self.size},) or (n, {self.size}), got {tuple(vector.shape)}")
+        parts = vector.split([piece.size for piece in self.pieces], -1)
+        for piece, part in zip(self.pieces, parts, strict=True):
+            region = piece.of(_tensor(into, piece))
+            if region.shape[: region.ndim - len(piece.stored)] != vector.shape[:-1]:
+                shapes = f"{tuple(into[piece.parameter].shape)} cannot take vectors {tuple(vector.shape)}"
+                raise ShapeError("into", f"{piece.parameter!r} with {shapes}")
+            region.copy_(part.reshape(region.shape))
+
+    def head(self, number: int) -> "Block":
+        """Head `number` alone, named "h.0.attn.Q.2" for head 2."""
+        if self.heads is None or self.axis is None:
+            raise RangeError(self.name, "has no heads")
+        if not 0 <= number < self.heads:
+            raise RangeError(self.name, f"got head {number}, expected 0 to {self.heads - 1}")
+        pieces = tuple(piece.part(self.axis, number, self.heads) for piece in self.pieces)
+        return Block(f"{self.name}.{number}", pieces, self.tied)
+
+
+class Blocks(Mapping[str, Block]):
+    """Blocks by name, in the order of the model. Made by `cv.blocks_of(model)`; print `table()` to check it."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks: dict[str, Block] = {}
+        for block in blocks:
+            if block.name in self._blocks:
+                raise BlockNameError("blocks", f"{block.name!r} occurs twice")
+            self._blocks[block.name] = block
+        if not self._blocks:
+            raise EmptyError("blocks", "there are none")
+
+    def __getitem__(self, name: str) -> Block:
+        if name not in self._blocks:
+            raise BlockNameError("blocks", f"there is no {name!r}; nearest: {self._nearest(name)}")
+        return self._blocks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def names(self) -> list[str]:
+        """Names, in the order of the model."""
+        return list(self._blocks)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(a, p) of each block."""
+        return {name: block.shape for name, block in self.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of entries of each block."""
+        return {name: block.size for name, block in self.items()}
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of the parameters that the blocks are parts of."""
+        return {piece.parameter for block in self.values() for piece in block.pieces}
+
+    def select(self, *patterns: str) -> "Blocks":
+        """The blocks whose names match one of the shell patterns, in the order of the model: "*.attn.[QKV]"."""
+        if not patterns:
+            raise EmptyError("patterns", 'give at least one, such as "*.attn.Q"')
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in self):
+                raise BlockNameError(
+                    "patterns", f"{pattern!r} matches none of {len(self)} blocks; nearest: {self._nearest(pattern)}"
+                )
+        return Blocks(block for name, block in self.items() if any(fnmatchcase(name, p) for p in patterns))
+
+    def per_head(self) -> "Blocks":
+        """One block a head, "h.0.attn.Q.2" for head 2; K and V by their own heads. Blocks without heads stay."""
+        return Blocks(
+            part
+            for block in self.values()
+            for part in ([block] if block.heads is None else [block.head(i) for i in range(block.heads)])
+        )
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """All blocks' entries, one block after the other: (total,) or (n, total). See `Block.gather`."""
+        return torch.cat([block.gather(tensors) for block in self.values()], -1)
+
+    def scatter(self, vector: Tensor, into: Mapping[str, Tensor]) -> None:
+        """Write (total,) or (n, total) into tensors shaped like the parameters. See `Block.scatter`."""
+        total = sum(self.sizes.values())
+        if vector.ndim not in (1, 2) or vector.shape[-1] != total:
+            raise ShapeError("vector", f"expected ({total},) or (n, {total}), got {tuple(vector.shape)}")
+        for block, part in zip(self.values(), vector.split(list(self.sizes.values()), -1), strict=True):
+            block.scatter(part, into)
+
+    def covers(self, model: nn.Module) -> bool:
+        """Whether every entry of every parameter lies in exactly one block. Tied parameters count once."""
+        pieces: dict[str, list[Piece]] = {}
+        tied = {name for block in self.values() for name in block.tied}
+        for block in self.values():
+            for piece in block.pieces:
+                pieces.setdefault(piece.parameter, []).append(piece)
+        for name, parameter in model.named_parameters():
+            found = pieces.pop(name, [])
+            if not found and name in tied:
+                continue
+            if any(a.overlaps(b) for a, b in combinations(found, 2)):
+                return False
+            if sum(piece.size for piece in found) != parameter.numel():
+                return False
+        return not pieces
+
+    def check(self, model: nn.Module) -> None:
+        """Raise where the blocks do not fit the model: a parameter missing, reshaped, frozen, not floating point."""
+        parameters = dict(model.named_parameters())
+        for block, piece in [(owner, piece) for owner in self.values() for piece in owner.pieces]:
+            name, parameter = piece.parameter, parameters.get(piece.parameter)
+            if parameter is None:
+                raise ModelError("model", f"has no parameter {name!r}, part of block {block.name!r}")
+            if not parameter.is_floating_point():
+                cure = f"load the model without quantisation, or leave block {block.name!r} out with `select`"
+                raise DtypeError(name, f"is {parameter.dtype}, expected floating point: {cure}")
+            if tuple(parameter.shape) != piece.stored:
+                cure = "call blocks_of again"
+                raise ShapeError(name, f"is {tuple(parameter.shape)}, was {piece.stored} in the blocks: {cure}")
+            if not parameter.requires_grad:
+                cure = f"call requires_grad_(True), or leave block {block.name!r} out with `select`"
+                raise ModelError(name, f"is frozen: {cure}")
+
+    def table(self) -> str:
+        """The map as text: block, shape, parameter, slice, layout, heads, what it is tied to; one line a piece."""
+        return "\n".join(self._lines())
+
+    def __repr__(self) -> str:
+        lines = self._lines()
+        if len(lines) > _LONG_TABLE:
+            left_out = f"... {len(lines) - _LONG_TABLE} lines more; print table() for all"
+            lines = [*lines[: _LONG_TABLE - 8], left_out, *lines[-8:]]
+        return "\n".join([f"{len(self)} blocks, {sum(self.sizes.values()):,} entries", *lines])
+
+    def _lines(self) -> list[str]:
+        rows = [("block", "shape", "parameter", "slice", "layout", "heads", "tied to")]
+        for name, block in self.items():
+            for i, piece in enumerate(block.pieces):
+                first = (name, f"{block.shape[0]} x {block.shape[1]}") if i == 0 else ("", "")
+                heads = "" if block.heads is None else str(block.heads)
+                rows.append((*first, piece.parameter, str(piece), str(piece.layout), heads, ", ".join(block.tied)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+    def _nearest(self, name: str) -> str:
+        return ", ".join(difflib.get_close_matches(name, self.names, n=3, cutoff=0.0))
+
+
+def _tensor(tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:
+    if piece.parameter not in tensors:
+        raise ModelError("tensors", f"has no {piece.parameter!r}")
+    return tensors[piece.parameter]

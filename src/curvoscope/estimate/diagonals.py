@@ -1,0 +1,137 @@
+"""The diagonal of an operator: E[z * B z] = diag B for random signs z."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.errors import RangeError, ShapeError
+from curvoscope.estimate.deflation import Sketch
+from curvoscope.estimate.products import (
+    COLUMNS,
+    DEFAULT_MATVECS,
+    LEAST,
+    Matrix,
+    Probes,
+    Products,
+    check_budget,
+    check_square,
+)
+from curvoscope.estimate.result import DiagonalEstimate
+
+METHODS = ("auto", "hutchinson", "deflated")
+_LEAST_DEFLATED = 6
+_COPIES = 6
+
+
+def diagonal(
+    operator: Matrix,
+    *,
+    matvecs: int | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    method: str = "auto",
+) -> DiagonalEstimate:
+    """The diagonal (n,) of a square operator, unbiased, with a standard error for each entry.
+
+    `hutchinson` (Bekas, Kokiopoulou, Saad 2007) averages z * B z over random signs z; entry i has the variance
+    sum_{j≠i} B_ij², whose own estimate is the sample variance. `deflated`, for symmetric operators, takes a third of
+    its products for a sketch Q of the range and another for Z = B Q, and with P = I - Q Q^T
+
+        diag B = diag(Z Q^T + Q Z^T - Q (Q^T Z) Q^T) + E[z * P B P z],
+
+    so that only P B P is sampled. `auto` deflates a symmetric operator where the sketch shows that it pays. With as
+    many products as B has columns, or when a tolerance would cost more, the answer is exact.
+
+    Args:
+        operator: (n, n).
+        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
+        tolerance: the relative standard error of the diagonal as a whole, |stderr| / |value|, at which to stop.
+        seed: of the probes.
+        method: "auto", "hutchinson" or "deflated".
+    """
+    check_square(operator, "a diagonal")
+    checks.choice("method", method, METHODS)
+    check_budget(matvecs, tolerance)
+    symmetric = getattr(operator, "symmetric", False)
+    if method == "deflated" and not symmetric:
+        raise ShapeError("method", "'deflated' needs an operator that says it is symmetric; use 'hutchinson'")
+    budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
+    if method == "deflated" and budget is not None and budget < _LEAST_DEFLATED:
+        raise RangeError("matvecs", f"got {budget}, expected at least {_LEAST_DEFLATED} for {method!r}")
+    with Products(operator, "diagonal", budget) as products:
+        if products.size <= (LEAST if budget is None else budget):
+            return _exact(products)
+        probes = Probes(products, seed)
+        columns = LEAST if budget is None else budget // 3
+        samples = _Samples(products)
+        if method == "deflated" or (
+            method == "auto" and symmetric and columns >= COLUMNS and products.fits(_COPIES * columns)
+        ):
+            sketch = Sketch(products, probes.signs)
+            sketch.grow(columns)
+            if method == "deflated" or sketch.left_over() < 1 / 3:  # a third of the probes, a third of the variance
+                sketch.solve()
+                samples = _Samples(products, sketch)
+            else:
+                samples.add(sketch.W * sketch.Y)
+        return samples.collect(probes, budget, tolerance)
+
+
+class _Samples:
+    """The mean and spread of z * P B P z by Welford's updates, on top of what the sketch holds."""
+
+    def __init__(self, products: Products, sketch: Sketch | None = None) -> None:
+        self._products, self._sketch = products, sketch
+        self._known = torch.zeros(products.size, dtype=torch.float64, device=products.device)
+        if sketch is not None:
+            self._known = (sketch.Q * (2 * sketch.Z - sketch.Q @ (sketch.Q.T @ sketch.Z))).sum(1)
+        self._mean, self._spread = torch.zeros_like(self._known), torch.zeros_like(self._known)
+        self._count = 0
+
+    def add(self, samples: Tensor) -> None:
+        """(n, c) more."""
+        more = samples.shape[1]
+        total = self._count + more
+        block = samples.mean(1)
+        change = block - self._mean
+        self._spread += (samples - block[:, None]).square().sum(1) + change.square() * (self._count * more / total)
+        self._mean += change * (more / total)
+        self._count = total
+
+    def collect(self, probes: Probes, budget: int | None, tolerance: float | None) -> DiagonalEstimate:
+        """Sample until the budget is spent, the tolerance met, or the exact answer cheaper."""
+        products, look = self._products, LEAST
+        while budget is None or products.matvecs < budget:
+            z = probes.signs(COLUMNS if budget is None else min(COLUMNS, budget - products.matvecs))
+            self.add(z * self._outside(products(self._outside(z))))
+            if tolerance is not None and self._count >= look:
+                error = float(self._stderr().norm() / (self._known + self._mean).norm().clamp_min(1e-300))
+                if error <= tolerance:
+                    break
+                if self._count * (min(1e6, error / tolerance) ** 2 - 1) > products.size:
+                    return _exact(products)
+                look = math.ceil(1.1 * self._count)
+        method = "hutchinson" if self._sketch is None else "deflated"
+        return _result(products, self._known + self._mean, self._stderr(), method, self._count - 1.0)
+
+    def _stderr(self) -> Tensor:
+        stderr = (self._spread / (self._count * (self._count - 1))).sqrt()
+        return torch.maximum(stderr, self._products.epsilon * self._known.abs())  # never below rounding
+
+    def _outside(self, columns: Tensor) -> Tensor:
+        """P applied to columns (n, c)."""
+        return columns if self._sketch is None else columns - self._sketch.Q @ (self._sketch.Q.T @ columns)
+
+
+def _exact(products: Products) -> DiagonalEstimate:
+    values = torch.zeros(products.size, dtype=torch.float64, device=products.device)
+    for unit, columns in products.identity():
+        values += (unit * columns).sum(1)
+    return _result(products, values, torch.zeros_like(values), "exact", math.inf)
+
+
+def _result(products: Products, values: Tensor, stderr: Tensor, method: str, degrees: float) -> DiagonalEstimate:
+    device, dtype = products.operator.device, products.operator.dtype
+    return DiagonalEstimate(values.to(device, dtype), stderr.to(device, dtype), products.matvecs, method, degrees)

@@ -1,0 +1,168 @@
+"""Extreme eigenvalues by the method of one's choice: our Lanczos, or scipy's through `to_scipy`."""
+
+import warnings
+
+import numpy as np
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.errors import NonFiniteError, RangeError
+from curvoscope.estimate.krylov import DEFAULT_TOLERANCE, WHICH, Eigenvalues, lanczos
+from curvoscope.estimate.products import Matrix, check_budget, check_symmetric
+from curvoscope.estimate.result import Estimate
+
+METHODS = ("lanczos", "eigsh", "lobpcg")
+_ITERATIONS = 1000
+
+
+def eigenvalues(
+    operator: Matrix,
+    k: int = 1,
+    which: str = "LM",
+    *,
+    matvecs: int | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    start: Tensor | None = None,
+    method: str = "lanczos",
+    vectors: bool = False,
+) -> Eigenvalues:
+    """The k eigenvalues of largest magnitude (LM), largest (LA) or smallest (SA) of a symmetric operator.
+
+    `lanczos` is the function of that name. `eigsh` (ARPACK's restarted Lanczos) and `lobpcg` (block conjugate
+    gradients) are scipy's, for operators with `to_scipy()`; their error bars are residuals, from k more products.
+
+    Args:
+        operator: (n, n), symmetric.
+        k: how many; fewer than n for "eigsh", at most n/5 for "lobpcg".
+        which: "LM", "LA" or "SA".
+        matvecs: the budget of products, kept by "eigsh" and "lobpcg" to within their last iteration.
+        tolerance: the residual, relative to the largest eigenvalue found, at which to stop.
+        seed: of the starting vectors.
+        start: (n,) or (n, p) approximate eigenvectors.
+        method: "lanczos", "eigsh" or "lobpcg".
+        vectors: whether to return eigenvectors.
+    """
+    checks.choice("method", method, METHODS)
+    if method == "lanczos":
+        return lanczos(
+            operator, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, start=start, vectors=vectors
+        )
+    check_symmetric(operator, "an eigenvalue")
+    checks.choice("which", which, WHICH)
+    check_budget(matvecs, tolerance, least=max(2, 2 * k))
+    if not hasattr(operator, "to_scipy"):
+        raise RangeError("method", f"{method!r} needs an operator with to_scipy(); use 'lanczos'")
+    size = operator.shape[0]
+    most = size - 1 if method == "eigsh" else size // 5
+    if not 1 <= k <= most:
+        raise RangeError("k", f"got {k}, expected 1 to {most} for {method!r} at size {size}")
+    counted = _Counted(operator.to_scipy())
+    first = _start(start, size, k, seed).astype(counted.dtype)
+    if not counted.matmat(first).any():  # a zero matrix, on which neither can start
+        found = first
+    elif method == "eigsh":
+        found = _eigsh(counted, k, which, matvecs, tolerance or DEFAULT_TOLERANCE, first[:, 0])
+    else:
+        found = _lobpcg(counted, which, matvecs, tolerance or DEFAULT_TOLERANCE, first)
+    return _rayleigh_ritz(
+        counted, found, k, which, tolerance or DEFAULT_TOLERANCE, operator if vectors else None, method
+    )
+
+
+class _Counted(scipy.sparse.linalg.LinearOperator):
+    """A scipy operator that counts its products, and refuses NaN."""
+
+    def __init__(self, inner: scipy.sparse.linalg.LinearOperator) -> None:
+        super().__init__(inner.dtype, inner.shape)
+        self._inner = inner
+        self.products = 0
+
+    def _matmat(self, columns: np.ndarray) -> np.ndarray:
+        product: np.ndarray = self._inner.matmat(columns)
+        if not np.isfinite(product).all():
+            raise NonFiniteError("operator", "a product has entries that are NaN or infinite")
+        self.products += columns.shape[1]
+        return product
+
+    def _matvec(self, vector: np.ndarray) -> np.ndarray:
+        return self._matmat(vector.reshape(-1, 1))
+
+
+def _start(start: Tensor | None, size: int, k: int, seed: int) -> np.ndarray:
+    """Starting vectors (n, k): those given, then random ones."""
+    columns: np.ndarray = np.random.default_rng(seed).standard_normal((size, k))
+    if start is not None:
+        checks.floating("start", start)
+        if start.shape[0] != size or start.ndim > 2:
+            raise RangeError("start", f"got shape {tuple(start.shape)}, expected ({size},) or ({size}, p)")
+        given = start.reshape(size, -1)[:, :k].double().cpu().numpy()
+        columns[:, : given.shape[1]] = given
+    return columns
+
+
+def _eigsh(
+    operator: _Counted, k: int, which: str, matvecs: int | None, tolerance: float, first: np.ndarray
+) -> np.ndarray:
+    size = operator.shape[0]
+    basis = min(size, max(2 * k + 1, 20)) if matvecs is None else min(size, max(k + 1, min(20 + 2 * k, matvecs - k)))
+    restarts = _ITERATIONS if matvecs is None else max(1, (matvecs - k - basis) // (basis - k))
+    try:
+        _, vectors = scipy.sparse.linalg.eigsh(
+            operator, k, which=which, v0=first, ncv=basis, maxiter=restarts, tol=tolerance
+        )
+    except scipy.sparse.linalg.ArpackNoConvergence as error:
+        vectors = error.eigenvectors
+        if vectors.shape[1] < k:
+            raise RangeError(
+                "matvecs",
+                f"eigsh found {vectors.shape[1]} of {k} eigenvalues in {operator.products} products; give more, or use "
+                "'lanczos', which returns what it has with its error bar",
+            ) from None
+    return np.asarray(vectors)
+
+
+def _lobpcg(operator: _Counted, which: str, matvecs: int | None, tolerance: float, first: np.ndarray) -> np.ndarray:
+    """One end of the spectrum, or both for the largest magnitudes."""
+    ends = {"LM": (True, False), "LA": (True,), "SA": (False,)}[which]
+    k = first.shape[1]
+    iterations = _ITERATIONS if matvecs is None else max(1, matvecs // (k * len(ends)) - 3)
+    scale = float(np.linalg.norm(operator.matmat(first), axis=0).max() / np.linalg.norm(first, axis=0).min())
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what has not converged says so by its residual
+        for largest in ends:
+            _, vectors = scipy.sparse.linalg.lobpcg(
+                operator, first.copy(), largest=largest, tol=tolerance * scale, maxiter=iterations
+            )
+            found.append(vectors)
+    return np.concatenate(found, 1)
+
+
+def _rayleigh_ritz(
+    operator: _Counted, found: np.ndarray, k: int, which: str, tolerance: float, like: Matrix | None, method: str
+) -> Eigenvalues:
+    """The k wanted values of the span of `found` (n, p), their residuals, and how orthonormal the vectors were."""
+    basis, _ = np.linalg.qr(found.astype(np.float64))
+    product = operator.matmat(basis.astype(operator.dtype)).astype(np.float64)
+    projected = basis.T @ product
+    values, turn = np.linalg.eigh((projected + projected.T) / 2)
+    wanted = np.sort(np.argsort({"LM": -np.abs(values), "LA": -values, "SA": values}[which], kind="stable")[:k])
+    values, vectors = values[wanted], basis @ turn[:, wanted]
+    residuals = np.linalg.norm(product @ turn[:, wanted] - vectors * values, axis=0)
+    norm = float(np.abs(values).max())
+    stderr = np.maximum(residuals, np.finfo(operator.dtype).eps * norm)
+    estimates = tuple(
+        Estimate(float(value), float(error), operator.products, method)
+        for value, error in zip(values, stderr, strict=True)
+    )
+    return Eigenvalues(
+        estimates,
+        tuple(bool(error <= tolerance * norm) for error in stderr),
+        None if like is None else torch.as_tensor(vectors, dtype=like.dtype, device=like.device),
+        operator.products,
+        method,
+        float(np.abs(basis.T @ basis - np.eye(basis.shape[1])).max()),
+    )

@@ -1,0 +1,130 @@
+"""Products with an operator, counted and checked, and the arguments that all estimators share."""
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.errors import NonFiniteError, RangeError, ShapeError
+from curvoscope.estimate.progress import Ticker
+
+COLUMNS = 8  # vectors a product
+LEAST = 16  # products before a tolerance may end the work
+DEFAULT_MATVECS = 64
+
+
+@runtime_checkable
+class Matrix(Protocol):
+    """All that an estimator knows of an operator. `symmetric`, where there is one, is believed."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __matmul__(self, other: Tensor) -> Tensor: ...
+
+
+class Products:
+    """B applied to columns in float64, a few at a time in the operator's own precision, counted and checked.
+
+    Used as a context, so that a progress bar does not outlive its work.
+    """
+
+    def __init__(self, operator: Matrix, label: str, total: int | None = None) -> None:
+        self.operator = operator
+        self.rows, self.size = operator.shape  # B is (rows, size)
+        # float64 where the device has it: the algebra around the products is done in it
+        self.device = torch.device("cpu") if operator.device.type == "mps" else operator.device
+        self.matvecs = 0
+        self._ticker = Ticker(label, total)
+
+    def __enter__(self) -> "Products":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ticker.close()
+
+    def __call__(self, columns: Tensor) -> Tensor:
+        """(size, c) -> (rows, c), both float64."""
+        out = torch.empty(self.rows, columns.shape[1], dtype=torch.float64, device=self.device)
+        for start in range(0, columns.shape[1], COLUMNS):
+            part = columns[:, start : start + COLUMNS]
+            out[:, start : start + COLUMNS] = self.raw(part).to(self.device, torch.float64)
+        return out
+
+    def raw(self, columns: Tensor) -> Tensor:
+        """(size, c) -> (rows, c) in one product and in the operator's precision."""
+        operator, count = self.operator, columns.shape[1]
+        product = operator @ columns.to(operator.device, operator.dtype)
+        if product.shape != (self.rows, count):
+            raise ShapeError("operator", f"gave shape {tuple(product.shape)}, expected {(self.rows, count)}")
+        if not bool(torch.isfinite(product).all()):
+            bad = int((~torch.isfinite(product)).sum())
+            raise NonFiniteError("operator", f"{bad} of {product.numel()} entries of a product are NaN or infinite")
+        self.matvecs += count
+        self._ticker.advance(count)
+        return product
+
+    @property
+    def epsilon(self) -> float:
+        """The rounding of the operator's precision."""
+        return float(torch.finfo(self.operator.dtype).eps)
+
+    def identity(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The entries of B, a few columns at a time: unit vectors (size, c), and their columns of B (rows, c)."""
+        for start in range(0, self.size, COLUMNS):
+            stop = min(start + COLUMNS, self.size)
+            unit = torch.zeros(self.size, stop - start, dtype=torch.float64, device=self.device)
+            unit[torch.arange(start, stop), torch.arange(stop - start)] = 1
+            yield unit, self(unit)
+
+    def fits(self, columns: int) -> bool:
+        """Whether so many float64 vectors of the operator's size fit in the memory at hand."""
+        return 8 * max(self.rows, self.size) * columns <= checks.memory_budget(None)
+
+
+class Probes:
+    """Random columns from a generator of one's own, so that torch's global one is neither read nor moved."""
+
+    def __init__(self, products: Products, seed: int) -> None:
+        self._size, self._device = products.size, products.device
+        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def signs(self, count: int) -> Tensor:
+        """(size, count) of +1 and -1."""
+        drawn = torch.randint(0, 2, (self._size, count), generator=self._generator)
+        return drawn.mul_(2).sub_(1).to(self._device, torch.float64)
+
+    def normal(self, count: int) -> Tensor:
+        """(size, count) of standard normals."""
+        return torch.randn(self._size, count, generator=self._generator, dtype=torch.float64).to(self._device)
+
+
+def check_budget(matvecs: int | None, tolerance: float | None, least: int = 2) -> None:
+    """Raise `RangeError` unless at most one of the two is given, and in its range."""
+    if matvecs is not None and tolerance is not None:
+        raise RangeError("tolerance", "got both matvecs and tolerance; give a budget or a precision, not both")
+    if matvecs is not None and matvecs < least:
+        raise RangeError("matvecs", f"got {matvecs}, expected at least {least}")
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise RangeError("tolerance", f"got {tolerance}, expected a relative error between 0 and 1")
+
+
+def check_square(operator: Matrix, question: str) -> None:
+    """Raise `ShapeError` unless the operator is square."""
+    if operator.shape[0] != operator.shape[1]:
+        raise ShapeError(
+            "operator", f"{question} needs a square one, this is {operator.shape[0]} x {operator.shape[1]}"
+        )
+
+
+def check_symmetric(operator: Matrix, question: str) -> None:
+    """Raise `ShapeError` unless the operator is square and does not say that it is not symmetric."""
+    check_square(operator, question)
+    if not getattr(operator, "symmetric", True):
+        raise ShapeError("operator", f"{question} needs a symmetric one, and this one says that it is not")

@@ -1,0 +1,251 @@
+"""Trace and Frobenius norm: traces of A = B and of A = B^T B from products with B."""
+
+import math
+
+import torch
+
+from curvoscope import checks
+from curvoscope.errors import RangeError, ShapeError
+from curvoscope.estimate.deflation import Sketch, leave_one_out
+from curvoscope.estimate.products import (
+    COLUMNS,
+    DEFAULT_MATVECS,
+    LEAST,
+    Matrix,
+    Probes,
+    Products,
+    check_budget,
+    check_square,
+)
+from curvoscope.estimate.result import Estimate
+from curvoscope.estimate.sampling import Form, Sample, Tally, norm_form, pairs, trace_form
+
+METHODS = ("auto", "hutchinson", "hutch++", "xtrace")
+_LEAST_DEFLATED = 6  # products for which a sketch and its error bar make sense
+_COPIES = 8  # of a sketch's columns, in memory at once
+_ROUNDING = 8  # units of rounding in a sum of products
+
+
+def trace(
+    operator: Matrix,
+    *,
+    matvecs: int | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    method: str = "auto",
+) -> Estimate:
+    """The trace of a square operator.
+
+    `hutchinson` averages z^T B z over random signs z; `hutch++` and `xtrace` find the large eigenvectors first and
+    sample the rest. `auto` spends half of its products on a sketch; where the sketch shows that few eigenvectors hold
+    most of B it goes on with XTrace, else the sketch's own columns are probes and it goes on with more of them. With as
+    many products as B has columns, or when a tolerance would cost more, the answer is exact.
+
+    Args:
+        operator: (n, n), not necessarily symmetric.
+        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
+        tolerance: the relative standard error at which to stop.
+        seed: of the probes.
+        method: "auto", "hutchinson", "hutch++" or "xtrace".
+    """
+    check_square(operator, "a trace")
+    return _Question(operator, trace_form, "trace", signs=True).answer(method, matvecs, tolerance, seed)
+
+
+def squared_frobenius_norm(
+    operator: Matrix,
+    *,
+    matvecs: int | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    method: str = "auto",
+) -> Estimate:
+    """|B|_F² = tr B^T B = E |B z|² of an operator of any shape, by the methods of `trace`.
+
+    The sketches of `hutch++` and `xtrace` are of the range of B, which helps as far as it is that of B^T. So `auto`
+    uses them for symmetric operators only. `hutchinson` with a budget spends it on probes, however small B is.
+    """
+    return _Question(operator, norm_form, "Frobenius norm").answer(method, matvecs, tolerance, seed)
+
+
+def frobenius_norm(
+    operator: Matrix,
+    *,
+    matvecs: int | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    method: str = "auto",
+) -> Estimate:
+    """|B|_F, the root of `squared_frobenius_norm`, with the standard error of the delta method."""
+    check_budget(matvecs, tolerance)
+    square = None if tolerance is None else min(2 * tolerance, 1 - 1e-9)  # of the square, for `tolerance` of its root
+    return squared_frobenius_norm(operator, matvecs=matvecs, tolerance=square, seed=seed, method=method).root()
+
+
+class _Question:
+    """tr A for one operator: the same four methods whether A is B or B^T B."""
+
+    def __init__(self, operator: Matrix, form: Form, label: str, signs: bool = False) -> None:
+        self._operator, self._form, self._label, self._signs = operator, form, label, signs
+        self._square = operator.shape[0] == operator.shape[1]
+        self._deflates = form is trace_form or (self._square and getattr(operator, "symmetric", False))
+
+    def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int) -> Estimate:
+        checks.choice("method", method, METHODS)
+        check_budget(matvecs, tolerance)
+        deflated = method in ("hutch++", "xtrace")
+        if deflated and not self._square:
+            raise ShapeError("method", f"{method!r} needs a square operator, this one is {self._operator.shape}")
+        budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
+        with Products(self._operator, self._label, budget) as self._products:
+            self._probes = Probes(self._products, seed)
+            self._sketch = Sketch(self._products, self._probes.normal)
+            literal = method == "hutchinson" and self._form is norm_form and matvecs is not None
+            if self._products.size <= (LEAST if budget is None else budget) and not literal:
+                return self._exact()
+            if deflated and budget is not None and budget < _LEAST_DEFLATED:
+                raise RangeError("matvecs", f"got {budget}, expected at least {_LEAST_DEFLATED} for {method!r}")
+            if deflated and budget is not None:
+                checks.fits(
+                    8 * _COPIES * self._products.size * (budget // 2),
+                    None,
+                    f"a sketch of {budget // 2} columns of length {self._products.size}",
+                    "give fewer matvecs, or method='hutchinson', which keeps none",
+                )
+            if method == "hutchinson" or not (deflated or self._deflates):
+                return self._sampled(budget, tolerance)
+            if budget is None:
+                return self._staged(method, tolerance or 0.0)
+            return self._budgeted(method, budget)
+
+    # ---- the methods
+
+    def _exact(self) -> Estimate:
+        """The form of all unit vectors."""
+        total = 0.0
+        for unit, columns in self._products.identity():
+            total += float(self._form(unit, columns, unit, columns).trace())
+        return Estimate(total, 0.0, self._products.matvecs, "exact")
+
+    def _sampled(self, budget: int | None, tolerance: float | None) -> Estimate:
+        """Hutchinson: the mean over probes, kept as Gram matrices only."""
+        tally, look = Tally(self._products.size), LEAST
+        while budget is None or tally.count < budget:
+            self._probe(tally, COLUMNS if budget is None else min(COLUMNS, budget - tally.count))
+            if tolerance is not None and tally.count >= look:
+                sample = tally.summary()
+                if sample.meets(tolerance):
+                    break
+                if _forecast(sample, tally.count, tolerance) - tally.count > self._products.size:
+                    return self._exact()
+                look = math.ceil(1.1 * tally.count)
+        return self._estimate(tally.summary(), "hutchinson")
+
+    def _budgeted(self, method: str, budget: int) -> Estimate:
+        sketch = self._sketch
+        if method == "hutch++":
+            return self._hutch(budget // 3, budget - 2 * (budget // 3))
+        if method == "auto" and (budget < LEAST or not self._products.fits(_COPIES * (budget // 2))):
+            return self._sampled(budget, None)
+        sketch.grow(budget // 2)
+        if method == "xtrace" or self._pays():
+            return self._exchanged()
+        sketch.grow(budget)
+        return self._estimate(self._plain(), "hutchinson")
+
+    def _staged(self, method: str, tolerance: float) -> Estimate:
+        """Sketches of growing size, until the tolerance is met, the exact answer is cheaper, or memory is full."""
+        sketch, size, columns = self._sketch, self._products.size, LEAST // 2
+        while 4 * columns < size and self._products.fits(_COPIES * columns):
+            needed = 2 * columns
+            if method == "hutch++":
+                estimate = self._hutch(columns, columns)
+            else:
+                sketch.grow(columns)
+                plain = self._plain()
+                if method == "auto" and plain.meets(tolerance) and columns >= LEAST:
+                    return self._estimate(plain, "hutchinson")
+                if method == "xtrace" or self._pays():
+                    estimate = self._exchanged()
+                else:
+                    estimate = self._estimate(plain, "hutchinson")
+                    needed = _forecast(plain, columns, tolerance)
+            if estimate.stderr <= tolerance * abs(estimate.value) and estimate.matvecs >= LEAST:
+                return estimate
+            if needed - columns > size:
+                return self._exact()
+            columns = max(columns + COLUMNS, min(2 * columns, needed))
+        if 4 * columns >= size:
+            return self._exact()
+        return self._sampled(None, tolerance)
+
+    def _hutch(self, columns: int, count: int) -> Estimate:
+        """Hutch++: a sketch, and Hutchinson on what it leaves over."""
+        sketch = self._sketch
+        sketch.grow(columns)
+        sketch.solve()
+        if sketch.complete:
+            return self._captured("hutch++")
+        tally = Tally(self._products.size - sketch.Q.shape[1])
+        while tally.count < count:
+            z = sketch.outside(self._probes.normal(min(COLUMNS, count - tally.count)))
+            product = self._products(z)
+            tally.add(self._form(z, product, z, product), z.T @ z)
+        return self._estimate(tally.summary().shifted(sketch.captured(self._form)), "hutch++")
+
+    def _exchanged(self) -> Estimate:
+        self._sketch.solve()
+        if self._sketch.complete:
+            return self._captured("xtrace")
+        return self._estimate(leave_one_out(self._sketch, self._form), "xtrace")
+
+    def _captured(self, method: str) -> Estimate:
+        """The sketch holds the whole range: what is left over is rounding."""
+        return self._estimate(Sample(self._sketch.captured(self._form), 0.0, 0.0, math.inf), method)
+
+    # ---- their parts
+
+    def _probe(self, tally: Tally, count: int) -> None:
+        z = self._probes.signs(count) if self._signs else _sphere(self._probes.normal(count))
+        product = self._products(z)
+        on_diagonal = (z * product).T @ (z * product) if self._signs else None
+        tally.add(self._form(z, product, z, product), z.T @ z, on_diagonal)
+
+    def _plain(self) -> Sample:
+        """Hutchinson's estimate from the columns of the sketch, scaled to the sphere."""
+        scale = self._products.size**0.5 / self._sketch.W.norm(dim=0)
+        W, Y = self._sketch.W * scale, self._sketch.Y * scale
+        tally = Tally(self._products.size)
+        tally.add(self._form(W, Y, W, Y), W.T @ W)
+        return tally.summary()
+
+    def _pays(self) -> bool:
+        """Whether XTrace with the k columns so far has a smaller variance than Hutchinson with 2k.
+
+        For the trace the variance is the square of what is left over, relative to |B|_F². For |B|_F² it is |B²|_F², and
+        few eigenvalues hold it when |B|_F⁴ / |B²|_F², their participation number, is below k: pairs of columns show it.
+        """
+        if self._form is trace_form:
+            return self._sketch.left_over() < 0.5
+        grams = self._sketch.Y.T @ self._sketch.Y
+        square, _, _ = pairs(grams[None])
+        return square * self._sketch.columns > float(grams.diagonal().mean()) ** 2
+
+    def _estimate(self, sample: Sample, method: str) -> Estimate:
+        """With a standard error that is never below the rounding of the products."""
+        captured = float(self._sketch.Z.norm(dim=0).sum()) if self._form is trace_form else 0.0
+        rounding = _ROUNDING * self._products.epsilon * max(abs(sample.value), captured)
+        stderr = max(sample.stderr, rounding)
+        return Estimate(sample.value, stderr, self._products.matvecs, method, sample.degrees, sample.skewness)
+
+
+def _sphere(columns: torch.Tensor) -> torch.Tensor:
+    """Columns (n, c) scaled to |z|² = n."""
+    return columns * (columns.shape[0] ** 0.5 / columns.norm(dim=0))
+
+
+def _forecast(sample: Sample, count: int, tolerance: float) -> int:
+    """How many probes the tolerance will need, from the error of the first `count`."""
+    if not sample.value:
+        return 2 * count
+    return math.ceil(count * min(1e6, (sample.stderr / (tolerance * abs(sample.value))) ** 2))

@@ -1,0 +1,116 @@
+"""Spectral densities by stochastic Lanczos quadrature."""
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.errors import RangeError
+from curvoscope.estimate.products import COLUMNS, Matrix, Probes, Products, check_budget, check_symmetric
+from curvoscope.estimate.spectrum import Density, gauss
+
+DEFAULT_MATVECS = 512
+DEFAULT_STEPS = 64
+_MOST_EXACT = 4096  # size up to which all eigenvalues are computed when the budget allows
+_LEAST_PROBES = 4
+_MOST_PROBES = 4096
+_ROUNDING = 16
+
+
+def density(
+    operator: Matrix,
+    *,
+    matvecs: int | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    steps: int | None = None,
+    memory_limit: int | None = None,
+) -> Density:
+    """The density of the eigenvalues of a symmetric operator.
+
+    For a random unit vector z, E z^T f(B) z = (1/n) sum_i f(λ_i), and m steps of Lanczos from z give the Gauss
+    quadrature z^T f(B) z ≈ sum_j w_j f(θ_j), exact for polynomials below degree 2m: θ are the eigenvalues of the
+    tridiagonal matrix, w the squared first entries of its eigenvectors. Several probes advance side by side, each
+    re-orthogonalised twice against all of its own vectors, so that no eigenvalue appears as a ghost of another; the
+    tridiagonal is float64. When the budget reaches n (and n ≤ 4096, and `steps` is not given), all eigenvalues are
+    computed instead.
+
+    Args:
+        operator: (n, n), symmetric.
+        matvecs: the budget of products, probes times steps; 512 when neither this nor a tolerance is given.
+        tolerance: the standard error of the cumulative function, averaged over the spread, at which to stop.
+        seed: of the probes.
+        steps: of Lanczos a probe; 64, or a quarter of a smaller budget. Details finer than spread/steps need more.
+        memory_limit: bytes for the Lanczos vectors.
+    """
+    check_symmetric(operator, "a spectral density")
+    check_budget(matvecs, tolerance)
+    size = operator.shape[0]
+    if steps is not None and not 1 <= steps <= size:
+        raise RangeError("steps", f"got {steps}, expected 1 to {size}")
+    budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
+    if steps is not None and budget is not None and budget < 2 * steps:
+        raise RangeError("matvecs", f"got {budget}, expected at least two probes of {steps} steps")
+    with Products(operator, "density", budget) as products:
+        if steps is None and size <= min(_MOST_EXACT, budget or _LEAST_PROBES * DEFAULT_STEPS):
+            return _exact(products)
+        steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DEFAULT_MATVECS) // _LEAST_PROBES))
+        checks.fits(
+            8 * size * (steps + 3),
+            memory_limit,
+            f"{steps} Lanczos vectors of length {size}",
+            "give fewer steps, or a larger memory_limit",
+        )
+        together = min(COLUMNS, checks.memory_budget(memory_limit) // (8 * size * (steps + 3)))
+        most = _MOST_PROBES if budget is None else budget // steps
+        return _collect(products, Probes(products, seed), steps, most, together, tolerance)
+
+
+def _collect(
+    products: Products, probes: Probes, steps: int, most: int, together: int, tolerance: float | None
+) -> Density:
+    """Probes, a few side by side, until there are enough or the tolerance is met."""
+    rules: list[tuple[Tensor, Tensor, Tensor]] = []
+    count = 0
+    while True:
+        new = min(together, most - count)
+        rules.append(_rule(products, probes.signs(new), steps))
+        count += new
+        nodes, weights, residuals = (torch.cat(parts) for parts in zip(*rules, strict=True))
+        found = gauss(nodes, weights, residuals, products.size, products.matvecs, products.epsilon)
+        if count >= most or (tolerance is not None and count >= _LEAST_PROBES and found.error() <= tolerance):
+            return found
+
+
+def _rule(products: Products, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes, ascending, weights and residuals (p, steps) of the quadratures that start from the columns (n, p).
+
+    A probe whose Krylov space ends early goes on with zero vectors: its further nodes have the weight zero.
+    """
+    size, count = start.shape
+    V = start.new_zeros(count, steps, size)
+    V[:, 0] = (start / start.norm(dim=0)).T
+    diagonal, beside = start.new_zeros(count, steps), start.new_zeros(count, steps)
+    scale = 0.0
+    for j in range(steps):
+        w = products(V[:, j].T).T  # (p, n)
+        scale = max(scale, float(w.norm(dim=1).max()))
+        diagonal[:, j] = (V[:, j] * w).sum(1)
+        past = V[:, : j + 1]
+        for _ in range(2):
+            w = w - torch.einsum("pj,pjn->pn", torch.einsum("pjn,pn->pj", past, w), past)
+        length = w.norm(dim=1)
+        alive = length > _ROUNDING * products.epsilon * scale
+        beside[:, j] = length * alive
+        if j + 1 == steps or not bool(alive.any()):
+            break
+        V[:, j + 1] = torch.where(alive[:, None], w / length.clamp_min(1e-300)[:, None], 0.0)
+    tridiagonal = torch.diag_embed(diagonal)
+    tridiagonal += torch.diag_embed(beside[:, :-1], 1) + torch.diag_embed(beside[:, :-1], -1)
+    theta, vectors = torch.linalg.eigh(tridiagonal)
+    return theta, vectors[:, 0].square(), beside[:, -1:] * vectors[:, -1].abs()
+
+
+def _exact(products: Products) -> Density:
+    """All eigenvalues, from all entries."""
+    dense = torch.cat([columns for _, columns in products.identity()], 1)
+    return Density.exact(torch.linalg.eigvalsh((dense + dense.T) / 2), products.matvecs)

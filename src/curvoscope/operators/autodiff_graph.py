@@ -1,0 +1,156 @@
+"""The first-order graph of one batch, kept so that each product with the Hessian is one more backward pass.
+
+With F the tensors at which the network is cut (its output, or the output of one layer), G = dl/dF and J = dF/dtheta,
+the gradient g = J^T G is made once, with its graph. G passes a gate on its way in, and so
+
+    H v             = d<g, v>/dtheta, gate open
+    functional v    = d<g, v>/dtheta, gate shut: G is a constant, no difference of two products is taken
+    outer v         = J^T S J v:  J v = d<g, v>/dG,  S u = d<G, u>/dF,  then one backward pass from F
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Edges = list[GradientEdge | None]
+
+_saved_names: dict[type, list[str]] = {}
+
+
+class _Switch:
+    """Whether derivatives pass a gate."""
+
+    open = True
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        self.open = False
+        try:
+            yield
+        finally:
+            self.open = True
+
+
+class _Gate(torch.autograd.Function):
+    """The identity; its derivative is the identity too while the switch is open, else zero."""
+
+    @staticmethod
+    def forward(ctx: Any, switch: _Switch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.switch = switch
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *(directions if ctx.switch.open else [None] * len(directions)))
+
+
+class Graph:
+    """Products with the Hessian of one batch's loss and its parts, by name of parameter.
+
+    `leaves` are the parameters; `cut` the tensors F, `gradient` G, a differentiable function of F.
+    """
+
+    def __init__(self, leaves: Mapping[str, Tensor], cut: Sequence[Tensor], gradient: Sequence[Tensor]) -> None:
+        self._leaves = dict(leaves)
+        self._switch = _Switch()
+        pairs = [(F, G) for F, G in zip(cut, gradient, strict=True) if F.requires_grad]
+        gated: Sequence[Tensor] = ()
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            gated = _Gate.apply(self._switch, *(G for _, G in pairs))
+            gated = [G if G.requires_grad else G.detach().requires_grad_() for G in gated]  # a loss linear in F
+            found = torch.autograd.grad(
+                [F for F, _ in pairs], list(leaves.values()), gated, create_graph=True, allow_unused=True
+            )
+        # Edges, not tensors: the logits themselves need not be kept.
+        self._cut, self._gradient = _edges([F for F, _ in pairs]), _edges([G for _, G in pairs])
+        self._gated = _edges(gated)
+        roots = zip(leaves, _edges(found), strict=True)
+        self._roots = {name: edge for name, edge in roots if edge is not None}
+        self.nbytes = _saved_bytes(self._roots.values(), {_address(leaf) for leaf in leaves.values()})
+
+    @property
+    def names(self) -> set[str]:
+        """Parameters that the graph has derivatives for."""
+        return set(self._leaves)
+
+    def product(self, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str], many: bool) -> dict[str, Tensor]:
+        """The product of `part` with vectors shaped like the parameters, where it is not zero.
+
+        With `many`, vectors and products have a leading axis, one entry for each vector.
+        """
+        sources = [(self._roots[name], vector) for name, vector in vectors.items() if name in self._roots]
+        leaves = [self._leaves[name] for name in wanted]
+        edges: Edges = [edge for edge, _ in sources]
+        directions: Sequence[Tensor | None] = [vector for _, vector in sources]
+        if part == "outer":
+            moved = _backward(edges, self._gated, directions, many)
+            curved = _backward(self._gradient, self._cut, moved, many)
+            found = _backward(self._cut, leaves, curved, many)
+        elif part == "functional":
+            with self._switch.shut():
+                found = _backward(edges, leaves, directions, many)
+        else:
+            found = _backward(edges, leaves, directions, many)
+        return {name: product for name, product in zip(wanted, found, strict=True) if product is not None}
+
+
+def _backward(
+    outputs: Sequence[GradientEdge | None],
+    inputs: Sequence[GradientEdge | Tensor | None],
+    directions: Sequence[Tensor | None],
+    many: bool,
+) -> list[Tensor | None]:
+    """d<outputs, directions>/d inputs; None stands for zero."""
+    starts = [(o, d) for o, d in zip(outputs, directions, strict=True) if o is not None and d is not None]
+    ends = [end for end in inputs if end is not None]
+    if not starts or not ends:
+        return [None] * len(inputs)
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in starts],
+            ends,
+            [d for _, d in starts],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=many,
+        )
+    )
+    return [None if end is None else next(found) for end in inputs]
+
+
+def _edges(tensors: Sequence[Tensor | None]) -> Edges:
+    return [None if t is None or not t.requires_grad else get_gradient_edge(t) for t in tensors]
+
+
+def _saved_bytes(edges: Any, known: set[int]) -> int:
+    """Bytes that the graph below the edges keeps alive, apart from storages already known."""
+    stack: list[Node] = [edge.node for edge in edges]
+    seen: set[Node] = set(stack)
+    storages: dict[int, int] = {}
+    while stack:
+        node = stack.pop()
+        kind = type(node)
+        if kind not in _saved_names:
+            _saved_names[kind] = [
+                name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"
+            ]
+        for name in _saved_names[kind]:
+            value = getattr(node, name)
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(tensor, Tensor) and _address(tensor) not in known:
+                    storages[_address(tensor)] = tensor.untyped_storage().nbytes()
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return sum(storages.values())
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

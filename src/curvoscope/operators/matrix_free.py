@@ -1,0 +1,129 @@
+"""Blocks of a Hessian that is known by its products only: what is asked of them is answered by an Estimate."""
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.blocks import Block, Blocks
+from curvoscope.estimate import DiagonalEstimate, Estimate, frobenius_norm, trace
+from curvoscope.estimate.diagonals import diagonal
+from curvoscope.estimate.krylov import Eigenvalues, lanczos
+from curvoscope.operators.autodiff import Autodiff
+from curvoscope.operators.base import LinearOperator, _Gram
+from curvoscope.operators.block_matrix import BlockMatrix
+
+
+class MatrixFree(LinearOperator):
+    """An operator whose every entry costs a product: estimates are the default, `dense()` must be asked for.
+
+    `matvecs` is the budget, `tolerance` the relative error to stop at.
+    """
+
+    def trace(  # type: ignore[override]
+        self,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+        memory_limit: int | None = None,
+    ) -> Estimate:
+        """The trace."""
+        self._square("trace")
+        return trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+
+    def diagonal(  # type: ignore[override]
+        self,
+        memory_limit: int | None = None,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> DiagonalEstimate:
+        """The diagonal, (R,)."""
+        self._square("diagonal")
+        return diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+
+    def frobenius_norm(  # type: ignore[override]
+        self,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+        memory_limit: int | None = None,
+    ) -> Estimate:
+        """The Frobenius norm."""
+        return frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+
+    def spectral_norm(  # type: ignore[override]
+        self,
+        memory_limit: int | None = None,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> Estimate:
+        """The largest singular value, by Lanczos."""
+        operator = self if self.symmetric else _Gram(self if self.shape[1] <= self.shape[0] else self.T)
+        found = lanczos(
+            operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
+        ).values[0]
+        if not self.symmetric:
+            return found.root()
+        return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
+
+    def eigenvalues(  # type: ignore[override]
+        self,
+        k: int | None = None,
+        which: str = "LM",
+        memory_limit: int | None = None,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> Eigenvalues | Tensor:
+        """The `k` eigenvalues of largest magnitude (LM), largest (LA) or smallest (SA) by Lanczos; all from `dense()`."""
+        if k is None:
+            return super().eigenvalues(None, which, memory_limit)
+        self._square("eigenvalues")
+        return lanczos(self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit)
+
+    def norm_bound(self, memory_limit: int | None = None) -> float:
+        """|B|_2 <= |B|_F: with all products, so for small blocks."""
+        return float(self.dense(memory_limit=memory_limit).norm())
+
+
+class AutodiffBlock(MatrixFree):
+    """One block of the Hessian, or of its outer or functional part: rows of one named block, columns of another."""
+
+    def __init__(self, engine: Autodiff, part: str, row: Block, column: Block) -> None:
+        like = torch.empty(0, dtype=engine.dtype, device=engine.device)
+        super().__init__(row.shape, column.shape, like, symmetric=row == column)
+        self._engine, self._part, self._row, self._column = engine, part, row, column
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._engine.product(self._part, [self._row], [self._column], columns.T).T
+
+    def _transposed(self) -> LinearOperator:
+        return AutodiffBlock(self._engine, self._part, self._column, self._row)
+
+
+class AutodiffMatrix(MatrixFree, BlockMatrix):
+    """The Hessian over all blocks, or its outer or functional part. A product costs one pass, whatever the blocks."""
+
+    def __init__(self, engine: Autodiff, part: str, blocks: Blocks) -> None:
+        like = torch.empty(0, dtype=engine.dtype, device=engine.device)
+        self._engine, self._part, self._blocks = engine, part, blocks
+        BlockMatrix.__init__(
+            self, blocks.shapes, lambda row, column: AutodiffBlock(engine, part, blocks[row], blocks[column]), like
+        )
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        blocks = list(self._blocks.values())
+        return self._engine.product(self._part, blocks, blocks, columns.T).T
+
+    def _write(self, out: Tensor) -> None:
+        LinearOperator._write(self, out)
+
+    def select(self, names: "list[str] | tuple[str, ...]") -> "AutodiffMatrix":  # type: ignore[override]
+        """The part of the matrix on some of the blocks, in the order given."""
+        return AutodiffMatrix(self._engine, self._part, Blocks(self[name]._row for name in names))  # type: ignore[attr-defined]
