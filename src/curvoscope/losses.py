@@ -66,6 +66,14 @@ class PerToken(Curvature):
     def workspace(self, left: Port, right: Port) -> int:
         """Numbers that `between` needs for a token."""
 
+    def by_words(self, port: Port) -> Tensor | None:
+        """Features B (v, e) with P S_t P'^T = B^T E_t B', where there are few words v; E_t is `word_covariance`."""
+        return None
+
+    def word_covariance(self, start: int, stop: int) -> Tensor:
+        """E_t, (t, v, v)."""
+        raise LossError("loss", "has no words")
+
 
 class TokenCurvature(PerToken):
     """S_t given, (N, L, m, m)."""
@@ -126,6 +134,19 @@ class SoftmaxCurvature(PerToken):
         """The centred unembeddings, (e, v) and (e', v)."""
         seen = (through(self._unembedding.mT[:1], port).shape[1] for port in (left, right))
         return 2 * sum(seen) * self._unembedding.shape[1]
+
+    def by_words(self, port: Port) -> Tensor | None:
+        """The unembedding through the port, (v, e), where the words are fewer than the values."""
+        seen = through(self._unembedding.mT, port)
+        return seen if seen.shape[0] <= seen.shape[1] else None
+
+    def word_covariance(self, start: int, stop: int) -> Tensor:
+        """w (diag pi - pi pi^T), its rows summing to zero to the last digit, (t, v, v)."""
+        probabilities = self._probabilities.flatten(0, 1)[start:stop]
+        weights = self._weights.flatten()[start:stop]
+        products = (weights[:, None] * probabilities)[:, :, None] * probabilities[:, None, :]
+        products.diagonal(dim1=1, dim2=2).zero_()
+        return torch.diag_embed(products.sum(-1)) - products
 
     def _centred(self, port: Port, probabilities: Tensor) -> Tensor:
         """P U minus its mean under pi_t, (t, e, v)."""

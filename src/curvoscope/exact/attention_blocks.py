@@ -112,7 +112,7 @@ class AttentionBlocks:
         elif left.response is not None:
             core = Answered(self._seen(right.port, left.port), left.response).T
         else:
-            core = Plain(seen, self._passed.X.shape[1])
+            core = Plain(seen, self._passed.X.shape[1], left.vector.shape[0])
         return [Term(left.vector, right.vector, self._turned(core, row, column), axes)]
 
     def _pair_term(self, left: Factor, right: Factor, row: Weight, column: Weight, curvature: PairCurvature) -> Term:

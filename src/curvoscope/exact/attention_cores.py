@@ -66,7 +66,7 @@ class Answered(Core):
             return None
         values, features = self._right.value.values @ self._seen.shared.mT, self._right.feature.values
         left, right = (features, values) if self._turned else (values, features)
-        return TokenForm(left, right, self._right.rows.inner_derivative)
+        return TokenForm(left, right, self._right.rows.inner_derivative, self._right.rows.length)
 
 
 class Scores(Core):
@@ -118,18 +118,16 @@ class Scores(Core):
 
     def token_form(self) -> TokenForm:
         """f^T (D_i V S_i V'^T D'_i) g."""
-        return TokenForm(self._left.feature.values, self._right.feature.values, self._inner)
+        return TokenForm(self._left.feature.values, self._right.feature.values, self._inner, self._left.rows.length)
 
     def _inner(self, start: int, stop: int) -> Tensor:
         """D_i (V S_i V'^T) D'_i, (t, L, L)."""
         left, right, length = self._left.rows, self._right.rows, self._left.rows.length
         n, last = start // length, -(-stop // length)
         skip = slice(start - n * length, stop - n * length)
-        seen = self._seen.shared if self._seen.shared is not None else self._seen.blocks(n * length, last * length)
-        if seen.ndim == 3:
-            seen = seen.view(last - n, length, *seen.shape[1:])
-        values, others = self._left.value.values[n:last, None], self._right.value.values[n:last, None]
-        kernel = (values @ seen @ others.mT).expand(last - n, length, length, length).flatten(0, 1)[skip]
+        values, others = self._left.value.values[n:last], self._right.value.values[n:last]
+        kernel = self._seen.kernel(values, others, n * length, last * length)
+        kernel = kernel.expand(last - n, length, length, length).flatten(0, 1)[skip]
         a, b = (_row_weights(rows)[n:last].flatten(0, 1)[skip] for rows in (left, right))
         if left.softmax:
             kernel_b = (kernel @ b[:, :, None])[..., 0]

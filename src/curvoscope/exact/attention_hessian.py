@@ -40,11 +40,8 @@ class AttentionHessian(BlockHessian):
         per_head: bool,
         wrt_input: bool,
     ) -> None:
-        self._layer, self._passed = layer, passed
-        self._terms, self._product = (
-            AttentionBlocks(layer, passed, loss),
-            AttentionProduct(layer, passed, loss),
-        )
+        self._layer, self._passed, self._loss = layer, passed, loss
+        self._terms = AttentionBlocks(layer, passed, loss)
         self._whole = layer.shapes(biases)
         self._blocks: dict[str, _Block] = {}
         for name, shape in self._whole.items():
@@ -62,8 +59,8 @@ class AttentionHessian(BlockHessian):
 
         joint: JointEntries | None = None
         if set(names) <= {"Q", "K", "V", "O"} and joint_is_cheaper(layer, passed):
-            parts = {name: block.parts[0] for name, block in self._blocks.items()}
-            joint = JointEntries(layer, self._terms, parts, passed.X)
+            weights = {name: block.parts[0] for name, block in self._blocks.items()}
+            joint = JointEntries(layer, self._terms, weights, passed.X)
 
         def matrix(outer: bool) -> BlockMatrix:
             return BlockMatrix(

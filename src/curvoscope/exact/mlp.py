@@ -186,7 +186,7 @@ class _Blocks:
         if isinstance(curvature, PairCurvature):
             return [self._pair_term(i, j, curvature)]
         seen = seen_through(curvature, *ports, chain.width, chain.factors[0])
-        return [Term(chain.input(i), chain.input(j), Plain(seen, chain.batch[1]))]
+        return [Term(chain.input(i), chain.input(j), Plain(seen, chain.batch[1], chain.tokens))]
 
     def _pair_term(self, i: int, j: int, curvature: PairCurvature) -> Term:
         """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with cores R_i S_tu R_j^T."""

@@ -152,7 +152,7 @@ class Covariance(Core):
 
     def token_form(self) -> TokenForm:
         """f^T D_i g."""
-        return TokenForm(self._f.values, self._g.values, self._rows.inner_derivative)
+        return TokenForm(self._f.values, self._g.values, self._rows.inner_derivative, self._rows.length)
 
 
 class Third(Core):
@@ -177,7 +177,10 @@ class Third(Core):
     def token_form(self) -> TokenForm:
         """f^T (diag(p) - p a^T - a p^T) g."""
         return TokenForm(
-            self._f.values, self._g.values, lambda start, stop: self._rows.inner_third(self._P, start, stop)
+            self._f.values,
+            self._g.values,
+            lambda start, stop: self._rows.inner_third(self._P, start, stop),
+            self._rows.length,
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.losses import Curvature, PerToken, Port, ScalarCurvature, through
-from curvoscope.operators.cores import Core
+from curvoscope.operators.cores import Core, TokenForm
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,19 @@ class Seen:
     diagonal: Callable[[int, int], Tensor] | None
     shape: tuple[int, int]
     workspace: int
+    words: tuple[Tensor, Tensor, Callable[[int, int], Tensor]] | None = None  # B, B', E with blocks B^T E_t B'
+
+    def kernel(self, values: Tensor, others: Tensor, start: int, stop: int) -> Tensor:
+        """V P S_t P'^T V'^T for whole sequences of tokens, values (n, L, e) and (n, L, e'): (n, L or 1, L, L)."""
+        if self.shared is not None:
+            return (values @ self.shared @ others.mT)[:, None]
+        n, length = values.shape[:2]
+        if self.words is not None:
+            left, right, covariance = self.words
+            inner = covariance(start, stop).unflatten(0, (n, length))
+            return (values @ left.mT)[:, None] @ (inner @ (others @ right.mT).mT[:, None])
+        blocks = self.blocks(start, stop).unflatten(0, (n, length))
+        return values[:, None] @ blocks @ others.mT[:, None]
 
     def times(self, matrices: Tensor, start: int, stop: int) -> Tensor:
         """P S_t P'^T M_t for matrices (t, e', q): (t, e, q)."""
@@ -44,6 +57,8 @@ def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like
         factor = curvature.factor if same and not isinstance(left, Tensor) else None
         return Seen(shared, factor, lambda start, stop: shared, diagonal, shape, 0)
     assert isinstance(curvature, PerToken)
+    first = curvature.by_words(left)
+    words = first, first if same else curvature.by_words(right)
     return Seen(
         None,
         None,
@@ -51,15 +66,16 @@ def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like
         (lambda start, stop: curvature.diagonal(left, start, stop)) if same else None,
         shape,
         curvature.workspace(left, right) + shape[0] * shape[1],
+        None if words[0] is None or words[1] is None else (words[0], words[1], curvature.word_covariance),
     )
 
 
 class Plain(Core):
-    """C_t = P S_t P'^T: two weights that reach the output linearly."""
+    """C_t = P S_t P'^T for a number of tokens: two weights that reach the output linearly."""
 
-    def __init__(self, seen: Seen, period: int) -> None:
+    def __init__(self, seen: Seen, period: int, tokens: int) -> None:
         super().__init__(seen.shape, period, seen.workspace, seen.symmetric)
-        self._seen = seen
+        self._seen, self._tokens = seen, tokens
 
     def dense(self, start: int, stop: int) -> Tensor:
         """(t, e, e')."""
@@ -68,6 +84,14 @@ class Plain(Core):
     def diagonal(self, start: int, stop: int) -> Tensor:
         """(t, e), without the blocks where both ports are the same."""
         return super().diagonal(start, stop) if self._seen.diagonal is None else self._seen.diagonal(start, stop)
+
+    def token_form(self) -> TokenForm | None:
+        """B^T E_t B' over the words, where they are few."""
+        if self._seen.words is None:
+            return None
+        left, right, covariance = self._seen.words
+        features = left[None]
+        return TokenForm(features, features if right is left else right[None], covariance, self._tokens)
 
 
 def _same(left: Port, right: Port) -> bool:

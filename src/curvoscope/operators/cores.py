@@ -1,8 +1,8 @@
 """The small matrices C_t of a Kronecker sum, made when they are asked for, a range of tokens at a time.
 
-Tokens come in sequences of `period`: a range is either whole sequences or a part of one. Attention's cores have a
-second form, C_ni = f_n^T E_ni g_n with one period x period matrix E for each token and features f (L, p), g (L, q)
-shared by a sequence; it makes inner products cheap when sequences are short and features wide (THEORY: token space).
+Tokens come in sequences of `period`: a range is either whole sequences or a part of one. Many cores have a second form,
+C_ni = f_n^T E_ni g_n with a small matrix E for each token and features f (F, p), g (F, q) shared by a group of tokens:
+the L tokens of the sequence in attention, the words in cross-entropy. It makes inner products cheap when F is small.
 """
 
 from abc import ABC, abstractmethod
@@ -17,11 +17,15 @@ _NEVER = 2**62  # the cost of a route that does not exist
 
 @dataclass(frozen=True)
 class TokenForm:
-    """C_ni = left_n^T E_ni right_n: features (N, L, p) and (N, L, q), and `inner(start, stop)` -> (t, L, L)."""
+    """C_ni = left_n^T E_ni right_n: features (groups, F, p) and (groups, F, q), and `inner(start, stop)` -> (t, F, F).
+
+    Each group holds `tokens` tokens. For attention a group is a sequence, and its F = L features belong to its tokens.
+    """
 
     left: Tensor
     right: Tensor
     inner: Callable[[int, int], Tensor]
+    tokens: int
 
 
 class Core(ABC):
@@ -104,7 +108,7 @@ class SumCore(Core):
         def inner(start: int, stop: int) -> Tensor:
             return torch.stack([form.inner(start, stop) for form in present]).sum(0)
 
-        return TokenForm(present[0].left, present[0].right, inner)
+        return TokenForm(present[0].left, present[0].right, inner, present[0].tokens)
 
 
 class _TransposedCore(Core):
@@ -123,7 +127,7 @@ class _TransposedCore(Core):
 
     def token_form(self) -> TokenForm | None:
         form = self._core.token_form()
-        return form and TokenForm(form.right, form.left, lambda start, stop: form.inner(start, stop).mT)
+        return form and TokenForm(form.right, form.left, lambda start, stop: form.inner(start, stop).mT, form.tokens)
 
     @property
     def T(self) -> Core:
@@ -135,32 +139,32 @@ def inner_by_tokens_cost(x: Core, y: Core) -> int:
     first, second = x.token_form(), y.token_form()
     if first is None or second is None:
         return _NEVER
-    (n, length, p), (m, other, _), q = first.left.shape, second.left.shape, first.right.shape[2]
-    return n * m * length * other * (length * length + 2 * length * other + p + q)
+    (n, f, p), (m, g, _), q = first.left.shape, second.left.shape, first.right.shape[2]
+    pairs = n * (n + 1) // 2 if x is y else n * m
+    return pairs * (f * g * (p + q) + first.tokens * f * g * (f + g) + first.tokens * second.tokens * g * g)
 
 
 def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor]) -> float:
     """sum_tu w_tu <C_t, C'_u> without cores: <C_t, C'_u> = <(f f'^T)^T E_t (g g'^T), E'_u> in the space of tokens."""
     first, second = x.token_form(), y.token_form()
     assert first is not None and second is not None
-    (sequences, length, _), (others, other_length, _) = first.left.shape, second.left.shape
-    inner = second.inner(0, others * other_length)
-    inner = inner.reshape(others, other_length, other_length * other_length)
+    (groups, f, _), (others, g, _) = first.left.shape, second.left.shape
+    t, u = first.tokens, second.tokens
+    inner = second.inner(0, others * u).reshape(others, u, g * g)
     same_features = first.right is first.left and second.right is second.left
     total = 0.0
-    for n in range(sequences):
-        later = slice(n if x is y else 0, None)  # <t, u> = <u, t>: of two sequences each pair once
-        rows = slice(n * length, (n + 1) * length)
-        left = first.left[n] @ second.left[later].mT  # (m, L, L')
+    for n in range(groups):
+        later = slice(n if x is y else 0, None)  # <t, u> = <u, t>: of two groups each pair once
+        rows = slice(n * t, (n + 1) * t)
+        left = first.left[n] @ second.left[later].mT  # (m, F, F')
         right = left if same_features else first.right[n] @ second.right[later].mT
         m = left.shape[0]
-        middle = first.inner(rows.start, rows.stop).reshape(length * length, length)  # (i L, L)
-        half = middle @ right.transpose(0, 1).reshape(length, m * other_length)  # (i L, m L')
-        half = half.view(length, length, m, other_length).permute(2, 1, 0, 3).reshape(m, length, -1)  # (m, L, i L')
-        carried = (left.mT @ half).view(m, other_length, length, other_length)  # (m, L', i, L')
-        carried = carried.transpose(1, 2).reshape(m, length, -1)  # (m, i, L' L')
-        products = carried @ inner[later].mT  # (m, i, i')
-        weight = weights(rows, slice(later.start * other_length, None)).view(length, m, other_length).transpose(0, 1)
+        middle = first.inner(rows.start, rows.stop).reshape(t * f, f)
+        half = middle @ right.transpose(0, 1).reshape(f, m * g)  # (t F, m F')
+        half = half.view(t, f, m, g).permute(2, 1, 0, 3).reshape(m, f, t * g)
+        carried = (left.mT @ half).view(m, g, t, g).transpose(1, 2).reshape(m, t, g * g)
+        products = carried @ inner[later].mT  # (m, t, u)
+        weight = weights(rows, slice(later.start * u, None)).view(t, m, u).transpose(0, 1)
         weighted = weight * products
         if x is y:
             weighted[1:] *= 2
