@@ -150,23 +150,22 @@ def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor])
     assert first is not None and second is not None
     (groups, f, _), (others, g, _) = first.left.shape, second.left.shape
     t, u = first.tokens, second.tokens
-    inner = second.inner(0, others * u).reshape(others, u, g * g)
+    inner = second.inner(0, others * u)
+    middles = (inner if x is y else first.inner(0, groups * t)).view(groups, t, f, f)
+    inner = inner.reshape(others, u, g * g)
     same_features = first.right is first.left and second.right is second.left
     total = 0.0
     for n in range(groups):
         later = slice(n if x is y else 0, None)  # <t, u> = <u, t>: of two groups each pair once
-        rows = slice(n * t, (n + 1) * t)
-        left = first.left[n] @ second.left[later].mT  # (m, F, F')
-        right = left if same_features else first.right[n] @ second.right[later].mT
-        m = left.shape[0]
-        middle = first.inner(rows.start, rows.stop).reshape(t * f, f)
-        half = middle @ right.transpose(0, 1).reshape(f, m * g)  # (t F, m F')
-        half = half.view(t, f, m, g).permute(2, 1, 0, 3).reshape(m, f, t * g)
-        carried = (left.mT @ half).view(m, g, t, g).transpose(1, 2).reshape(m, t, g * g)
+        right = second.right[later] @ first.right[n].T  # (m, F', F)
+        left = right if same_features else second.left[later] @ first.left[n].T
+        m = right.shape[0]
+        half = right.view(m * g, f) @ middles[n].permute(2, 0, 1).reshape(f, t * f)  # (m F', t F)
+        carried = half.view(m, g * t, f) @ left.mT  # (m, F' t, F')
+        carried = carried.view(m, g, t, g).permute(0, 2, 3, 1).reshape(m, t, g * g)
         products = carried @ inner[later].mT  # (m, t, u)
-        weight = weights(rows, slice(later.start * u, None)).view(t, m, u).transpose(0, 1)
-        weighted = weight * products
+        weight = weights(slice(n * t, (n + 1) * t), slice(later.start * u, None)).view(t, m, u).transpose(0, 1)
         if x is y:
-            weighted[1:] *= 2
-        total += float(weighted.sum(dtype=torch.float64))
+            products[1:] *= 2
+        total += float((weight * products).sum(dtype=torch.float64))
     return total
