@@ -190,27 +190,26 @@ class AttentionBlocks:
             return [term.T for term in self._bilinear(right, left)]
         if left.role == right.role or left.role not in "OV" or (left.role == "O" and left.bias):
             return []
-        terms: Terms = []
-        for h in self._shared_heads(left, right):
-            head = self._head(h)
-            if right.role == "V":  # delta_ef (M1^T G)[b, m]
-                outer = self._loss.gradient.flatten(0, 1).T @ self._factor(right, h).vector
-                identity = torch.eye(self._layer.d_v, dtype=outer.dtype, device=outer.device)
-                terms.append(Single(outer, identity, (1, 0)))
-                continue
-            if not (self._moves(right) and (self._moves(left) or head.rows.open_keys is not None)):
-                continue
-            second = self._factor(right, h)
-            assert second.response is not None
-            if left.role == "O":
-                vector, feature = self._gradient_tokens(), second.response.value
-            else:
-                if left.bias and head.rows.softmax:
-                    continue  # the covariance with a constant
-                vector, feature = head.gradient, head.input_feature(left.bias)
-            core = self._turned(Covariance(head.rows, feature, second.response.feature), left, right)
-            terms.append(Term(vector, second.vector, core, (1, second.axis)))
-        return terms
+        pair = self._output_with_value if right.role == "V" else self._output_with_score
+        return [term for h in self._shared_heads(left, right) for term in pair(left, right, h)]
+
+    def _output_with_value(self, left: Weight, right: Weight, h: int) -> Terms:
+        """delta_ef (M1^T G)[b, m]: W_O with a value weight."""
+        outer = self._gradient_tokens().T @ self._factor(right, h).vector
+        return [Single(outer, torch.eye(left.shape[0], dtype=outer.dtype, device=outer.device), (1, 0))]
+
+    def _output_with_score(self, left: Weight, right: Weight, h: int) -> Terms:
+        """s sum_i g_i z_i (x) Cov_i[f, .]: W_O (f the values) or a value weight (f the inputs) with a query or key."""
+        head = self._head(h)
+        if not self._moves(right) or (left.bias and head.rows.softmax):
+            return []  # a covariance with a constant
+        second = self._factor(right, h)
+        assert second.response is not None
+        vector, feature = head.gradient, head.input_feature(left.bias)
+        if left.role == "O":
+            vector, feature = self._gradient_tokens(), second.response.value
+        core = self._turned(Covariance(head.rows, feature, second.response.feature), left, right)
+        return [Term(vector, second.vector, core, (1, second.axis))]
 
     # ---- pieces
 
