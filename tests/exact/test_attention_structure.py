@@ -298,3 +298,26 @@ def test_certificates_bound_the_norms_tightly():
         assert bound >= norm * (1 - 1e-12)
         ratios.append(bound / norm)
     assert float(torch.tensor(ratios).median()) < 2.5
+
+
+@pytest.mark.parametrize("loss_kind", ["mse", "cross_entropy"])
+@pytest.mark.parametrize("options", [{}, {"heads": 2, "kv_heads": 1}])
+def test_contractions_in_small_memory(loss_kind, options, monkeypatch):
+    """With room for a few tokens at a time, traces, diagonals and norms are what they are with room for all."""
+    from curvoscope.exact import moments
+
+    monkeypatch.setattr(moments, "_KEPT_NUMBERS", 0)
+    r = normal(13)
+    layer, X, Y = _layer(r, causal=True, **options), r(3, 7, 4), r(3, 7, 4)
+    cross_entropy = cv.losses.CrossEntropy(torch.arange(21).view(3, 7) % 6, r(4, 6))
+    H = layer.hessian(X, cv.losses.MSE(Y) if loss_kind == "mse" else cross_entropy)
+    truth = H.dense()
+    for limit in (3000, 20_000, 200_000):  # parts of one sequence, one sequence, several
+        for row in H.names:
+            for column in H.names:
+                expected = truth[H.total.ranges[row], H.total.ranges[column]]
+                block = H[row, column]
+                assert abs(block.frobenius_norm(memory_limit=limit) - float(expected.norm())) < 1e-12
+                if row == column:
+                    assert abs(block.trace(memory_limit=limit) - float(expected.trace())) < 1e-12
+                    assert torch.allclose(block.diagonal(memory_limit=limit), expected.diagonal(), rtol=0, atol=1e-12)
