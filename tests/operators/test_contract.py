@@ -235,12 +235,14 @@ class TestContract:
 
     def test_estimates(self, case):
         operator, truth = case
-        norm = operator.frobenius_norm(matvecs=400, seed=3)
-        assert isinstance(norm, cv.Estimate) and norm.matvecs == 400
-        assert abs(norm.value - float(truth.norm())) <= 5 * norm.stderr + 1e-12
+        norm = operator.frobenius_norm(matvecs=8, seed=3)
+        assert isinstance(norm, cv.Estimate) and norm.matvecs <= 8
+        assert abs(norm.value - float(truth.norm())) <= 6 * norm.stderr + 1e-10
         if truth.shape[0] == truth.shape[1]:
-            trace = operator.trace(matvecs=400, seed=3)
-            assert abs(float(trace) - float(truth.trace())) <= 5 * trace.stderr + 1e-12
+            trace = operator.trace(matvecs=8, seed=3)
+            assert abs(float(trace) - float(truth.trace())) <= 6 * trace.stderr + 1e-10
+            exact = operator.trace(matvecs=400)
+            assert exact.matvecs <= 400 and abs(float(exact) - float(truth.trace())) < 1e-9
 
     def test_small_memory_changes_nothing(self, case):
         operator, truth = case

@@ -17,7 +17,6 @@ from curvoscope.estimate.products import Products
 from curvoscope.estimate.sampling import Form, Sample, pairs, skewness
 
 _CAPTURED = 1e-13  # a sketch whose last column is this much smaller than its first holds the whole range
-_LEAST_SHARE = 0.6  # of the variance of independent estimates: the covariance of few columns is noisy, and may be < 0
 
 
 class Sketch:
@@ -146,5 +145,7 @@ def leave_one_out(sketch: Sketch, form: Form) -> Sample:
     centred = (between(aNN, aEN, aEE) - mean * between(iNN, iEN, iEE)) * radius * radius.T
     square, cube, _ = pairs(centred[None])
     single = 2 * (n - k + 1) / (n - k + 3) * square
-    variance = max(single + (k - 1) * covariance, _LEAST_SHARE * single) / k
-    return Sample(float(t.mean()), variance, skewness(square, cube, k), k - 1.0)
+    least = (0.5 + 4 / k) * single  # from few columns the covariance is noisy, and may be far below zero
+    variance = max(single + (k - 1) * covariance, least) / k
+    degrees = 1.5 * (k - 1)  # there are more pairs than columns, and the variance is known better than from k values
+    return Sample(float(t.mean()), variance, skewness(square, cube, k), degrees)

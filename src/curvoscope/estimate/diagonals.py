@@ -12,6 +12,7 @@ from curvoscope.estimate.products import (
     COLUMNS,
     DEFAULT_MATVECS,
     LEAST,
+    MOST,
     Matrix,
     Probes,
     Products,
@@ -21,8 +22,8 @@ from curvoscope.estimate.products import (
 from curvoscope.estimate.result import DiagonalEstimate
 
 METHODS = ("auto", "hutchinson", "deflated")
-_LEAST_DEFLATED = 6
-_COPIES = 6
+_LEAST_DEFLATED = 6  # products for which a sketch makes sense
+_COPIES = 6  # of a sketch's columns, in memory at once
 
 
 def diagonal(
@@ -102,15 +103,15 @@ class _Samples:
 
     def collect(self, probes: Probes, budget: int | None, tolerance: float | None) -> DiagonalEstimate:
         """Sample until the budget is spent, the tolerance met, or the exact answer cheaper."""
-        products, look = self._products, LEAST
-        while budget is None or products.matvecs < budget:
-            z = probes.signs(COLUMNS if budget is None else min(COLUMNS, budget - products.matvecs))
+        products, look, most = self._products, LEAST, budget or MOST
+        while products.matvecs < most:
+            z = probes.signs(min(products.columns, most - products.matvecs))
             self.add(z * self._outside(products(self._outside(z))))
             if tolerance is not None and self._count >= look:
                 error = float(self._stderr().norm() / (self._known + self._mean).norm().clamp_min(1e-300))
                 if error <= tolerance:
                     break
-                if self._count * (min(1e6, error / tolerance) ** 2 - 1) > products.size:
+                if self._count * (min(1e6, error / tolerance) ** 2 - 1) > products.size <= MOST:
                     return _exact(products)
                 look = math.ceil(1.1 * self._count)
         method = "hutchinson" if self._sketch is None else "deflated"

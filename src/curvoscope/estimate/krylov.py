@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import MemoryLimitError, RangeError, ShapeError
-from curvoscope.estimate.products import COLUMNS, Matrix, Probes, Products, check_budget, check_symmetric
+from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.result import Estimate
 
 DEFAULT_TOLERANCE = 1e-6
@@ -16,10 +16,9 @@ WHICH = ("LM", "LA", "SA")
 _STRAY = 0.1  # the random part of a warm start
 _CHUNK = 2**16  # columns of the basis rotated at once in a restart
 _ROUNDING = 16  # units of rounding below which a vector is no new direction
-_MOST_MATVECS = 100_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Eigenvalues:
     """Eigenvalues in ascending order, each with its residual |B x - θ x| as error bar.
 
@@ -95,7 +94,7 @@ def lanczos(
         check_budget(matvecs, tolerance, least=max(2, -(-k // len(first)) * len(first)))
         rounding = _ROUNDING * products.epsilon
         run = _Run(products, probes, k, which, first, matvecs, memory_limit)
-        run.go(matvecs or _MOST_MATVECS, max(rounding, tolerance or (0.0 if matvecs else DEFAULT_TOLERANCE)))
+        run.go(matvecs or MOST, max(rounding, tolerance or (0.0 if matvecs else DEFAULT_TOLERANCE)))
         return run.result(max(rounding, tolerance or DEFAULT_TOLERANCE), vectors)
 
 
@@ -259,7 +258,7 @@ class _Run:
         """The wanted values, with residuals that are never below rounding."""
         values, turn, residuals = self._ritz()
         basis, norm = self._V[: self._done], self._norm(values)
-        matvecs, rounding = self._products.matvecs, self._products.epsilon * norm
+        matvecs, rounding = self._products.matvecs, _ROUNDING * self._products.epsilon * norm
         estimates = [
             Estimate(float(value), max(float(residual), rounding), matvecs, "lanczos")
             for value, residual in zip(values, residuals, strict=True)

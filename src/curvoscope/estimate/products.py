@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,14 +12,20 @@ from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
 
-COLUMNS = 8  # vectors a product
+COLUMNS = 8  # vectors a product, at most
 LEAST = 16  # products before a tolerance may end the work
+MOST = 100_000  # products before the work ends without meeting its tolerance
 DEFAULT_MATVECS = 64
+_COPIES = 6  # of the columns and their products, in memory at once
 
 
 @runtime_checkable
 class Matrix(Protocol):
-    """All that an estimator knows of an operator. `symmetric`, where there is one, is believed."""
+    """All that an estimator knows of an operator.
+
+    An attribute `symmetric` is believed. Where there is none, eigenvalues and densities take symmetry for granted, and
+    the others do without it.
+    """
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -39,6 +46,8 @@ class Products:
         # float64 where the device has it: the algebra around the products is done in it
         self.device = torch.device("cpu") if operator.device.type == "mps" else operator.device
         self.matvecs = 0
+        room = checks.memory_budget(None) // (_COPIES * 8 * max(1, self.rows, self.size))
+        self.columns = max(1, min(COLUMNS, room))  # vectors a product
         self._ticker = Ticker(label, total)
 
     def __enter__(self) -> "Products":
@@ -52,13 +61,13 @@ class Products:
     def __call__(self, columns: Tensor) -> Tensor:
         """(size, c) -> (rows, c), both float64."""
         out = torch.empty(self.rows, columns.shape[1], dtype=torch.float64, device=self.device)
-        for start in range(0, columns.shape[1], COLUMNS):
-            part = columns[:, start : start + COLUMNS]
-            out[:, start : start + COLUMNS] = self.raw(part).to(self.device, torch.float64)
+        for start in range(0, columns.shape[1], self.columns):
+            part = slice(start, start + self.columns)
+            out[:, part] = self._product(columns[:, part]).to(self.device, torch.float64)
         return out
 
-    def raw(self, columns: Tensor) -> Tensor:
-        """(size, c) -> (rows, c) in one product and in the operator's precision."""
+    def _product(self, columns: Tensor) -> Tensor:
+        """(size, c) -> (rows, c) at once and in the operator's precision."""
         operator, count = self.operator, columns.shape[1]
         product = operator @ columns.to(operator.device, operator.dtype)
         if product.shape != (self.rows, count):
@@ -77,8 +86,8 @@ class Products:
 
     def identity(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The entries of B, a few columns at a time: unit vectors (size, c), and their columns of B (rows, c)."""
-        for start in range(0, self.size, COLUMNS):
-            stop = min(start + COLUMNS, self.size)
+        for start in range(0, self.size, self.columns):
+            stop = min(start + self.columns, self.size)
             unit = torch.zeros(self.size, stop - start, dtype=torch.float64, device=self.device)
             unit[torch.arange(start, stop), torch.arange(stop - start)] = 1
             yield unit, self(unit)
@@ -93,11 +102,13 @@ class Probes:
 
     def __init__(self, products: Products, seed: int) -> None:
         self._size, self._device = products.size, products.device
-        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+        # mixed, so that the probes of seeds 0, 1, 2, ... have nothing in common
+        mixed = int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
+        self._generator = torch.Generator(device="cpu").manual_seed(mixed)
 
     def signs(self, count: int) -> Tensor:
         """(size, count) of +1 and -1."""
-        drawn = torch.randint(0, 2, (self._size, count), generator=self._generator)
+        drawn = torch.randint(0, 2, (self._size, count), generator=self._generator, dtype=torch.int8)
         return drawn.mul_(2).sub_(1).to(self._device, torch.float64)
 
     def normal(self, count: int) -> Tensor:

@@ -8,9 +8,9 @@ from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.deflation import Sketch, leave_one_out
 from curvoscope.estimate.products import (
-    COLUMNS,
     DEFAULT_MATVECS,
     LEAST,
+    MOST,
     Matrix,
     Probes,
     Products,
@@ -62,8 +62,8 @@ def squared_frobenius_norm(
 ) -> Estimate:
     """|B|_F² = tr B^T B = E |B z|² of an operator of any shape, by the methods of `trace`.
 
-    The sketches of `hutch++` and `xtrace` are of the range of B, which helps as far as it is that of B^T. So `auto`
-    uses them for symmetric operators only. `hutchinson` with a budget spends it on probes, however small B is.
+    The sketches of `hutch++` and `xtrace` are of the range of B, and what is wanted is that of B^T. So they are for
+    operators that say they are `symmetric`. `hutchinson` with a budget spends it on probes, however small B is.
     """
     return _Question(operator, norm_form, "Frobenius norm").answer(method, matvecs, tolerance, seed)
 
@@ -87,15 +87,14 @@ class _Question:
 
     def __init__(self, operator: Matrix, form: Form, label: str, signs: bool = False) -> None:
         self._operator, self._form, self._label, self._signs = operator, form, label, signs
-        self._square = operator.shape[0] == operator.shape[1]
-        self._deflates = form is trace_form or (self._square and getattr(operator, "symmetric", False))
+        self._deflates = form is trace_form or getattr(operator, "symmetric", False)
 
     def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int) -> Estimate:
         checks.choice("method", method, METHODS)
         check_budget(matvecs, tolerance)
         deflated = method in ("hutch++", "xtrace")
-        if deflated and not self._square:
-            raise ShapeError("method", f"{method!r} needs a square operator, this one is {self._operator.shape}")
+        if deflated and not self._deflates:
+            raise ShapeError("method", f"{method!r} needs an operator that says it is symmetric; use 'hutchinson'")
         budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
         with Products(self._operator, self._label, budget) as self._products:
             self._probes = Probes(self._products, seed)
@@ -112,7 +111,7 @@ class _Question:
                     f"a sketch of {budget // 2} columns of length {self._products.size}",
                     "give fewer matvecs, or method='hutchinson', which keeps none",
                 )
-            if method == "hutchinson" or not (deflated or self._deflates):
+            if method == "hutchinson" or not self._deflates:
                 return self._sampled(budget, tolerance)
             if budget is None:
                 return self._staged(method, tolerance or 0.0)
@@ -130,13 +129,14 @@ class _Question:
     def _sampled(self, budget: int | None, tolerance: float | None) -> Estimate:
         """Hutchinson: the mean over probes, kept as Gram matrices only."""
         tally, look = Tally(self._products.size), LEAST
-        while budget is None or tally.count < budget:
-            self._probe(tally, COLUMNS if budget is None else min(COLUMNS, budget - tally.count))
+        most = MOST if budget is None else budget
+        while tally.count < most:
+            self._probe(tally, min(self._products.columns, most - tally.count))
             if tolerance is not None and tally.count >= look:
                 sample = tally.summary()
                 if sample.meets(tolerance):
                     break
-                if _forecast(sample, tally.count, tolerance) - tally.count > self._products.size:
+                if _forecast(sample, tally.count, tolerance) - tally.count > self._products.size <= MOST:
                     return self._exact()
                 look = math.ceil(1.1 * tally.count)
         return self._estimate(tally.summary(), "hutchinson")
@@ -156,7 +156,7 @@ class _Question:
     def _staged(self, method: str, tolerance: float) -> Estimate:
         """Sketches of growing size, until the tolerance is met, the exact answer is cheaper, or memory is full."""
         sketch, size, columns = self._sketch, self._products.size, LEAST // 2
-        while 4 * columns < size and self._products.fits(_COPIES * columns):
+        while 4 * columns < min(size, MOST) and self._products.fits(_COPIES * columns):
             needed = 2 * columns
             if method == "hutch++":
                 estimate = self._hutch(columns, columns)
@@ -172,9 +172,9 @@ class _Question:
                     needed = _forecast(plain, columns, tolerance)
             if estimate.stderr <= tolerance * abs(estimate.value) and estimate.matvecs >= LEAST:
                 return estimate
-            if needed - columns > size:
+            if needed - columns > size <= MOST:
                 return self._exact()
-            columns = max(columns + COLUMNS, min(2 * columns, needed))
+            columns = max(columns + LEAST // 2, min(2 * columns, needed))
         if 4 * columns >= size:
             return self._exact()
         return self._sampled(None, tolerance)
@@ -188,7 +188,7 @@ class _Question:
             return self._captured("hutch++")
         tally = Tally(self._products.size - sketch.Q.shape[1])
         while tally.count < count:
-            z = sketch.outside(self._probes.normal(min(COLUMNS, count - tally.count)))
+            z = sketch.outside(self._probes.normal(min(self._products.columns, count - tally.count)))
             product = self._products(z)
             tally.add(self._form(z, product, z, product), z.T @ z)
         return self._estimate(tally.summary().shifted(sketch.captured(self._form)), "hutch++")

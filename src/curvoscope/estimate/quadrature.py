@@ -5,15 +5,15 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError
-from curvoscope.estimate.products import COLUMNS, Matrix, Probes, Products, check_budget, check_symmetric
+from curvoscope.estimate.products import MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.spectrum import Density, gauss
 
 DEFAULT_MATVECS = 512
 DEFAULT_STEPS = 64
 _MOST_EXACT = 4096  # size up to which all eigenvalues are computed when the budget allows
 _LEAST_PROBES = 4
-_MOST_PROBES = 4096
-_ROUNDING = 16
+_BESIDE = 4  # vectors of a probe beside its Lanczos vectors
+_ROUNDING = 16  # units of rounding below which a vector is no new direction
 
 
 def density(
@@ -54,26 +54,25 @@ def density(
         if steps is None and size <= min(_MOST_EXACT, budget or _LEAST_PROBES * DEFAULT_STEPS):
             return _exact(products)
         steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DEFAULT_MATVECS) // _LEAST_PROBES))
-        checks.fits(
-            8 * size * (steps + 3),
-            memory_limit,
-            f"{steps} Lanczos vectors of length {size}",
-            "give fewer steps, or a larger memory_limit",
-        )
-        together = min(COLUMNS, checks.memory_budget(memory_limit) // (8 * size * (steps + 3)))
-        most = _MOST_PROBES if budget is None else budget // steps
-        return _collect(products, Probes(products, seed), steps, most, together, tolerance)
+        most = (budget or MOST) // steps
+        return _collect(products, Probes(products, seed), steps, most, tolerance, memory_limit)
 
 
 def _collect(
-    products: Products, probes: Probes, steps: int, most: int, together: int, tolerance: float | None
+    products: Products, probes: Probes, steps: int, most: int, tolerance: float | None, memory_limit: int | None
 ) -> Density:
-    """Probes, a few side by side, until there are enough or the tolerance is met."""
+    """Probes, as many side by side as fit in memory, until there are enough or the tolerance is met."""
+    room, length = checks.memory_budget(memory_limit), products.size * (steps + _BESIDE)
+    short = products.operator.dtype != torch.float64 and 8 * length > room
+    dtype = torch.float32 if short else torch.float64
+    what = f"{steps} Lanczos vectors of length {products.size}"
+    checks.fits(dtype.itemsize * length, memory_limit, what, "give fewer steps, or a larger memory_limit")
+    together = min(products.columns, room // (dtype.itemsize * length))
     rules: list[tuple[Tensor, Tensor, Tensor]] = []
     count = 0
     while True:
         new = min(together, most - count)
-        rules.append(_rule(products, probes.signs(new), steps))
+        rules.append(_rule(products, probes.signs(new), steps, dtype))
         count += new
         nodes, weights, residuals = (torch.cat(parts) for parts in zip(*rules, strict=True))
         found = gauss(nodes, weights, residuals, products.size, products.matvecs, products.epsilon)
@@ -81,23 +80,24 @@ def _collect(
             return found
 
 
-def _rule(products: Products, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Nodes, ascending, weights and residuals (p, steps) of the quadratures that start from the columns (n, p).
 
+    The Lanczos vectors are kept in `dtype`, the recurrence and the tridiagonal matrix are float64.
     A probe whose Krylov space ends early goes on with zero vectors: its further nodes have the weight zero.
     """
     size, count = start.shape
-    V = start.new_zeros(count, steps, size)
+    V = start.new_zeros(count, steps, size, dtype=dtype)
     V[:, 0] = (start / start.norm(dim=0)).T
     diagonal, beside = start.new_zeros(count, steps), start.new_zeros(count, steps)
     scale = 0.0
     for j in range(steps):
-        w = products(V[:, j].T).T  # (p, n)
+        w = products(V[:, j].T.double()).T  # (p, n)
         scale = max(scale, float(w.norm(dim=1).max()))
         diagonal[:, j] = (V[:, j] * w).sum(1)
         past = V[:, : j + 1]
         for _ in range(2):
-            w = w - torch.einsum("pj,pjn->pn", torch.einsum("pjn,pn->pj", past, w), past)
+            w = w - torch.einsum("pj,pjn->pn", torch.einsum("pjn,pn->pj", past, w.to(dtype)), past)
         length = w.norm(dim=1)
         alive = length > _ROUNDING * products.epsilon * scale
         beside[:, j] = length * alive

@@ -47,12 +47,13 @@ class Estimate:
         below, above = _reach(level, self.degrees, abs(self.skewness))
         if self.skewness < 0:
             below, above = above, below
-        centre = self.value**self.power
-        scale = self.power * self.value ** (self.power - 1) * self.stderr
+        power = self.power if self.value else 1.0
+        centre = self.value**power
+        scale = power * self.value ** (power - 1) * self.stderr
         low, high = centre - below * scale, centre + above * scale
-        if self.power == 1:
+        if power == 1:
             return low, high
-        return max(low, 0.0) ** (1 / self.power), high ** (1 / self.power)
+        return max(low, 0.0) ** (1 / power), high ** (1 / power)
 
     def root(self) -> "Estimate":
         """The square root, its standard error by the delta method: se(sqrt m) = se(m) / (2 sqrt m)."""
@@ -61,7 +62,7 @@ class Estimate:
         return Estimate(root, stderr, self.matvecs, self.method, self.degrees, self.skewness, 2 * self.power)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DiagonalEstimate:
     """The diagonal (n,) of a matrix, with a standard error (n,) for each entry."""
 

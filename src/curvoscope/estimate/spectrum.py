@@ -14,7 +14,7 @@ _WIDTH = 0.01  # of a kernel, relative to the spread
 _ZERO = 10  # times sqrt(n) units of rounding: eigenvalues that small are zero
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Band:
     """A function of x with a pointwise confidence band, all of the shape of x, in float64."""
 
@@ -24,7 +24,7 @@ class Band:
     high: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Density:
     """The density of eigenvalues of an n x n matrix: for each probe p, masses w_pj at the nodes θ_pj.
 
@@ -178,7 +178,7 @@ class Density:
         return student(level, self.probes - 1.0) * values.std(0) / self.probes**0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LogSpectrum:
     """Densities in log10 |λ|. Their masses, `zero` and `unresolved` add to one."""
 

@@ -159,9 +159,7 @@ class LinearOperator(ABC):
         """The Frobenius norm: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
         if matvecs is None and tolerance is None:
             return max(0.0, self._squared_norm(memory_limit)) ** 0.5
-        # more probes than columns: they were asked for all the same, since the exact norm is had without asking
-        method = "hutchinson" if matvecs is not None and matvecs > self.shape[1] else "auto"
-        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed, method=method)
+        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def density(
         self,

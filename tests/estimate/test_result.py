@@ -1,0 +1,76 @@
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from curvoscope.errors import RangeError
+from curvoscope.estimate import DiagonalEstimate, Estimate
+
+
+def test_is_a_number():
+    e = Estimate(3.14159, 0.02, 64, "hutchinson")
+    assert float(e) == 3.14159
+    assert str(e) == "3.142 ± 0.02"
+    with pytest.raises(AttributeError):
+        e.value = 1.0
+
+
+def test_normal_interval():
+    low, high = Estimate(10.0, 2.0, 64, "hutchinson").interval()
+    assert np.allclose((low, high), scipy.stats.norm(10, 2).interval(0.95), rtol=1e-12)
+    assert np.allclose(Estimate(10.0, 2.0, 64, "x").interval(0.68), scipy.stats.norm(10, 2).interval(0.68))
+
+
+def test_few_degrees_of_freedom():
+    assert np.allclose(Estimate(1.0, 0.5, 8, "x", degrees=7.0).interval(), scipy.stats.t(7, 1, 0.5).interval(0.95))
+
+
+@pytest.mark.parametrize("probes", [4, 16, 256])
+def test_skew_interval_is_exact_for_one_eigenvalue(probes):
+    """x = λ χ²_ν/ν with s = x sqrt(2/ν): the interval for λ is x ν / χ²_ν, at the quantiles of χ²."""
+    x = 1.7
+    e = Estimate(x, x * math.sqrt(2 / probes), probes, "hutchinson", skewness=math.sqrt(8 / probes))
+    ends = [x * probes / scipy.stats.chi2(probes).ppf(p) for p in (0.975, 0.025)]
+    assert np.allclose(e.interval(), ends, rtol=1e-10)
+
+
+def test_skewness_to_the_left_is_the_mirror_image():
+    right = Estimate(1.0, 0.3, 8, "x", 7.0, 0.4).interval()
+    left = Estimate(-1.0, 0.3, 8, "x", 7.0, -0.4).interval()
+    assert np.allclose(left, (-right[1], -right[0]))
+    assert right[1] - 1 > 1 - right[0]
+
+
+def test_tiny_skewness_is_continuous():
+    plain = Estimate(1.0, 0.3, 8, "x").interval()
+    assert np.allclose(Estimate(1.0, 0.3, 8, "x", skewness=1.1e-4).interval(), plain, rtol=1e-3)
+
+
+def test_root_has_the_root_of_the_interval():
+    square = Estimate(9.0, 1.2, 32, "hutchinson", 31.0, 0.2)
+    root = square.root()
+    assert root.value == 3
+    assert math.isclose(root.stderr, 0.2)
+    assert np.allclose(np.square(root.interval()), square.interval())
+    assert Estimate(1.0, 4.0, 4, "x").root().interval()[0] == 0  # no norm is negative
+    zero = Estimate(0.0, 0.0, 4, "exact").root()
+    assert (zero.value, zero.stderr, zero.interval()) == (0, 0, (0, 0))
+    assert Estimate(0.0, 4e-6, 4, "x").root().interval()[1] > 2e-3  # zero, but not known to be
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -1.0])
+def test_bad_level(level):
+    with pytest.raises(RangeError, match="level"):
+        Estimate(1.0, 0.1, 4, "x").interval(level)
+    with pytest.raises(RangeError, match="level"):
+        DiagonalEstimate(torch.ones(2), torch.ones(2), 4, "x").interval(level)
+
+
+def test_diagonal_interval():
+    e = DiagonalEstimate(torch.tensor([1.0, 2.0]).double(), torch.tensor([0.1, 0.2]).double(), 8, "x", 7.0)
+    low, high = e.interval()
+    reach = scipy.stats.t(7).ppf(0.975)
+    assert torch.allclose(high - e.value, reach * e.stderr)
+    assert torch.allclose(e.value - low, reach * e.stderr)
