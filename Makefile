@@ -11,13 +11,13 @@ demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
 	$(BIN)/curvoscope analyze --out demo
 
-test: $(VENV)/ready
+test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
-test-slow: $(VENV)/ready
+test-slow: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow
 
-lint: $(VENV)/ready
+lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -29,11 +29,15 @@ bench: $(VENV)/bench
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) --editable ".[dev]"
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/ready
+	$(PIP_INSTALL) --editable ".[dev,hf,lens]"
 	@touch $@
 
 # The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
-$(VENV)/bench: $(VENV)/ready benchmarks/peers.txt
+$(VENV)/bench: $(VENV)/dev benchmarks/peers.txt
 	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 
