@@ -31,9 +31,8 @@ def given(outer, functional, shapes):
 
         def entry(row, column):
             block = dense[ranges[row], ranges[column]]
-            return Product(
-                lambda x: block @ x, lambda x: block.T @ x, shapes[row], shapes[column], dense, row == column
-            )
+            products = (lambda x: block @ x, lambda x: block.T @ x)
+            return Product(products, shapes[row], shapes[column], dense, row == column)
 
         return BlockMatrix(shapes, entry, dense)
 
