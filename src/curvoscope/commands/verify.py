@@ -27,6 +27,7 @@ def run(seed: int, as_json: bool) -> int:
     The progress bar goes to stderr, and only to a terminal. With `as_json` one JSON document goes to stdout and
     nothing else does.
     """
+    torch.set_num_threads(1)  # the problems are tiny: threads cost more than they save
     results = _examine(seed)
     if as_json:
         print(json.dumps(_document(results, seed), ensure_ascii=False, indent=2, allow_nan=False))

@@ -1,0 +1,220 @@
+"""The Hessian of any layer that treats each token alone: its blocks from what the layer says of one token."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.exact.activations import Reach, ScaledCore, fits_jacobian
+from curvoscope.exact.ports import Plain, seen_through
+from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
+from curvoscope.operators.base import LinearOperator, Multiplication, Product, Products, Shape
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
+from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.terms import Single, Term
+
+Terms = list[Term | Single]
+Directions = dict[str, Tensor]
+# At a weight (a, p): pairs l (T, a), v (T, p), either with n directions before it, of which Σ_t l_t v_t^T is the sum
+Pairs = dict[str, list[tuple[Tensor, Tensor]]]
+
+
+def input_jacobian_matrix(blocks: Tensor) -> Tensor:
+    """dF/dX (T m, T d) from the Jacobian of each token, (T, m, d)."""
+    tokens, m, d = blocks.shape
+    fits_jacobian(tokens * m, tokens * d, "X", blocks)
+    matrix = blocks.new_zeros(tokens, m, tokens, d)
+    matrix.diagonal(dim1=0, dim2=2).copy_(blocks.permute(1, 2, 0))
+    return matrix.view(tokens * m, tokens * d)
+
+
+class TokenDiagonal(LinearOperator):
+    """B[ta, ub] = δ_tu B_t[a, b]: a block of the input with itself that does not mix tokens; blocks (T, d, d)."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        super().__init__((blocks.shape[0], blocks.shape[1]), (blocks.shape[0], blocks.shape[1]), blocks, True)
+        self.blocks = (blocks + blocks.mT) / 2
+
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        if not isinstance(other, TokenDiagonal) or self.row_shape != other.row_shape:
+            return super().__add__(other)
+        return TokenDiagonal(self.blocks + other.blocks)
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return (self.blocks @ columns.reshape(*self.row_shape, -1)).flatten(0, 1)
+
+    def _write(self, out: Tensor) -> None:
+        out.zero_()
+        out.diagonal(dim1=0, dim2=2).copy_(self.blocks.permute(1, 2, 0))
+
+    def _trace(self, memory_limit: int | None) -> float:
+        return float(self.blocks.diagonal(dim1=1, dim2=2).sum())
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        return self.blocks.diagonal(dim1=1, dim2=2).flatten()
+
+    def _squared_norm(self, memory_limit: int | None) -> float:
+        return float(self.blocks.double().square().sum())
+
+    def _spectrum_is_cheap(self) -> bool:
+        return True
+
+    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+        return torch.linalg.eigvalsh(self.blocks).flatten().sort().values
+
+
+class TokenStrip(Product):
+    """A block of a weight with the input, or of the input with a weight: `entries()` makes it token by token."""
+
+    def __init__(
+        self,
+        products: Products,
+        row_shape: Shape,
+        column_shape: Shape,
+        like: Tensor,
+        entries: Callable[[], Tensor],
+    ) -> None:
+        super().__init__(products, row_shape, column_shape, like)
+        self._entries = entries
+
+    def _write(self, out: Tensor) -> None:
+        out.copy_(self._entries())
+
+    def _transposed(self) -> LinearOperator:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        products, entries = (self._products[1], self._products[0]), lambda: self._entries().permute(2, 3, 0, 1)
+        return TokenStrip(products, self.column_shape, self.row_shape, like, entries)
+
+
+class TokenwiseHessian(ABC):
+    """The Hessian of a layer that treats each token alone: subclasses give its functional terms and its product.
+
+    Weights reach the output as `reaches` say; "X" is the input, all T tokens as rows. Blocks of two weights are
+    Kronecker sums. The input with itself is block-diagonal over tokens, unless the loss mixes them.
+    """
+
+    def __init__(self, reaches: dict[str, Reach], X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
+        self.reaches, self.loss, self.shapes = reaches, loss, shapes
+        self.X, self.period = X.flatten(0, 1), X.shape[1]
+        self.gradient = loss.gradient.flatten(0, 1)
+        widths = sum(p for _, p in shapes.values()) + self.X.shape[1] + self.gradient.shape[1]
+        self._workspace = 8 * self.X.shape[0] * widths * X.element_size()  # bytes that a product needs for a direction
+
+    @abstractmethod
+    def functional_terms(self, row: str, column: str) -> Terms:
+        """The functional part of a block of two weights."""
+
+    @abstractmethod
+    def product(self, directions: Directions, outer: bool, functional: bool) -> tuple[Pairs, Tensor]:
+        """The parts asked for, of the Hessian times directions (n, a, p): at the weights and at the input (n, T, d)."""
+
+    def assemble(self) -> BlockHessian:
+        """All blocks of both parts."""
+        everything = list(self.shapes)
+
+        def part(outer: bool) -> BlockMatrix:
+            product = self._multiplication(everything, everything, outer, not outer)
+            return BlockMatrix(self.shapes, lambda row, column: self._block(row, column, outer), self.X, product)
+
+        product = self._multiplication(everything, everything, outer=True, functional=True)
+        return BlockHessian(part(outer=True), part(outer=False), product)
+
+    def applied(self, dF: Tensor) -> Tensor:
+        """S dF for directions (n, T, m)."""
+        n, tokens, width = dF.shape
+        sequences = dF.view(n, tokens // self.period, self.period, width)
+        return self.loss.curvature.apply(sequences).reshape(n, tokens, width)
+
+    def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
+        there, back = (self._multiplication([r], [c], outer, not outer) for r, c in ((row, column), (column, row)))
+        shapes, same = (self.shapes[row], self.shapes[column]), row == column
+        if "X" not in (row, column):
+            terms = self._outer_terms(row, column) if outer else self.functional_terms(row, column)
+            return KroneckerSum(*shapes, terms, self.X, same, (there, back))
+        if outer and isinstance(self.loss.curvature, PairCurvature):
+            return Product((there, back), *shapes, self.X, same)
+        if same:
+            return TokenDiagonal(self._by_token(outer)[1].permute(1, 2, 0))
+        return TokenStrip((there, back), *shapes, self.X, lambda: self._strip(row, outer))  # the input comes last
+
+    def _by_token(self, outer: bool) -> tuple[Pairs, Tensor]:
+        """Products with each of the d features of the input, moved in all tokens at once: tokens do not mix."""
+        tokens, d = self.X.shape
+        checks.fits(
+            d * self._workspace, None, "a block of the input", "use fewer tokens, or products with @ of the whole"
+        )
+        directions = torch.eye(d, dtype=self.X.dtype, device=self.X.device)[:, None].expand(d, tokens, d)
+        return self.product({"X": directions}, outer, not outer)
+
+    def _strip(self, name: str, outer: bool) -> Tensor:
+        """The block of a weight with the input, (a, p, T, d)."""
+        d = self.X.shape[1]
+        pairs = self._by_token(outer)[0][name]
+        terms = [
+            torch.einsum("nta,ntp->aptn", left.expand(d, -1, -1), right.expand(d, -1, -1)) for left, right in pairs
+        ]
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+    def _outer_terms(self, row: str, column: str) -> Terms:
+        """sum_t l_t l'_t^T (x) diag(s_t) P S_t P'^T diag(s'_t)."""
+        first, second, curvature = self.reaches[row], self.reaches[column], self.loss.curvature
+        if isinstance(curvature, PairCurvature):
+            return [self._pair_term(first, second, curvature)]
+        width, same = self.gradient.shape[1], row == column
+        seen = seen_through(curvature, first.port, second.port, width, self.X)
+        if first.scales is not None or second.scales is not None:
+            core = ScaledCore(seen, first.scales, second.scales, self.period)
+            return [Term(first.vectors, second.vectors, core)]
+        if not isinstance(curvature, ScalarCurvature):
+            return [Term(first.vectors, second.vectors, Plain(seen, self.period, len(self.X)))]
+        assert seen.shared is not None  # S = c I
+        moments = first.vectors.T @ second.vectors
+        return [Single((moments + moments.T) / 2 if same else moments, seen.shared, symmetric=same)]
+
+    def _pair_term(self, first: Reach, second: Reach, curvature: PairCurvature) -> Term:
+        """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with S_tu in the cores."""
+        left, right = first.vectors, second.vectors
+        groups, size = curvature.blocks.shape[:2]
+        p, q = (through(self.gradient[:1], reach.port).shape[1] for reach in (first, second))
+        checks.fits(
+            groups * size * size * (2 * p * q + left.shape[1] + right.shape[1]) * left.element_size(),
+            None,
+            "a block of a loss that mixes tokens",
+            "use fewer tokens, or products with @ of the whole matrix",
+        )
+        blocks = through(curvature.blocks, second.port)  # (groups, g, m, g, q)
+        blocks = through(blocks.movedim(2, -1), first.port).movedim(-1, 2)
+        if first.scales is not None:
+            blocks = blocks * first.scales.view(groups, size, p, 1, 1)
+        if second.scales is not None:
+            blocks = blocks * second.scales.view(groups, 1, 1, size, q)
+        return Term.over_pairs(left, right, blocks)
+
+    def _multiplication(
+        self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool
+    ) -> Multiplication:
+        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`, in closed form."""
+        shapes = [self.shapes[name] for name in given]
+
+        def multiply(columns: Tensor) -> Tensor:
+            parts = []
+            for start, stop in checks.chunks(columns.shape[1], 1, self._workspace, checks.memory_budget(None) // 2):
+                pieces = columns[:, start:stop].T.split([a * p for a, p in shapes], 1)
+                named = zip(given, pieces, shapes, strict=True)
+                directions = {name: piece.reshape(-1, *shape) for name, piece, shape in named}
+                pairs, at_input = self.product(directions, outer, functional)
+                answers = [at_input if name == "X" else _contracted(pairs[name]) for name in wanted]
+                parts.append(torch.cat([answer.flatten(1) for answer in answers], 1).T)
+            return torch.cat(parts, 1)
+
+        return multiply
+
+
+def _contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ_t l_t v_t^T, summed over the pairs: (n, a, p)."""
+    total = pairs[0][0].mT @ pairs[0][1]
+    for left, right in pairs[1:]:
+        total = total + left.mT @ right
+    return total

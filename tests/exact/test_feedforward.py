@@ -1,0 +1,390 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, vmap
+
+import curvoscope as cv
+from curvoscope.errors import (
+    DtypeError,
+    EmptyError,
+    LossError,
+    MemoryLimitError,
+    NonFiniteError,
+    RangeError,
+    ShapeError,
+)
+from curvoscope.exact.activations import ACTIVATIONS
+from curvoscope.operators.kronecker import KroneckerSum, Single, Term
+from curvoscope.theorems.autodiff import differentiate
+
+LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
+SMOOTH = ["gelu", "gelu_tanh", "silu"]
+TOLERANCE = 1e-10
+
+PRIMITIVES = {
+    "relu": lambda h: h.clamp_min(0),
+    "gelu": lambda h: h * (1 + torch.erf(h / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda h: h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2,
+    "silu": lambda h: h / (1 + torch.exp(-h)),
+}
+
+
+class Case:
+    """A layer, an input, a loss and what autodiff says of them."""
+
+    def __init__(self, sizes, batch, activation="gelu", kind="mse", gated=False, absent=(), seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        d, f, m = sizes
+        self.activation, self.gated = activation, gated
+        every = {
+            "W1": self.normal(d, f) / d**0.5,
+            "b1": self.normal(f),
+            "W2": self.normal(f, m) / f**0.5,
+            "b2": self.normal(m),
+        }
+        if gated:
+            every |= {"W_gate": self.normal(d, f) / d**0.5, "b_gate": self.normal(f)}
+        self.parameters = {name: values for name, values in every.items() if name not in absent}
+        given = {name: self.parameters.get(name) for name in ("W1", "b1", "W2", "b2", "W_gate", "b_gate")}
+        self.layer = cv.exact.FeedForward(**given, activation=activation)
+        self.X = self.normal(*batch, d)
+        self.loss = self.make_loss(kind, (*batch, m))
+
+    def normal(self, *shape):
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def make_loss(self, kind, shape):
+        Y = self.normal(*shape)
+        if kind == "mse":
+            return cv.losses.MSE(Y)
+        if kind == "cross-entropy":
+            targets = torch.randint(0, 5, shape[:-1], generator=self.generator)
+            return cv.losses.CrossEntropy(targets, self.normal(shape[-1], 5))
+        return {
+            "token": lambda F: ((F * Y).sum(-1).sin() + F.pow(3).sum(-1)).mean(),
+            "sequence": lambda F: (F * Y).sum((-1, -2)).pow(3).mean() + F.pow(4).mean(),
+            "batch": lambda F: (F * Y).sum().sin() + F.square().mean(),
+            "linear": lambda F: (F * Y).sum(),
+        }[kind]
+
+    def network(self, p):
+        x, phi = p.get("X", self.X), PRIMITIVES[self.activation]
+        h = x @ p["W1"] + p.get("b1", 0.0)
+        z = phi(x @ p["W_gate"] + p.get("b_gate", 0.0)) * h if self.gated else phi(h)
+        return z @ p["W2"] + p.get("b2", 0.0)
+
+    def truth(self):
+        return differentiate(self.network, self.loss, {**self.parameters, "X": self.X})
+
+    def hessian(self, **options):
+        return self.layer.hessian(self.X, self.loss, **{"wrt_input": True, **options})
+
+
+cases = st.fixed_dictionaries(
+    {
+        "sizes": st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
+        "batch": st.lists(st.integers(1, 2), min_size=1, max_size=2),
+        "activation": st.sampled_from(list(PRIMITIVES)),
+        "kind": st.sampled_from(LOSSES),
+        "gated": st.booleans(),
+        "absent": st.sets(st.sampled_from(["b1", "b2", "b_gate"])),
+        "seed": st.integers(0, 10**6),
+    }
+)
+
+
+def parts(H, truth):
+    return (H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)
+
+
+def largest(truth):
+    return max(block.abs().max() for block in truth.hessian.values())
+
+
+def assert_close(found, expected, scale=None):
+    assert found.shape == expected.shape
+    scale = expected.abs().max() if scale is None else scale
+    assert (found - expected).abs().max() <= TOLERANCE * (1e-8 + scale)
+
+
+class TestActivations:
+    @pytest.mark.parametrize("name", list(PRIMITIVES))
+    def test_derivatives(self, name):
+        h = torch.linspace(-6, 6, 241, dtype=torch.float64) + 1e-3
+        value, first, second = ACTIVATIONS[name](h)
+        assert_close(value, PRIMITIVES[name](h), 1)
+        assert_close(first, vmap(grad(PRIMITIVES[name]))(h), 1)
+        if name == "relu":
+            assert second is None
+        else:
+            assert_close(second, vmap(grad(grad(PRIMITIVES[name])))(h), 1)
+
+    @pytest.mark.parametrize(
+        ("name", "first", "second"), [("gelu", 1.1289, 0.7979), ("gelu_tanh", 1.1290, 0.7979), ("silu", 1.0998, 0.5)]
+    )
+    def test_largest_derivatives(self, name, first, second):
+        _, slope, bend = ACTIVATIONS[name](torch.linspace(-10, 10, 200001, dtype=torch.float64))
+        assert abs(slope.abs().max() - first) < 1e-4
+        assert abs(bend.abs().max() - second) < 1e-4
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    @pytest.mark.parametrize("name", SMOOTH)
+    def test_far_out(self, name, dtype):
+        """Past the reach of the density an activation is 0 or the identity, also where h³ overflows."""
+        far = torch.tensor([1e3, 1e20, torch.finfo(dtype).max / 4], dtype=dtype)
+        for h, slope in ((far, 1.0), (-far, 0.0)):
+            found = ACTIVATIONS[name](h)
+            for values, expected in zip(found, (slope * h, slope + 0 * h, 0 * h), strict=True):
+                assert torch.allclose(values, expected, atol=0.0)
+
+
+class TestAgainstAutodiff:
+    @settings(max_examples=25)
+    @given(options=cases)
+    def test_every_block_and_part(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(), case.truth()
+        assert H.names == [*case.parameters, "X"]
+        for name, values in case.parameters.items():
+            assert H.shapes[name] == (tuple(values.shape) if values.ndim == 2 else (1, len(values)))
+        assert H.shapes["X"] == (case.X[..., 0].numel(), case.X.shape[-1])
+        for part, blocks in parts(H, truth):
+            for row, column in itertools.product(H.names, repeat=2):
+                assert_close(part[row, column].dense(), blocks[row, column], largest(truth))
+
+    @settings(max_examples=12)
+    @given(options=cases)
+    def test_chosen_blocks(self, options):
+        case = Case(**options)
+        truth = case.truth()
+        for options in ({"wrt_input": False}, {"biases": False}):
+            H = case.hessian(**options)
+            biases = options.get("biases", True)
+            names = [name for name in case.parameters if biases or name.startswith("W")]
+            assert H.names == (names if "wrt_input" in options else [*names, "X"])
+            for row, column in itertools.product(H.names, repeat=2):
+                assert_close(H[row, column].dense(), truth.hessian[row, column], largest(truth))
+
+    @settings(max_examples=20)
+    @given(options=cases)
+    def test_products(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(), case.truth()
+        columns = case.normal(H.shape[1], 3)
+        for part, blocks in parts(H, truth):
+            matrix = torch.cat([torch.cat([blocks[row, column] for column in H.names], 1) for row in H.names])
+            scale = largest(truth) * H.shape[1]
+            assert_close(part @ columns, matrix @ columns, scale)
+            assert_close(part @ columns[:, 0], matrix @ columns[:, 0], scale)
+            for row, column in itertools.product(H.names, repeat=2):
+                few = case.normal(part[row, column].shape[1], 2)
+                assert_close(part[row, column] @ few, blocks[row, column] @ few, scale)
+
+    @settings(max_examples=12)
+    @given(options=cases)
+    def test_contractions(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(), case.truth()
+        for part, blocks in parts(H, truth):
+            for row, column in itertools.combinations_with_replacement(H.names, 2):
+                block, dense = part[row, column], blocks[row, column]
+                size = largest(truth) * dense.numel()
+                # the norm of a block that is zero by cancellation comes from its square, to half the digits
+                assert abs(block.frobenius_norm() - torch.linalg.norm(dense)) <= 1e-7 * size
+                assert abs(block.frobenius_norm() ** 2 - dense.square().sum()) <= TOLERANCE * size**2
+                assert abs(block.spectral_norm() - torch.linalg.matrix_norm(dense, 2)) <= TOLERANCE * size
+                if row == column:
+                    assert abs(block.trace() - dense.trace()) <= TOLERANCE * size
+                    assert_close(block.diagonal(), dense.diagonal(), size)
+                    assert_close(block.eigenvalues(), torch.linalg.eigvalsh((dense + dense.T) / 2), size)
+
+    @settings(max_examples=20)
+    @given(options=cases)
+    def test_forward_pass_and_jacobian(self, options):
+        case = Case(**options)
+        truth, jacobian = case.truth(), case.layer.jacobian(case.X)
+        assert list(jacobian) == [*case.parameters, "X"]
+        assert_close(case.layer(case.X), truth.output)
+        for name, matrix in jacobian.items():
+            assert_close(matrix, truth.jacobian[name], 1 + truth.jacobian[name].abs().max())
+
+    @pytest.mark.parametrize("gated", [False, True])
+    @pytest.mark.parametrize("kind", LOSSES)
+    def test_products_with_blocks_whose_cores_are_not_kept(self, kind, gated, monkeypatch):
+        case = Case((3, 4, 2), (2, 2), "silu", kind, gated)
+        H, truth = case.hessian(), case.truth()
+        pairs = list(itertools.combinations_with_replacement(H.names, 2))
+        made = {pair: H[pair] for pair in pairs}
+        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda limit: 1)
+        for pair in pairs:
+            columns = case.normal(made[pair].shape[1], 2)
+            for part, blocks in parts(H, truth):
+                assert_close(part[pair] @ columns, blocks[pair] @ columns, 100 * largest(truth))
+
+
+class TestStructure:
+    @settings(max_examples=12)
+    @given(options=cases)
+    def test_exact_identities(self, options):
+        case = Case(**options)
+        H = case.hessian()
+        for part in (H.outer, H.functional, H.total):
+            dense = part.dense()
+            assert torch.equal(dense, dense.T)
+        assert torch.equal(H.dense(), H.outer.dense() + H.functional.dense())
+        for row, column in itertools.combinations_with_replacement(H.names, 2):
+            total = H.outer[row, column].dense() + H.functional[row, column].dense()
+            assert torch.equal(H[row, column].dense(), total)
+            if "b2" in (row, column) or row == column == "W2":
+                assert not H.functional[row, column].dense().any()
+
+    @pytest.mark.parametrize("kind", LOSSES)
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_relu_has_no_functional_diagonal(self, kind, gated):
+        H = Case((3, 5, 2), (2, 4), "relu", kind, gated).hessian()
+        for name in H.names[:-1]:
+            assert H.functional[name].terms == ()
+            assert not H.functional[name].dense().any()
+            assert torch.equal(H[name].dense(), H.outer[name].dense())
+        assert H.functional["W1", "W2"].dense().abs().max() > 0
+        if not gated:
+            assert not H.functional["W1", "b1"].dense().any()
+            assert not H.functional["X"].dense().any()
+
+    @pytest.mark.parametrize("activation", SMOOTH)
+    def test_smooth_activations_have_one_by_hidden_unit(self, activation):
+        """H_f(W1, W1)[ae, bg] = 0 unless e = g, and is not small there."""
+        H = Case((3, 5, 2), (2, 4), activation).hessian()
+        block = H.functional["W1"].dense().view(3, 5, 3, 5)
+        within = torch.eye(5, dtype=torch.bool)[:, None, :].expand(5, 3, 5).expand(3, 5, 3, 5)
+        assert not block[~within].any()
+        assert H.functional["W1"].frobenius_norm() > 0.02 * H.outer["W1"].frobenius_norm()
+
+    def test_blocks_are_kronecker_sums(self):
+        for kind, plain in (("mse", Single), ("cross-entropy", Term), ("batch", Term)):
+            H = Case((3, 4, 2), (5,), "gelu", kind).hessian(wrt_input=False)
+            for row, column in itertools.combinations_with_replacement(H.names, 2):
+                assert isinstance(H.outer[row, column], KroneckerSum)
+                behind = {row, column} <= {"W2", "b2"}
+                assert [type(term) for term in H.outer[row, column].terms] == [plain if behind else Term]
+
+    @pytest.mark.parametrize("kind", ["mse", "cross-entropy", "batch"])
+    def test_relu_gauge(self, kind):
+        """The layer does not see (W1, b1) -> (W1, b1) E, W2 -> E^-1 W2 for a positive diagonal E."""
+        case = Case((10, 20, 7), (3, 5), "relu", kind)
+        leaves = {name: values.clone().requires_grad_() for name, values in case.parameters.items()}
+        g1, gb, g2 = torch.autograd.grad(case.loss(case.network(leaves)), [leaves[n] for n in ("W1", "b1", "W2")])
+        D, W = case.normal(20), case.parameters
+        zero = torch.zeros(7, dtype=torch.float64)
+        direction = torch.cat([(W["W1"] * D).flatten(), W["b1"] * D, -(D[:, None] * W["W2"]).flatten(), zero])
+        expected = torch.cat([-(g1 * D).flatten(), -gb * D, (D[:, None] * g2).flatten(), zero])
+        assert_close(case.hessian(wrt_input=False) @ direction, expected)
+
+    def test_bias_is_a_constant_feature(self):
+        """x -> [x, 1] and W1 -> [W1; b1]: the blocks of b1 are the last rows of the wider W1."""
+        case = Case((3, 4, 2), (6,), "silu", "cross-entropy")
+        W = case.parameters
+        wide = cv.exact.FeedForward(torch.cat([W["W1"], W["b1"][None]]), None, W["W2"], W["b2"], "silu")
+        H = wide.hessian(torch.cat([case.X, torch.ones(6, 1, dtype=torch.float64)], 1), case.loss)
+        block = H["W1"].dense()
+        assert_close(case.hessian()["W1", "b1"].dense(), block[:12, 12:])
+        assert_close(case.hessian()["b1"].dense(), block[12:, 12:])
+
+    def test_tokens_do_not_mix(self):
+        """The input's block is kept by token, so that a long input costs no square matrix."""
+        block = Case((4, 8, 3), (3, 1000), "gelu", "cross-entropy").hessian()["X"]
+        assert block.blocks.shape == (3000, 4, 4)
+        values = block.eigenvalues()
+        assert abs(values.square().sum().sqrt() - block.frobenius_norm()) < 1e-10 * block.frobenius_norm()
+
+    def test_contractions_at_a_larger_size(self):
+        """Trace and norm of (W1, W1) as printed: no entry is needed."""
+        case = Case((6, 24, 5), (2, 30), "gelu", "mse")
+        H, W = case.hessian(), case.parameters
+        x = case.X.flatten(0, 1)
+        h = (x @ W["W1"] + W["b1"]).requires_grad_()
+        slope = torch.autograd.grad(torch.nn.functional.gelu(h).sum(), h, create_graph=True)[0]
+        bend = torch.autograd.grad(slope.sum(), h)[0]
+        slope, c = slope.detach(), 2 / (60 * 5)
+        q = bend * (c * (case.layer(case.X) - case.loss.Y).flatten(0, 1) @ W["W2"].T)
+        cores = c * slope[:, :, None] * (W["W2"] @ W["W2"].T) * slope[:, None, :] + torch.diag_embed(q)
+        trace = (x.square().sum(1) * cores.diagonal(dim1=1, dim2=2).sum(1)).sum()
+        squared = ((x @ x.T).square() * torch.einsum("tef,uef->tu", cores, cores)).sum()
+        assert abs(H["W1"].trace() - trace) < 1e-10 * trace
+        assert abs(H["W1"].frobenius_norm() ** 2 - squared) < 1e-10 * squared
+
+    def test_dtype_is_kept(self):
+        case = Case((3, 4, 2), (2, 3), "gelu_tanh", "mse", gated=True)
+        layer = cv.exact.FeedForward(
+            **{name: values.float() for name, values in case.parameters.items()}, activation="gelu_tanh"
+        )
+        H = layer.hessian(case.X.float(), cv.losses.MSE(case.loss.Y.float()), wrt_input=True)
+        assert H.dense().dtype == torch.float32
+        assert (H.dense() - case.hessian().dense()).abs().max() < 1e-5
+
+
+class TestErrors:
+    W1, W2 = torch.ones(3, 4, dtype=torch.float64), torch.ones(4, 2, dtype=torch.float64)
+    b1, b2 = torch.ones(4, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    X = torch.ones(5, 3, dtype=torch.float64)
+
+    @pytest.mark.parametrize(
+        ("changed", "error", "argument"),
+        [
+            ({"W1": b1}, ShapeError, "W1"),
+            ({"W2": W1}, ShapeError, "W2"),
+            ({"W2": W2[0]}, ShapeError, "W2"),
+            ({"W2": W2.float()}, DtypeError, "W2"),
+            ({"W1": torch.ones(3, 4, dtype=torch.int64)}, DtypeError, "W1"),
+            ({"W1": W1[:0]}, EmptyError, "W1"),
+            ({"b1": b2}, ShapeError, "b1"),
+            ({"b1": b1[None]}, ShapeError, "b1"),
+            ({"b2": b1}, ShapeError, "b2"),
+            ({"b2": b2 * torch.nan}, NonFiniteError, "b2"),
+            ({"W_gate": W1[:, :3]}, ShapeError, "W_gate"),
+            ({"W_gate": W1, "b_gate": b2}, ShapeError, "b_gate"),
+            ({"b_gate": b1}, RangeError, "b_gate"),
+            ({"activation": "swish"}, RangeError, "activation"),
+        ],
+    )
+    def test_weights(self, changed, error, argument):
+        with pytest.raises(error) as caught:
+            cv.exact.FeedForward(**{"W1": self.W1, "b1": self.b1, "W2": self.W2, "b2": self.b2, **changed})
+        assert caught.value.argument == argument
+
+    @pytest.mark.parametrize(
+        ("X", "error"),
+        [
+            (torch.ones(5, 4, dtype=torch.float64), ShapeError),
+            (torch.ones(3, dtype=torch.float64), ShapeError),
+            (torch.ones(0, 3, dtype=torch.float64), EmptyError),
+            (torch.ones(5, 3), DtypeError),
+            (torch.full((5, 3), torch.nan, dtype=torch.float64), NonFiniteError),
+            (torch.full((5, 3), 1e308, dtype=torch.float64), NonFiniteError),
+            (torch.full((5, 3), -1e308, dtype=torch.float64), NonFiniteError),
+        ],
+    )
+    @pytest.mark.parametrize("method", ["__call__", "jacobian", "hessian"])
+    def test_input(self, X, error, method):
+        layer = cv.exact.FeedForward(self.W1, self.b1, self.W2, self.b2)
+        arguments = (X, torch.sum) if method == "hessian" else (X,)
+        with pytest.raises(error) as caught:
+            getattr(layer, method)(*arguments)
+        assert caught.value.argument == "X"
+
+    def test_losses_and_memory(self, monkeypatch):
+        layer = cv.exact.FeedForward(self.W1, None, self.W2, None)
+        with pytest.raises(ShapeError) as caught:
+            layer.hessian(self.X, cv.losses.MSE(self.X))
+        assert caught.value.argument == "Y"
+        with pytest.raises(LossError):
+            layer.hessian(self.X, lambda F: F)
+        with pytest.raises(MemoryLimitError, match="dense block"):
+            layer.hessian(self.X, torch.sum).dense(memory_limit=100)
+        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda limit: 1)
+        with pytest.raises(MemoryLimitError, match="Jacobian"):
+            layer.jacobian(self.X)

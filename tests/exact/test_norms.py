@@ -1,0 +1,445 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, jacfwd, jacrev
+
+import curvoscope as cv
+from curvoscope.errors import (
+    DtypeError,
+    EmptyError,
+    LossError,
+    MemoryLimitError,
+    NonFiniteError,
+    RangeError,
+    ShapeError,
+)
+from curvoscope.operators.kronecker import KroneckerSum, Single, Term
+from curvoscope.theorems.autodiff import differentiate
+
+LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
+NORMS = ["layer", "layer without beta", "rms"]
+TOLERANCE = 1e-10
+
+
+def normalised(x, centred, eps):
+    """x̂ from primitives: the native layer norm is wrong under nested transforms."""
+    c = x - x.mean(-1, keepdim=True) if centred else x
+    return c / (c.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+class Case:
+    """A norm, an input, a loss and what autodiff says of them."""
+
+    def __init__(self, d, batch, norm="layer", kind="mse", eps=1e-2, seed=0, constant=False):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.centred, self.eps = norm != "rms", eps
+        self.parameters = {"gamma": self.normal(d)}
+        if norm == "layer":
+            self.parameters["beta"] = self.normal(d)
+        self.X = self.normal(*batch, d)
+        if constant:
+            self.X[..., 0, :] = 0.1 if self.centred else 0.0
+        self.layer = {
+            "layer": lambda: cv.exact.LayerNorm(self.parameters["gamma"], self.parameters["beta"], eps),
+            "layer without beta": lambda: cv.exact.LayerNorm(self.parameters["gamma"], eps=eps),
+            "rms": lambda: cv.exact.RMSNorm(self.parameters["gamma"], eps),
+        }[norm]()
+        self.loss = self.make_loss(kind, (*batch, d))
+
+    def normal(self, *shape):
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def make_loss(self, kind, shape):
+        Y = self.normal(*shape)
+        if kind == "mse":
+            return cv.losses.MSE(Y)
+        if kind == "cross-entropy":
+            targets = torch.randint(0, 5, shape[:-1], generator=self.generator)
+            return cv.losses.CrossEntropy(targets, self.normal(shape[-1], 5))
+        return {
+            "token": lambda F: ((F * Y).sum(-1).sin() + F.pow(3).sum(-1)).mean(),
+            "sequence": lambda F: (F * Y).sum((-1, -2)).pow(3).mean() + F.pow(4).mean(),
+            "batch": lambda F: (F * Y).sum().sin() + F.square().mean(),
+            "linear": lambda F: (F * Y).sum(),
+        }[kind]
+
+    def network(self, p):
+        return p["gamma"] * normalised(p.get("X", self.X), self.centred, self.eps) + p.get("beta", 0.0)
+
+    def truth(self, wrt_input=True):
+        parameters = {**self.parameters, "X": self.X} if wrt_input else self.parameters
+        return differentiate(self.network, self.loss, parameters)
+
+    def hessian(self, wrt_input=True):
+        return self.layer.hessian(self.X, self.loss, wrt_input=wrt_input)
+
+    def scale(self, truth):
+        """The size that rounding errors are measured by: the entries, and what cancels in them where σ is small."""
+        cancelling = truth.loss_gradient.abs().max() * self.parameters["gamma"].abs().max()
+        entries = max(block.abs().max() for block in truth.hessian.values())
+        return entries + cancelling / self.layer.sigma(self.X).min() ** 2
+
+
+cases = st.fixed_dictionaries(
+    {
+        "d": st.integers(1, 5),
+        "batch": st.lists(st.integers(1, 3), min_size=1, max_size=2),
+        "norm": st.sampled_from(NORMS),
+        "kind": st.sampled_from(LOSSES),
+        "eps": st.sampled_from([1e-5, 1e-2, 1.0]),
+        "seed": st.integers(0, 10**6),
+        "constant": st.booleans(),
+    }
+)
+
+
+def parts(H, truth):
+    return (H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)
+
+
+def assert_close(found, expected, scale=None):
+    assert found.shape == expected.shape
+    scale = expected.abs().max() if scale is None else scale
+    assert (found - expected).abs().max() <= TOLERANCE * (1e-8 + scale)
+
+
+def rows(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def curvature_tensor(x, centred, eps):
+    """d²x̂_a/dx_b dx_c of one row by autodiff, (d, d, d)."""
+    return jacfwd(jacrev(lambda v: normalised(v, centred, eps)))(x)
+
+
+class TestAgainstAutodiff:
+    @settings(max_examples=40)
+    @given(options=cases)
+    def test_every_block_and_part(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(), case.truth()
+        d = len(case.parameters["gamma"])
+        assert H.names == [*case.parameters, "X"]
+        assert H.shapes == {**dict.fromkeys(case.parameters, (1, d)), "X": (case.X.numel() // d, d)}
+        for part, blocks in parts(H, truth):
+            for row, column in itertools.product(H.names, repeat=2):
+                assert_close(part[row, column].dense(), blocks[row, column], case.scale(truth))
+
+    @settings(max_examples=25)
+    @given(options=cases)
+    def test_weights_alone(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(wrt_input=False), case.truth(wrt_input=False)
+        assert H.names == list(case.parameters)
+        for row, column in itertools.product(H.names, repeat=2):
+            assert H.functional[row, column].terms == ()
+            assert_close(H[row, column].dense(), truth.hessian[row, column], case.scale(truth))
+
+    @settings(max_examples=25)
+    @given(options=cases)
+    def test_products(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(), case.truth()
+        columns = case.normal(H.shape[1], 3)
+        for part, blocks in parts(H, truth):
+            matrix = torch.cat([torch.cat([blocks[row, column] for column in H.names], 1) for row in H.names])
+            assert_close(part @ columns, matrix @ columns, case.scale(truth) * H.shape[1])
+            assert_close(part @ columns[:, 0], matrix @ columns[:, 0], case.scale(truth) * H.shape[1])
+            for row, column in itertools.product(H.names, repeat=2):
+                few = case.normal(part[row, column].shape[1], 2)
+                assert_close(part[row, column] @ few, blocks[row, column] @ few, case.scale(truth) * H.shape[1])
+
+    @settings(max_examples=25)
+    @given(options=cases)
+    def test_contractions(self, options):
+        case = Case(**options)
+        H, truth = case.hessian(), case.truth()
+        for part, blocks in parts(H, truth):
+            for row, column in itertools.product(H.names, repeat=2):
+                block, dense = part[row, column], blocks[row, column]
+                size = case.scale(truth) * dense.numel()
+                assert abs(block.frobenius_norm() - torch.linalg.norm(dense)) <= TOLERANCE * size
+                assert abs(block.spectral_norm() - torch.linalg.matrix_norm(dense, 2)) <= TOLERANCE * size
+                if row == column:
+                    assert abs(block.trace() - dense.trace()) <= TOLERANCE * size
+                    assert_close(block.diagonal(), dense.diagonal(), size)
+                    assert_close(block.eigenvalues(), torch.linalg.eigvalsh((dense + dense.T) / 2), size)
+
+    @settings(max_examples=25)
+    @given(options=cases)
+    def test_forward_pass_and_jacobians(self, options):
+        case = Case(**options)
+        truth, jacobian = case.truth(), case.layer.jacobian(case.X)
+        assert list(jacobian) == [*case.parameters, "X"]
+        assert_close(case.layer(case.X), truth.output)
+        assert_close(case.layer.x_hat(case.X), normalised(case.X, case.centred, case.eps), 1)
+        for name, matrix in jacobian.items():
+            assert_close(matrix, truth.jacobian[name], 1 + truth.jacobian[name].abs().max())
+        d = case.X.shape[-1]
+        single = torch.stack(
+            [jacrev(lambda x: case.network({**case.parameters, "X": x}))(x) for x in case.X.view(-1, d)]
+        )
+        assert_close(case.layer.input_jacobian(case.X), single, 1 + single.abs().max())
+
+    @settings(max_examples=40)
+    @given(options=cases)
+    def test_contracted_second_derivative(self, options):
+        case = Case(**options)
+        d, gradient = case.X.shape[-1], case.normal(*case.X.shape)
+        gamma = case.parameters["gamma"]
+
+        def weighted(x, g):
+            return (g * gamma * normalised(x, case.centred, case.eps)).sum()
+
+        pairs = zip(case.X.view(-1, d), gradient.view(-1, d), strict=True)
+        expected = torch.stack([jacfwd(grad(weighted))(x, g) for x, g in pairs])
+        found = case.layer.second_derivative(case.X, gradient)
+        assert_close(found, expected, expected.abs().max() + 10 / case.layer.sigma(case.X).min() ** 2)
+        assert torch.equal(found, found.mT)
+
+    @pytest.mark.parametrize("kind", LOSSES)
+    def test_products_with_blocks_whose_cores_are_not_kept(self, kind, monkeypatch):
+        case = Case(4, (2, 3), "layer", kind)
+        H, truth = case.hessian(), case.truth()
+        pairs = list(itertools.combinations_with_replacement(H.names, 2))
+        made = {pair: H[pair] for pair in pairs}
+        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda limit: 1)
+        for pair in pairs:
+            columns = case.normal(made[pair].shape[1], 2)
+            for part, blocks in parts(H, truth):
+                assert_close(part[pair] @ columns, blocks[pair] @ columns, 100 * case.scale(truth))
+
+
+class TestStructure:
+    @settings(max_examples=40)
+    @given(options=cases)
+    def test_exact_identities(self, options):
+        case = Case(**options)
+        H = case.hessian()
+        for part in (H.outer, H.functional, H.total):
+            dense = part.dense()
+            assert torch.equal(dense, dense.T)
+        assert torch.equal(H.dense(), H.outer.dense() + H.functional.dense())
+        for row, column in itertools.product(H.names, repeat=2):
+            total = H.outer[row, column].dense() + H.functional[row, column].dense()
+            assert torch.equal(H[row, column].dense(), total)
+
+    @pytest.mark.parametrize("kind", ["mse", "cross-entropy", "batch"])
+    def test_blocks_of_weights_are_kronecker_sums(self, kind):
+        H = Case(4, (3,), "layer", kind).hessian()
+        for row, column in itertools.combinations_with_replacement(["gamma", "beta"], 2):
+            assert isinstance(H.outer[row, column], KroneckerSum)
+            only_beta = row == column == "beta" and kind == "mse"
+            assert [type(term) for term in H.outer[row, column].terms] == [Single if only_beta else Term]
+
+    @pytest.mark.parametrize("kind", ["mse", "cross-entropy", "token"])
+    def test_tokens_do_not_mix(self, kind):
+        """The input's block is kept by token, so that a long input costs no square matrix."""
+        case = Case(4, (3, 2000), "layer", kind)
+        block = case.hessian()["X"]
+        assert block.blocks.shape == (6000, 4, 4)
+        assert len(block.eigenvalues()) == 24000
+        assert abs(block.eigenvalues().sum() - block.trace()) < 1e-9 * block.frobenius_norm() * 24000**0.5
+        with pytest.raises(MemoryLimitError):
+            block.dense(memory_limit=10**6)
+
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_invariances(self, norm):
+        """LN(x + c) = LN(x); with eps = 0 also N(s x) = N(x): the gradient is of degree -1 in x, so H x = -g."""
+        case = Case(6, (2, 5), norm, "sequence", eps=0.0)
+        H, truth = case.hessian(), case.truth()
+        weights = sum(v.numel() for v in case.parameters.values())
+        direction = torch.zeros(H.shape[0], dtype=torch.float64)
+        direction[weights:] = case.X.flatten()
+        expected = torch.zeros_like(direction)
+        expected[weights:] = -truth.gradient["X"].flatten()
+        assert_close(H @ direction, expected, case.scale(truth) * 10)
+        J = case.layer.input_jacobian(case.X)
+        assert (J @ case.X.view(-1, 6, 1)).abs().max() < 1e-13 * J.abs().max() * 10
+        if case.centred:
+            direction[weights:] = 1.0
+            assert (H @ direction).abs().max() < 1e-12 * case.scale(truth)
+            assert J.sum(-1).abs().max() < 1e-13 * J.abs().max()
+
+    @pytest.mark.parametrize("eps", [1e-5, 0.5])
+    @pytest.mark.parametrize("norm", ["layer", "rms"])
+    def test_spectrum_of_the_jacobian(self, norm, eps):
+        d = 6
+        layer = _plain(norm, d, eps)
+        X = rows(1, 4, d)
+        sigma = layer.sigma(X)[:, None]
+        zeros = torch.zeros(4, 1 if norm == "layer" else 0, dtype=torch.float64)
+        many = (1 / sigma).expand(-1, d - 1 - zeros.shape[1])
+        expected = torch.cat([zeros, eps / sigma**3, many], 1).sort(-1).values
+        assert_close(torch.linalg.eigvalsh(layer.input_jacobian(X)), expected)
+        # the scale direction is annihilated up to eps
+        x_hat = layer.x_hat(X)
+        assert_close((layer.input_jacobian(X) @ x_hat[..., None])[..., 0], eps / sigma**3 * x_hat, 1)
+
+    def test_spectrum_of_the_contraction(self):
+        """Without eps: 0 along 1, -a/(dσ²) d-3 times, and a 2 x 2 matrix in the plane of x̂ and P g."""
+        d, X, g = 7, rows(2, 5, 7), rows(3, 5, 7)
+        layer = _plain("layer", d, 0.0)
+        values = torch.linalg.eigvalsh(layer.second_derivative(X, g))
+        for x_hat, sigma, gradient, found in zip(layer.x_hat(X), layer.sigma(X), g, values, strict=True):
+            a = gradient @ x_hat
+            b = torch.linalg.norm(gradient - gradient.mean() - a / d * x_hat)
+            plane = torch.tensor([[0.0, b * d**0.5], [b * d**0.5, a]], dtype=torch.float64)
+            expected = torch.cat([torch.zeros(1), a.expand(d - 3), torch.linalg.eigvalsh(plane)])
+            assert_close(found, (-expected / (d * sigma**2)).sort().values)
+
+    @pytest.mark.parametrize("eps", [1e-5, 0.3, 1.0, 30.0, 0.0])
+    @pytest.mark.parametrize("d", [1, 2, 3, 4, 6])
+    @pytest.mark.parametrize("norm", ["layer", "rms"])
+    def test_exact_norms(self, norm, d, eps):
+        eps = 1e-3 if norm == "layer" and d == 1 else eps  # one feature has no variance: σ = √eps
+        layer, X, centred = _plain(norm, d, eps), rows(d, 4, d), norm == "layer"
+        jacobians, tensors = [], []
+        for x in X:
+            jacobians.append(jacrev(lambda v: normalised(v, centred, eps))(x))
+            tensors.append(curvature_tensor(x, centred, eps))
+        first, second, size = torch.stack(jacobians), torch.stack(tensors), layer.sigma(X) ** -2
+        assert_close(layer.jacobian_norm(X), torch.linalg.matrix_norm(first, 2), 1 / layer.sigma(X).min())
+        flat = torch.linalg.matrix_norm(second.reshape(4, d * d, d), 2)
+        assert_close(layer.second_derivative_norm(X, flattened=True), flat, size.max())
+        found = layer.second_derivative_norm(X)
+        assert ((found - _largest_cube(second)).abs() <= 1e-6 * found + 1e-12 * size).all()
+        assert (found <= layer.second_derivative_norm(X, flattened=True) * (1 + 1e-12)).all()
+
+    def test_norms_without_eps_and_uniform_bounds(self):
+        X = rows(5, 50, 8)
+        layer = _plain("layer", 8, 0.0)
+        sigma = X.std(-1, correction=0)
+        assert_close(layer.jacobian_norm(X), 1 / sigma)
+        assert_close(layer.second_derivative_norm(X), 2 / (24**0.5 * sigma**2))
+        assert_close(layer.second_derivative_norm(X, flattened=True), (6 / 8) ** 0.5 / sigma**2)
+        for scale in (1e-3, 1.0, 1e3):
+            layer = _plain("layer", 8, 1e-4)
+            assert (layer.jacobian_norm(scale * X) <= 1e2).all()
+            assert (layer.second_derivative_norm(scale * X) <= 2 / 24**0.5 * 1e4).all()
+
+    @pytest.mark.parametrize("norm", ["layer", "rms"])
+    def test_constant_rows(self, norm):
+        """Variance 0 with eps > 0: x̂ = 0 and J = P/√eps exactly, and no curvature."""
+        layer = _plain(norm, 3, 1e-4)
+        X = torch.full((2, 3), 0.1 if norm == "layer" else 0.0, dtype=torch.float64)
+        assert torch.equal(layer.x_hat(X), torch.zeros_like(X))
+        P = torch.eye(3, dtype=torch.float64) - (1 / 3 if norm == "layer" else 0.0)
+        assert_close(layer.input_jacobian(X), (P / 1e-2).expand(2, 3, 3))
+        assert not layer.second_derivative(X, rows(0, 2, 3)).any()
+        assert not layer.second_derivative_norm(X).any()
+        assert_close(layer.jacobian_norm(X), torch.full((2,), 100.0, dtype=torch.float64))
+
+    def test_one_feature(self):
+        """LayerNorm of one feature is constant: all curvature is that of beta."""
+        case = Case(1, (4,), "layer")
+        H = case.hessian()
+        assert torch.equal(case.layer(case.X), case.parameters["beta"].expand(4, 1))
+        expected = torch.zeros(6, 6, dtype=torch.float64)
+        expected[1, 1] = 2.0
+        assert_close(H.dense(), expected)
+        assert not case.layer.jacobian_norm(case.X).any()
+
+    def test_large_offsets_keep_their_digits(self):
+        """A common offset that float64 holds exactly changes nothing."""
+        X = (rows(6, 3, 4) * 2**20).round() / 2**20
+        layer = _plain("layer", 4, 1e-5)
+        assert_close(layer.x_hat(X + 2**30), layer.x_hat(X))
+
+    def test_dtype_is_kept(self):
+        case = Case(4, (2, 3), "layer", "mse", eps=1.0)
+        layer = cv.exact.LayerNorm(case.parameters["gamma"].float(), case.parameters["beta"].float(), 1.0)
+        H = layer.hessian(case.X.float(), cv.losses.MSE(case.loss.Y.float()), wrt_input=True)
+        assert H.dense().dtype == torch.float32
+        assert (H.dense() - case.hessian().dense()).abs().max() < 1e-5
+
+
+def _plain(norm, d, eps):
+    gamma = torch.ones(d, dtype=torch.float64)
+    return cv.exact.LayerNorm(gamma, eps=eps) if norm == "layer" else cv.exact.RMSNorm(gamma, eps)
+
+
+def _largest_cube(tensors):
+    """max |T(u, u, u)| over unit u of symmetric tensors (n, d, d, d), by the shifted power method from many starts."""
+    d = tensors.shape[-1]
+    u = rows(9, len(tensors), 40, d)
+    u = u / u.norm(dim=-1, keepdim=True)
+    shift = tensors.flatten(1).norm(dim=1)[:, None, None]
+    for _ in range(400):
+        u = torch.einsum("nabc,nsb,nsc->nsa", tensors, u, u) + shift * u
+        u = u / u.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return torch.einsum("nabc,nsa,nsb,nsc->ns", tensors, u, u, u).abs().amax(1)
+
+
+class TestErrors:
+    gamma = torch.ones(3, dtype=torch.float64)
+    X = rows(0, 5, 3)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "argument"),
+        [
+            ((gamma[None],), ShapeError, "gamma"),
+            ((gamma, gamma[:2]), ShapeError, "beta"),
+            ((gamma, gamma[:, None]), ShapeError, "beta"),
+            ((gamma, gamma.float()), DtypeError, "beta"),
+            ((torch.ones(3, dtype=torch.int64),), DtypeError, "gamma"),
+            ((gamma[:0],), EmptyError, "gamma"),
+            ((gamma * torch.nan,), NonFiniteError, "gamma"),
+            ((gamma, None, -1e-5), RangeError, "eps"),
+            ((gamma, None, float("nan")), RangeError, "eps"),
+            ((gamma, None, float("inf")), RangeError, "eps"),
+        ],
+    )
+    def test_weights(self, arguments, error, argument):
+        with pytest.raises(error) as caught:
+            cv.exact.LayerNorm(*arguments)
+        assert caught.value.argument == argument
+
+    @pytest.mark.parametrize(
+        ("X", "error"),
+        [
+            (torch.ones(5, 4, dtype=torch.float64), ShapeError),
+            (torch.ones(3, dtype=torch.float64), ShapeError),
+            (torch.ones(0, 3, dtype=torch.float64), EmptyError),
+            (torch.ones(5, 3), DtypeError),
+            (torch.full((5, 3), torch.inf, dtype=torch.float64), NonFiniteError),
+            (1e200 * X, NonFiniteError),
+        ],
+    )
+    @pytest.mark.parametrize("method", ["__call__", "jacobian", "hessian", "sigma", "jacobian_norm"])
+    @pytest.mark.parametrize("norm", [cv.exact.LayerNorm, cv.exact.RMSNorm])
+    def test_input(self, norm, X, error, method):
+        arguments = (X, torch.sum) if method == "hessian" else (X,)
+        with pytest.raises(error) as caught:
+            getattr(norm(self.gamma), method)(*arguments)
+        assert caught.value.argument == "X"
+
+    @pytest.mark.parametrize("row", [0.0, 0.1, 1e-170])
+    def test_variance_zero_without_eps(self, row):
+        X = self.X.clone()
+        X[3] = row * (torch.arange(3) if row < 1e-100 else 1)
+        with pytest.raises(RangeError, match=r"eps: got 0\.0, and row 3 of X has variance .*use eps > 0"):
+            cv.exact.LayerNorm(self.gamma, eps=0.0).hessian(X, torch.sum)
+        if row < 0.1:
+            with pytest.raises(RangeError, match=r"eps: .*row 3 of X"):
+                cv.exact.RMSNorm(self.gamma, 0.0)(X)
+        assert torch.isfinite(cv.exact.LayerNorm(self.gamma)(X)).all()
+
+    def test_one_feature_without_eps(self):
+        with pytest.raises(RangeError, match="eps"):
+            cv.exact.LayerNorm(self.gamma[:1], eps=0.0)(self.X[:, :1])
+
+    def test_gradient_and_losses(self, monkeypatch):
+        layer = cv.exact.LayerNorm(self.gamma)
+        for gradient, error in ((self.X[:4], ShapeError), (self.X.float(), DtypeError)):
+            with pytest.raises(error) as caught:
+                layer.second_derivative(self.X, gradient)
+            assert caught.value.argument == "gradient"
+        with pytest.raises(LossError):
+            layer.hessian(self.X, lambda F: F)
+        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda limit: 1)
+        with pytest.raises(MemoryLimitError, match="Jacobian"):
+            layer.jacobian(self.X)
