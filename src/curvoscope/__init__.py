@@ -1,8 +1,11 @@
 """Curvoscope: the loss Hessian of a Transformer, block by block."""
 
 from curvoscope import exact, losses
+from curvoscope.blocks import Blocks
+from curvoscope.curvature import hessian
 from curvoscope.errors import CurvoscopeError
 from curvoscope.estimate import Estimate
+from curvoscope.models.families import blocks_of
 from curvoscope.operators import BlockHessian, BlockMatrix, KroneckerSum, LinearOperator
 
 __version__ = "0.1.0.dev0"
@@ -10,10 +13,13 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "BlockHessian",
     "BlockMatrix",
+    "Blocks",
     "CurvoscopeError",
     "Estimate",
     "KroneckerSum",
     "LinearOperator",
+    "blocks_of",
     "exact",
+    "hessian",
     "losses",
 ]

@@ -74,11 +74,6 @@ class Graph:
         self._roots = {name: edge for name, edge in roots if edge is not None}
         self.nbytes = _saved_bytes(self._roots.values(), {_address(leaf) for leaf in leaves.values()})
 
-    @property
-    def names(self) -> set[str]:
-        """Parameters that the graph has derivatives for."""
-        return set(self._leaves)
-
     def product(self, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str], many: bool) -> dict[str, Tensor]:
         """The product of `part` with vectors shaped like the parameters, where it is not zero.
 
@@ -108,7 +103,7 @@ def _backward(
 ) -> list[Tensor | None]:
     """d<outputs, directions>/d inputs; None stands for zero."""
     starts = [(o, d) for o, d in zip(outputs, directions, strict=True) if o is not None and d is not None]
-    ends = [end for end in inputs if end is not None]
+    ends: Any = [end for end in inputs if end is not None]
     if not starts or not ends:
         return [None] * len(inputs)
     found = iter(
@@ -137,9 +132,7 @@ def _saved_bytes(edges: Any, known: set[int]) -> int:
         node = stack.pop()
         kind = type(node)
         if kind not in _saved_names:
-            _saved_names[kind] = [
-                name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"
-            ]
+            _saved_names[kind] = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
         for name in _saved_names[kind]:
             value = getattr(node, name)
             for tensor in value if isinstance(value, tuple | list) else (value,):

@@ -1,5 +1,6 @@
 """The layer that a block belongs to, for the split at the layer's own output."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,21 +11,21 @@ from curvoscope.errors import ModelError
 _COMPOSITE = (".attn.", ".mlp.")  # names of blocks whose layer is more than the projection that holds the weight
 
 
-def layer_of(model: nn.Module, block: Block) -> str:
+def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> str:
     """Path of the module at whose output the Hessian of `block` is split.
 
-    It is the module that owns the weight. Where that is a mere projection of an attention or feed-forward layer
-    ("h.0.attn.Q" in nn.Linear or Conv1D), it is the module around it.
+    It is the module that owns the weight; `paths` says where a parameter stands. Where that is a mere projection of an
+    attention or feed-forward layer ("h.0.attn.Q" in nn.Linear or Conv1D), it is the module around it.
     """
-    paths = set()
+    found = set()
     for piece in block.pieces:
-        path = piece.parameter.rpartition(".")[0]
+        path = paths[piece.parameter].rpartition(".")[0]
         owner = model.get_submodule(path)
         inside = any(part in f".{block.name}." for part in _COMPOSITE)
-        paths.add(path.rpartition(".")[0] if inside and not any(owner.children()) else path)
-    if len(paths) > 1:
-        raise ModelError(block.name, f"lies in several modules, {', '.join(sorted(paths))}; use split='model'")
-    return paths.pop()
+        found.add(path.rpartition(".")[0] if inside and not any(owner.children()) else path)
+    if len(found) > 1:
+        raise ModelError(block.name, f"lies in several modules, {', '.join(sorted(found))}; use split='model'")
+    return found.pop()
 
 
 class Tap:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
+from curvoscope.operators.safety import same_randomness
 
 _FORMS = "expected (inputs, targets), inputs being a tensor, a tuple or a dict, or a dict with the key 'labels'"
 _HASHED = 65536  # numbers of a tensor that the fingerprint reads, evenly spread
@@ -39,7 +40,8 @@ class Batch:
         def moved(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
+            leaf = leaf.clone() if leaf.is_inference() else leaf.detach()
+            return leaf.to(device, dtype if leaf.is_floating_point() else None)
 
         arguments, keywords, targets = tree_map(moved, (self.arguments, self.keywords, self.targets))
         return Batch(arguments, keywords, targets, self.index)
@@ -82,18 +84,19 @@ class Batches:
             raise RangeError("micro_batch", f"got {micro_batch}, expected at least 1 row")
         if isinstance(source, Mapping | Tensor):
             raise BatchError("batches", f"got one {type(source).__name__}; put it into a list: [(inputs, targets)]")
-        if iter(source) is source:
+        if isinstance(source, Iterator):
             name = type(source).__name__
             raise BatchError("batches", f"a {name} can be walked only once, and products need many passes: list(...)")
         self._source, self._micro_batch = source, micro_batch
         self._prints: list[bytes] | None = None
-        first = [batch.fingerprint() for batch in self._walk()]
-        if not first:
-            raise EmptyError("batches", "there are none; an exhausted iterator? Give a list or a DataLoader")
-        self._prints = first
-        if not isinstance(source, list | tuple):
-            for _ in self._walk():
-                pass
+        with same_randomness(self.generators):  # both passes in one: a loader that shuffles must not start afresh
+            first = [batch.fingerprint() for batch in self._walk()]
+            if not first:
+                raise EmptyError("batches", "there are none; an exhausted iterator? Give a list or a DataLoader")
+            self._prints = first
+            if not isinstance(source, list | tuple):
+                for _ in self._walk():
+                    pass
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches, each with the index of its batch."""
@@ -111,9 +114,7 @@ class Batches:
         count = 0
         for index, item in enumerate(self._source):
             batch = _batch(item, index)
-            if self._prints is not None and (
-                index >= len(self._prints) or batch.fingerprint() != self._prints[index]
-            ):
+            if self._prints is not None and (index >= len(self._prints) or batch.fingerprint() != self._prints[index]):
                 raise BatchError(
                     "batches", f"batch {index} differs from that of the first pass; use shuffle=False, or list(loader)"
                 )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
 
 _CHUNK = 2**18  # numbers a chunk: stays in the cache, and a large vocabulary adds no memory to speak of
 
@@ -41,28 +42,31 @@ class CrossEntropyGradient(torch.autograd.Function):
     def backward(ctx: Any, direction: Tensor) -> tuple[Tensor, None, None]:
         """S u for u (T, V)."""
         gradient, targets, weights = ctx.saved_tensors
-        if torch._C._functorch.is_batchedtensor(direction):
-            return _product(gradient, targets, weights, direction), None, None
-        result = torch.empty_like(direction)
+        if torch._C._functorch.is_legacy_batchedtensor(direction):  # several vectors at once: nothing in place
+            product = (direction - direction.gather(-1, targets[:, None])) * gradient
+            mean = product.sum(-1, keepdim=True) / _positive(weights)
+            product = torch.addcmul(product, gradient, mean, value=-1)
+            return product.scatter_add(-1, targets[:, None], -mean * weights[:, None]), None, None
+        result = torch.empty_like(gradient)
         for rows in _chunks(gradient):
-            result[rows] = _product(gradient[rows], targets[rows], weights[rows], direction[rows])
+            part, index = result[rows], targets[rows, None]
+            torch.sub(direction[rows], direction[rows].gather(-1, index), out=part).mul_(gradient[rows])  # w p . u'
+            mean = part.sum(-1, keepdim=True) / _positive(weights[rows])
+            part.addcmul_(gradient[rows], mean, value=-1)
+            part.scatter_add_(-1, index, -mean * weights[rows, None])  # G_y = w (p_y - 1)
         return result, None, None
 
 
-def _product(gradient: Tensor, targets: Tensor, weights: Tensor, direction: Tensor) -> Tensor:
-    index = targets[:, None]
-    product = (direction - direction.gather(-1, index)) * gradient  # w p . u'
-    mean = product.sum(-1, keepdim=True) / weights[:, None].clamp_min(torch.finfo(weights.dtype).tiny)
-    product = torch.addcmul(product, gradient, mean, value=-1)
-    return product.scatter_add(-1, index, -mean * weights[:, None])  # G_y = w (p_y - 1)
+def _positive(weights: Tensor) -> Tensor:
+    """Divisors (T, 1): those of ignored tokens, which stand under zeros, are not zero."""
+    return weights.where(weights > 0, 1.0)[:, None]
 
 
 def mean_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """sum_t w_t (logsumexp f_t - f_t[y_t]), without a copy of the logits."""
     total = logits.new_zeros(())
     for rows in _chunks(logits):
-        part = logits[rows]
-        losses = part.logsumexp(-1) - part.gather(-1, targets[rows, None])[:, 0]
+        losses = cross_entropy(logits[rows], targets[rows], reduction="none")
         total = total + torch.where(weights[rows] > 0, losses * weights[rows], 0.0).sum()
     return total
 

@@ -4,8 +4,6 @@ y = f(x) entry by entry has the backward pass gx = f'(x) gy, whose derivatives a
 primitives, as GPT-2's GELU is, they take some forty operations on the widest tensors of the network.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,30 +51,7 @@ def pointwise(function: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return result
 
 
-@contextmanager
-def kept_derivatives(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's activation modules keep their derivatives; their outputs are the same to the bit."""
-
-    def replace(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
-        known = len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(output, Tensor)
-        if not known or module in running or not inputs[0].requires_grad:
-            return None
-        running.add(module)
-        try:
-            return pointwise(module, inputs[0], output)
-        finally:
-            running.discard(module)
-
-    running: set[nn.Module] = set()
-    chosen = [module for module in model.modules() if _acts_on_entries(module)]
-    handles = [module.register_forward_hook(replace) for module in chosen]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _acts_on_entries(module: nn.Module) -> bool:
+def applies(module: nn.Module) -> bool:
+    """Whether the module is a smooth function of each entry alone."""
     known = isinstance(module, _KINDS) or type(module).__module__ == _LIBRARY
     return known and not getattr(module, "inplace", False) and not any(module.parameters())

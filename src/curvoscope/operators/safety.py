@@ -25,43 +25,51 @@ def undisturbed(model: nn.Module, generators: Iterable[torch.Generator] = ()) ->
     `generators`), the model's mode, flags, gradients and buffers are what they were, also after an exception or
     Ctrl-C.
     """
-    held = list(generators)
-    states = [generator.get_state() for generator in held]
-    cpu, python, legacy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    with same_randomness(generators):
+        modes = [(module, module.training) for module in model.modules()]
+        parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+        buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        try:
+            with ExitStack() as settings:
+                settings.enter_context(torch.inference_mode(False))
+                settings.enter_context(torch.enable_grad())
+                settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+                settings.enter_context(torch.compiler.set_stance("force_eager"))
+                for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
+                    settings.enter_context(torch.autocast(device, enabled=False))
+                torch.backends.mha.set_fastpath_enabled(False)  # its kernels have no derivative
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            for module, mode in modes:
+                module.training = mode
+            for parameter, flag, gradient in parameters:
+                parameter.requires_grad_(flag)
+                parameter.grad = gradient
+            _restore(buffers)
+
+
+@contextmanager
+def same_randomness(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Put the random states of torch, NumPy, Python and `generators` back at the end."""
+    held = [(generator, generator.get_state()) for generator in generators]
+    cpu, python, legacy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    modes = [(module, module.training) for module in model.modules()]
-    parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
-        with ExitStack() as settings:
-            settings.enter_context(torch.inference_mode(False))
-            settings.enter_context(torch.enable_grad())
-            settings.enter_context(sdpa_kernel(SDPBackend.MATH))
-            settings.enter_context(torch.compiler.set_stance("force_eager"))
-            for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
-                settings.enter_context(torch.autocast(device, enabled=False))
-            torch.backends.mha.set_fastpath_enabled(False)  # its kernels have no derivative
-            yield
+        yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, mode in modes:
-            module.training = mode
-        for parameter, flag, gradient in parameters:
-            parameter.requires_grad_(flag)
-            parameter.grad = gradient
-        _restore(buffers)
         torch.set_rng_state(cpu)
         random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002
+        np.random.set_state(legacy)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-        for generator, state in zip(held, states, strict=True):
+        for generator, state in held:
             generator.set_state(state)
 
 
@@ -75,7 +83,8 @@ def check_mode(model: nn.Module) -> None:
             raise ModelError("model", f"dropout is active in {name}: the loss is random. Call model.eval() first")
         if isinstance(module, _BatchNorm):
             raise ModelError(
-                "model", f"{name} is in training mode: the loss depends on the cut into batches. Call model.eval() first"
+                "model",
+                f"{name} is in training mode: the loss depends on the cut into batches. Call model.eval() first",
             )
         dropout = getattr(module, "dropout", None)
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0:

@@ -1,0 +1,261 @@
+"""Products with the Hessian of a GPT-2 in units of its gradient, against curvlinops and hessian-eigenthings.
+
+4 layers, d = 256, L = 128, batch 4, vocabulary 5000, float32, two threads. A run of 50 products, one after the other as
+in Lanczos: what it costs to set up is shared among them. Whatever is compared is measured in turns, and as all
+ratios are of medians of the same rounds, a busy machine moves them little. Peak memory is that of a process of its own.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from benchmarks.measure import in_own_process
+from curvoscope.curvature import CrossEntropy, ModelHessian, hessian
+
+LAYERS, WIDTH, HEADS, LENGTH, ROWS, VOCABULARY = 4, 256, 4, 128, 4, 5000
+VECTORS = 50
+BLOCK = "h.2.attn.Q"
+
+Product = Callable[[Tensor], Tensor]
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention as in nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = HEADS
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, L, d) -> (N, L, d)."""
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        return self.c_proj(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Pre-norm, GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(WIDTH), CausalSelfAttention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential()
+        self.mlp.c_fc, self.mlp.act = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(approximate="tanh")
+        self.mlp.c_proj = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, L, d) -> (N, L, d)."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class PlainGPT2(nn.Module):
+    """GPT-2 of torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.h = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.lm_head.weight = self.wte.weight
+        nn.init.normal_(self.wte.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(N, L) -> (N L, vocabulary)."""
+        x = self.wte(tokens) + self.wpe.weight
+        for layer in self.h:
+            x = layer(x)
+        return self.lm_head(self.ln_f(x)).flatten(0, 1)
+
+
+class HuggingFaceGPT2(nn.Module):
+    """GPT-2 of Hugging Face, logits only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+        config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
+        self.gpt2 = GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(N, L) -> (N L, vocabulary)."""
+        return self.gpt2(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+
+
+def problem(kind: type[nn.Module]) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    model = kind().eval()
+    return model, torch.randint(0, VOCABULARY, (ROWS, LENGTH)), torch.randint(0, VOCABULARY, (ROWS * LENGTH,))
+
+
+def kinds() -> list[type[nn.Module]]:
+    """The models at hand."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return [PlainGPT2]
+    return [HuggingFaceGPT2, PlainGPT2]
+
+
+def ours(kind: type[nn.Module], memory_limit: int | None = None) -> ModelHessian:
+    model, tokens, targets = problem(kind)
+    return hessian(model, CrossEntropy(), [(tokens, targets)], memory_limit=memory_limit)
+
+
+def gradient(kind: type[nn.Module]) -> Product:
+    """One gradient, whatever the vector."""
+    model, tokens, targets = problem(kind)
+    parameters = list(model.parameters())
+    return lambda _: torch.autograd.grad(cross_entropy(model(tokens), targets), parameters)[0].flatten()
+
+
+def curvlinops(kind: type[nn.Module], name: str, one_block: bool = False) -> Product:
+    from curvlinops import GGNLinearOperator, HessianLinearOperator
+
+    model, tokens, targets = problem(kind)
+    chosen = [p for n, p in model.named_parameters() if not one_block or n.endswith("h.2.attn.c_attn.weight")]
+    operator = {"hessian": HessianLinearOperator, "ggn": GGNLinearOperator}[name](
+        model, nn.CrossEntropyLoss(), chosen, [(tokens, targets)], check_deterministic=False
+    )
+
+    def product(vector: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            found: Tensor = operator @ vector
+        return found
+
+    return product
+
+
+def eigenthings(kind: type[nn.Module]) -> Product:
+    from hessian_eigenthings.operators.hessian import HessianOperator
+
+    model, tokens, targets = problem(kind)
+    operator = HessianOperator(model, [(tokens, targets)], lambda m, batch: cross_entropy(m(batch[0]), batch[1]))
+
+    def product(vector: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return operator.matvec(vector)
+
+    return product
+
+
+def runners(kind: type[nn.Module]) -> dict[str, Callable[[], Product]]:
+    """What is measured, by name: a function that sets up and returns the product."""
+    return {
+        "gradient": lambda: gradient(kind),
+        "hessian": lambda: ours(kind).total.__matmul__,
+        "ggn": lambda: ours(kind).outer.__matmul__,
+        "functional": lambda: ours(kind).functional.__matmul__,
+        "hessian of one block": lambda: ours(kind).total[BLOCK].__matmul__,
+        "ggn of one block": lambda: ours(kind).outer[BLOCK].__matmul__,
+        "hessian, recomputed": lambda: ours(kind, memory_limit=1).total.__matmul__,
+        "ggn, recomputed": lambda: ours(kind, memory_limit=1).outer.__matmul__,
+        "curvlinops hessian": lambda: curvlinops(kind, "hessian"),
+        "curvlinops ggn": lambda: curvlinops(kind, "ggn"),
+        "curvlinops hessian of one block": lambda: curvlinops(kind, "hessian", one_block=True),
+        "curvlinops ggn of one block": lambda: curvlinops(kind, "ggn", one_block=True),
+        "eigenthings hessian": lambda: eigenthings(kind),
+    }
+
+
+def _size(kind: type[nn.Module], name: str) -> int:
+    if "one block" in name:
+        return WIDTH * WIDTH * (3 if name.startswith("curvlinops") else 1)
+    return sum(p.numel() for p in problem(kind)[0].parameters())
+
+
+def timed(kind: type[nn.Module]) -> dict[str, float]:
+    """Seconds a vector of a run of 50: the median product, and a fiftieth of the set-up with the first product."""
+    products: dict[str, Product] = {}
+    vectors: dict[str, Tensor] = {}
+    shares: dict[str, float] = {}
+    for name, set_up in runners(kind).items():
+        vector = torch.randn(_size(kind, name), generator=torch.Generator().manual_seed(1))
+        start = time.perf_counter()
+        try:
+            products[name] = set_up()
+        except ImportError:
+            continue
+        products[name](vector)
+        first = time.perf_counter() - start
+        start = time.perf_counter()
+        products[name](vector)
+        shares[name] = 0.0 if name == "gradient" else max(0.0, first - (time.perf_counter() - start)) / VECTORS
+        vectors[name] = vector
+    seconds: dict[str, list[float]] = {name: [] for name in products}
+    for _ in range(VECTORS):
+        for name, product in products.items():
+            start = time.perf_counter()
+            found = product(vectors[name])
+            seconds[name].append(time.perf_counter() - start)
+            if name != "gradient":  # each product needs the one before, as in Lanczos
+                vectors[name] = found / found.norm()
+    return {name: statistics.median(values) + shares[name] for name, values in seconds.items()}
+
+
+def peak_gib() -> float:
+    """The largest resident memory of this program; getrusage would count the process that started it too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
+
+
+def memory(kind: type[nn.Module], name: str) -> dict[str, float]:
+    """Peak memory of a process that makes three products, and how much of it came after the model was made."""
+    size = _size(kind, name)
+    before = peak_gib()
+    try:
+        product = runners(kind)[name]()
+    except ImportError:
+        return {}
+    for _ in range(3):
+        product(torch.randn(size))
+    return {"peak_gib": peak_gib(), "above_the_model_gib": peak_gib() - before}
+
+
+def summary(kind: type[nn.Module]) -> dict[str, object]:
+    seconds = timed(kind)
+    unit = seconds["gradient"]
+    result: dict[str, object] = {
+        "gradient_seconds": unit,
+        "gradients_a_vector": {name: value / unit for name, value in seconds.items() if name != "gradient"},
+        "memory": {name: in_own_process("benchmarks.matrix_free", kind.__name__, name) for name in runners(kind)},
+    }
+    pairs = {
+        "hessian": ("curvlinops hessian", "eigenthings hessian"),
+        "ggn": ("curvlinops ggn",),
+        "hessian of one block": ("curvlinops hessian of one block",),
+        "ggn of one block": ("curvlinops ggn of one block",),
+    }
+    result["times_faster"] = {
+        f"{name} than {peer}": seconds[peer] / seconds[name]
+        for name, peers in pairs.items()
+        for peer in peers
+        if peer in seconds
+    }
+    return result
+
+
+def run() -> dict[str, object]:
+    """All measurements, by model."""
+    limits = {"hessian": 2.1, "ggn": 1.6}
+    results: dict[str, object] = {kind.__name__: summary(kind) for kind in kinds()}
+    return {"limits_gradients_a_vector": limits, **results}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        chosen = {kind.__name__: kind for kind in kinds()}[sys.argv[1]]
+        print(json.dumps(memory(chosen, sys.argv[2])))
+    else:
+        print(json.dumps(run(), indent=1))
