@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from reference import attention, dense_hessian, normal, relative
 
 import curvoscope as cv
 from curvoscope.exact.attention_joint import joint_is_cheaper
+from reference import attention, dense_hessian, normal, relative
 
 
 @pytest.mark.parametrize("activation", ["softmax", "linear"])
