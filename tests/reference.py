@@ -105,7 +105,7 @@ def relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> fl
     """Largest deviation over the largest entry (of `scale`, when given). NaN counts as infinite."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     size = (expected if scale is None else scale).abs().max().clamp_min(1e-300)
-    error = float((found - expected).abs().max() / size)
+    error = float(((found - expected).abs().max() / size).detach())
     return math.inf if math.isnan(error) else error
 
 
