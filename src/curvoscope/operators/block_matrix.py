@@ -48,7 +48,11 @@ class Tiles(LinearOperator):
 
     def _write(self, out: Tensor) -> None:
         for (i, j), entry in self.entries.items():
-            entry._write(self.columns[j].of(self.rows[i].of(out), 2))
+            target = self.columns[j].of(self.rows[i].of(out), 2)
+            if not self.symmetric or i <= j:
+                entry._write(target)
+            if self.symmetric and i < j:  # the mirrored tile is a copy, so that symmetry is exact
+                self.columns[i].of(self.rows[j].of(out), 2).copy_(target.permute(2, 3, 0, 1))
 
     def _matmat(self, columns: Tensor) -> Tensor:
         if self._products is not None:

@@ -131,6 +131,8 @@ def _put_single(target: Tensor, term: Single, add: bool) -> None:
 
 def _moments(term: Term) -> Tensor:
     """sum_t l_t[a] r_t[b] C_t[p, q], (a, b, p, q)."""
+    if term.symmetric:
+        return _pair_moments(term)[_pair_numbers(term.left.shape[1], term.left.device)]
     result: Tensor | None = None
     for start, stop in _ranges(term):
         left, right = term.left[start:stop].T.contiguous(), term.right[start:stop].T.contiguous()
