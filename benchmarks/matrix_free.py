@@ -1,8 +1,8 @@
 """Products with the Hessian of a GPT-2 in units of its gradient, against curvlinops and hessian-eigenthings.
 
-4 layers, d = 256, L = 128, batch 4, vocabulary 5000, float32, two threads. A run of 50 products, one after the other as
-in Lanczos: what it costs to set up is shared among them. Whatever is compared is measured in turns, and as all
-ratios are of medians of the same rounds, a busy machine moves them little. Peak memory is that of a process of its own.
+4 layers, d = 256, L = 128, batch 4, vocabulary 5000, float32, two threads. A run of 50 products, each needing the one
+before as in Lanczos: what it costs to set up is shared among them. Whatever is compared is measured in turns of ten
+products, so that a busy machine moves the ratios little. Peak memory is that of a process of its own.
 """
 
 import json
@@ -10,18 +10,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.measure import in_own_process
+from benchmarks.measure import in_own_process, peak_gib
 from curvoscope.curvature import CrossEntropy, ModelHessian, hessian
 
 LAYERS, WIDTH, HEADS, LENGTH, ROWS, VOCABULARY = 4, 256, 4, 128, 4, 5000
-VECTORS = 50
+VECTORS, TURN = 50, 10
 BLOCK = "h.2.attn.Q"
 
 Product = Callable[[Tensor], Tensor]
@@ -194,20 +193,15 @@ def timed(kind: type[nn.Module]) -> dict[str, float]:
         shares[name] = 0.0 if name == "gradient" else max(0.0, first - (time.perf_counter() - start)) / VECTORS
         vectors[name] = vector
     seconds: dict[str, list[float]] = {name: [] for name in products}
-    for _ in range(VECTORS):
+    for _ in range(VECTORS // TURN):
         for name, product in products.items():
-            start = time.perf_counter()
-            found = product(vectors[name])
-            seconds[name].append(time.perf_counter() - start)
-            if name != "gradient":  # each product needs the one before, as in Lanczos
-                vectors[name] = found / found.norm()
+            for _ in range(TURN):
+                start = time.perf_counter()
+                found = product(vectors[name])
+                seconds[name].append(time.perf_counter() - start)
+                if name != "gradient":
+                    vectors[name] = found / found.norm()
     return {name: statistics.median(values) + shares[name] for name, values in seconds.items()}
-
-
-def peak_gib() -> float:
-    """The largest resident memory of this program; getrusage would count the process that started it too."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
 
 
 def memory(kind: type[nn.Module], name: str) -> dict[str, float]:
