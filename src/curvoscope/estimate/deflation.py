@@ -145,7 +145,7 @@ def leave_one_out(sketch: Sketch, form: Form) -> Sample:
     centred = (between(aNN, aEN, aEE) - mean * between(iNN, iEN, iEE)) * radius * radius.T
     square, cube, _ = pairs(centred[None])
     single = 2 * (n - k + 1) / (n - k + 3) * square
-    least = (0.5 + 4 / k) * single  # from few columns the covariance is noisy, and may be far below zero
+    least = (0.15 + 1.5 / k) * single  # from few columns the covariance is noisy, and may be far below zero
     variance = max(single + (k - 1) * covariance, least) / k
     degrees = 1.5 * (k - 1)  # there are more pairs than columns, and the variance is known better than from k values
     return Sample(float(t.mean()), variance, skewness(square, cube, k), degrees)
