@@ -15,7 +15,7 @@ from benchmarks.measure import in_own_process, peak_gib
 
 LENGTH, TOLERANCE = 256, 0.05
 LIMIT_GIB = 12
-GRAPHS, BASIS = 3 * 2**30, 5 * 2**30  # bytes for what is kept between products, and for Lanczos' vectors
+GRAPHS, BASIS = 3 * 2**30, 11 * 2**29  # bytes for what is kept between products, and for Lanczos' vectors
 
 
 def measured() -> dict[str, object]:

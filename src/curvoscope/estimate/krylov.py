@@ -180,7 +180,8 @@ class _Run:
     def _step(self) -> None:
         """Multiply the new rows; their projections go to H, what is outside V becomes the next rows."""
         basis, fresh = self._V[: self._joined], self._V[self._done : self._joined]
-        outside = self._products(fresh.T.double()).T.to(self._V.dtype).contiguous()
+        products = self._products if self._V.dtype == torch.float64 else self._products.at_once  # memory is short
+        outside = products(fresh.T).T.to(self._V.device, self._V.dtype).contiguous()
         self._scale = max(self._scale, float(outside.norm(dim=1).max()))
         inside = torch.zeros(self._joined, len(fresh), dtype=torch.float64, device=self._V.device)
         for _ in range(2):

@@ -63,11 +63,11 @@ class Products:
         out = torch.empty(self.rows, columns.shape[1], dtype=torch.float64, device=self.device)
         for start in range(0, columns.shape[1], self.columns):
             part = slice(start, start + self.columns)
-            out[:, part] = self._product(columns[:, part]).to(self.device, torch.float64)
+            out[:, part] = self.at_once(columns[:, part]).to(self.device, torch.float64)
         return out
 
-    def _product(self, columns: Tensor) -> Tensor:
-        """(size, c) -> (rows, c) at once and in the operator's precision."""
+    def at_once(self, columns: Tensor) -> Tensor:
+        """(size, c) -> (rows, c) in one product, in the operator's precision."""
         operator, count = self.operator, columns.shape[1]
         product = operator @ columns.to(operator.device, operator.dtype)
         if product.shape != (self.rows, count):
