@@ -53,6 +53,9 @@ Remark D.1, any value width|Appendix D, norms of the T-functional part|Appendix 
 Scalar model, any loss|Scalar model, degenerate weights|Scalar model, batch|Scalar model, outlier subspace
 Scalar model, Gauss-Newton|Gauge identity, query-key|Gauge identity, value-output|Euler identity
 Exact bulk, eigenvectors|Exact bulk, multiplicity|Lemma D.2, sharper|Single matrix, index form
+Block paper, Theorems 2 and 3, row by row|Block paper, exact norms of LayerNorm|Block paper, lemma on Φ, other blocks
+Block paper, Theorem 5, ξ_k1 and ξ_k2|Block paper, Theorem 6, sharper|Block paper, Assumption 1
+Block paper, loss of a post-norm block
 """
 
 

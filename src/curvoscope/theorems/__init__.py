@@ -1,8 +1,9 @@
 """The results of the sources, transcribed literally and compared with automatic differentiation.
 
-The sources are the paper (Ormaniec, Dangel, Singh, ICLR 2025) and the slides on it. Kronecker and commutation
-matrices stand here as they are printed, with the corrected form beside the printed one where they differ. The code
-is slow on purpose, shares nothing with the rest of the package, and is what the rest is compared with.
+The sources are the paper (Ormaniec, Dangel, Singh, ICLR 2025), the slides on it, the block paper (arXiv
+2510.16927) on whole Transformer blocks, and the article on them. Kronecker and commutation matrices stand
+here as they are printed, with the corrected form beside the printed one where they differ. The code is slow on
+purpose, shares nothing with the rest of the package, and is what the rest is compared with.
 """
 
 from curvoscope.theorems.registry import Result

@@ -12,6 +12,8 @@ Verdict = Literal["holds as printed", "holds corrected", "false"]
 
 PAPER = "paper"
 SLIDES = "slides"
+BLOCK_PAPER = "block paper"
+ARTICLE = "article"
 OWN = "Curvoscope"
 
 EXACT = 1e-10
@@ -122,6 +124,23 @@ def relative_error(computed: Tensor, reference: Tensor, scale: Tensor | None = N
 def relative_size(block: Tensor, scale: Tensor) -> float:
     """Largest absolute entry of a block that should be zero / largest absolute entry of `scale`."""
     return relative_error(block, torch.zeros_like(block), scale)
+
+
+def excess(value: float, bound: float) -> float:
+    """How far a value is above its upper bound, relative to the bound; 0 where the bound holds."""
+    if bound == 0.0:
+        return 0.0 if value == 0.0 else math.inf
+    ratio = value / bound
+    return ratio if math.isnan(ratio) else max(0.0, ratio - 1)
+
+
+def misfit(product: Callable[[], object]) -> float:
+    """Infinite where the factors of a product do not fit together, else 0."""
+    try:
+        product()
+    except RuntimeError:
+        return math.inf
+    return 0.0
 
 
 def largest(errors: Iterable[float]) -> float:
