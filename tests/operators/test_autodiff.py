@@ -1,6 +1,6 @@
 """The matrix-free Hessian and its two parts against dense nested autodiff in float64."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -9,11 +9,13 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth_of
-from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, blocks_of, hessian
+from curvoscope import curvature
+from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, blocks_of
 from curvoscope.operators import autodiff
 from reference import normal, relative
 
 PARTS = ("total", "outer", "functional")
+hessian = partial(curvature.hessian, method="autodiff")
 
 
 def _gpt(layers=1):

@@ -14,14 +14,14 @@ from curvoscope import checks
 from curvoscope.blocks import Block, Blocks
 from curvoscope.errors import ModelError
 from curvoscope.operators.autodiff_graph import Graph
-from curvoscope.operators.autodiff_layers import Tap, layer_of
+from curvoscope.operators.autodiff_layers import Site, Tap, layer_of
 from curvoscope.operators.autodiff_model import Snapshot, device_of, objective_of_model, survey
 from curvoscope.operators.batches import Batch, Batches
 from curvoscope.operators.objectives import Objective
 from curvoscope.operators.safety import check_mode, undisturbed
 from curvoscope.operators.second_order import kept_derivatives
 
-Selection = tuple[frozenset[str], str | None]  # parameters with derivatives, and the layer where the graph is cut
+Selection = tuple[frozenset[str], Site | None]  # parameters with derivatives, and where the graph is cut
 
 _AT_ONCE = 2**25  # bytes of a graph up to which several vectors at once are faster than one after the other
 _WORKSPACE = 2**28  # bytes for vectors at once
@@ -40,20 +40,22 @@ class Autodiff:
         split: str = "model",
         device: torch.device | str | None = None,
         memory_limit: int | None = None,
+        sites: Mapping[str, Site] | None = None,
     ) -> None:
+        """`sites`: where split="layer" cuts, by parameter; those not named are cut where `layer_of` says."""
         self.blocks, self.split = blocks, checks.choice("split", split, ("model", "layer"))
         self._budget = checks.memory_budget(memory_limit)
         check_mode(model)
         blocks.check(model)
         self.device = device_of(model, device)
-        self._model, self._batches = model, batches
+        self.model, self._batches, self._sites = model, batches, dict(sites or {})
         self._kept: OrderedDict[Selection, dict[int, Graph]] = OrderedDict()
         self._can_batch = True
         with undisturbed(model, batches.generators):
-            self._snapshot = Snapshot(model, blocks, self.device)
-            self.dtype = self._snapshot.dtype
-            self.objective = objective or objective_of_model(self._snapshot, next(iter(batches)))
-            self.survey = survey(self._snapshot, self.objective, batches)
+            self.snapshot = Snapshot(model, blocks, self.device)
+            self.dtype = self.snapshot.dtype
+            self.objective = objective or objective_of_model(self.snapshot, next(iter(batches)))
+            self.survey = survey(self.snapshot, self.objective, batches)
 
     # ---- products
 
@@ -104,7 +106,7 @@ class Autodiff:
         spread: dict[str, Tensor] = {}
         for piece, part in zip(pieces, vectors.split([piece.size for piece in pieces], 1), strict=True):
             name, stored = piece.parameter, piece.stored
-            if piece.size == self._snapshot.weight(name).numel():
+            if piece.size == self.snapshot.weight(name).numel():
                 order = piece.layout.rows + piece.layout.columns
                 back = sorted(range(len(order)), key=order.__getitem__)
                 ordered = part.reshape(-1, *(stored[axis] for axis in order))
@@ -122,13 +124,13 @@ class Autodiff:
         """Products by parameter as vectors (*lead, R) over the blocks `rows`; those that are missing are zero."""
         for name in wanted:
             if name not in found:
-                weight = self._snapshot.weight(name)
+                weight = self.snapshot.weight(name)
                 found[name] = weight.new_zeros(()).expand(*lead, *weight.shape)
         return torch.cat([block.gather(found) for block in rows], -1)
 
     # ---- graphs
 
-    def _visit(self, names: frozenset[str], layer: str | None, visit: Callable[[float, Graph], None]) -> None:
+    def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[float, Graph], None]) -> None:
         """Call `visit` with the weight and the graph of each micro-batch: kept graphs first, the others made anew."""
         weights = self.survey.weights
         needed = {i for i, weight in enumerate(weights) if weight}
@@ -141,7 +143,7 @@ class Autodiff:
         if not missing:
             self._kept.move_to_end(key)
             return
-        with undisturbed(self._model, self._batches.generators):
+        with undisturbed(self.model, self._batches.generators):
             for i, batch in enumerate(self._batches):
                 if i in missing:
                     graph = self._graph(batch, names, layer)
@@ -149,6 +151,14 @@ class Autodiff:
                     if self._make_room(key, graph.nbytes):
                         self._kept.setdefault(key, {})[i] = graph
                     del graph
+
+    def walk(self, visit: Callable[[float, Batch], None]) -> None:
+        """Call `visit` with the weight and the data of each micro-batch that has loss terms; inside, the model may run
+        as it does for products."""
+        with undisturbed(self.model, self._batches.generators):
+            for weight, batch in zip(self.survey.weights, self._batches, strict=True):
+                if weight:
+                    visit(weight, self.snapshot.moved(batch))
 
     def _make_room(self, key: Selection, nbytes: int) -> bool:
         """Whether a graph of this size may be kept; graphs of other selections, the oldest first, give way."""
@@ -161,37 +171,42 @@ class Autodiff:
                 del self._kept[other]
         return used() + nbytes <= self._budget
 
-    def _graph(self, batch: Batch, names: frozenset[str], layer: str | None) -> Graph:
-        batch = self._snapshot.moved(batch)
-        weights, leaves = self._snapshot.leaves(sorted(names))
+    def _graph(self, batch: Batch, names: frozenset[str], layer: Site | None) -> Graph:
+        batch = self.snapshot.moved(batch)
+        weights, leaves = self.snapshot.leaves(sorted(names))
         if layer is None:
-            with kept_derivatives(self._model):
-                outputs = self._snapshot(weights, batch)
+            with kept_derivatives(self.model):
+                outputs = self.snapshot(weights, batch)
             return Graph(leaves, *self.objective.gradient(outputs, batch.targets))
-        with kept_derivatives(self._model), Tap(self._model, layer) as tap:
-            outputs = self._snapshot(weights, batch)
+        with kept_derivatives(self.model), Tap(self.model, layer) as tap:
+            outputs = self.snapshot(weights, batch)
         cut, gradient = self.objective.gradient(outputs, batch.targets)
-        inner = torch.autograd.grad(cut, tap.output, gradient, create_graph=True)
-        _check_layer(layer, leaves, (cut, gradient), ([tap.output], inner))
-        return Graph(leaves, [tap.output], inner)
+        inner = torch.autograd.grad(cut, tap.tensor, gradient, create_graph=True)
+        check_layer(layer, leaves, (cut, gradient), ([tap.tensor], inner))
+        return Graph(leaves, [tap.tensor], inner)
 
-    def _layer(self, part: str, blocks: Sequence[Block]) -> str | None:
+    def _layer(self, part: str, blocks: Sequence[Block]) -> Site | None:
         """Where to cut: the layer of all the blocks, or the model's output (None), also for the total."""
         if self.split == "model" or part == "total":
             return None
-        layers = {layer_of(self._model, self._snapshot.paths, block): block.name for block in blocks}
+        layers = {self._site(block): block.name for block in blocks}
         if len(layers) > 1:
             (one, first), (two, second), *_ = layers.items()
             raise ModelError(
                 "split",
-                f"{first!r} lies in {one!r} and {second!r} in {two!r}: between layers split='layer' has no parts; "
-                "ask for the total, or use split='model'",
+                f"{first!r} lies in {one.path!r} and {second!r} in {two.path!r}: between layers split='layer' has no "
+                "parts; ask for the total, or use split='model'",
             )
         return next(iter(layers))
 
+    def _site(self, block: Block) -> Site:
+        known = {self._sites.get(piece.parameter) for piece in block.pieces}
+        site = known.pop() if len(known) == 1 else None
+        return site or layer_of(self.model, self.snapshot.paths, block)
 
-def _check_layer(
-    layer: str,
+
+def check_layer(
+    layer: Site,
     leaves: Mapping[str, Tensor],
     model: tuple[Sequence[Tensor], Sequence[Tensor]],
     output: tuple[Sequence[Tensor], Sequence[Tensor]],
@@ -204,5 +219,5 @@ def _check_layer(
     for name, expected, found in zip(leaves, whole, through, strict=True):
         if float((found - expected).abs().max()) > torch.finfo(found.dtype).eps ** 0.5 * float(expected.abs().max()):
             raise ModelError(
-                name, f"acts on the loss also beside the output of {layer!r}, is it tied? Use split='model'"
+                name, f"acts on the loss also beside the {layer.side} of {layer.path!r}, is it tied? Use split='model'"
             )

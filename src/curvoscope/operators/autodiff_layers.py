@@ -1,6 +1,7 @@
 """The layer that a block belongs to, for the split at the layer's own output."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,16 @@ from curvoscope.errors import ModelError
 _COMPOSITE = (".attn.", ".mlp.")  # names of blocks whose layer is more than the projection that holds the weight
 
 
-def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> str:
-    """Path of the module at whose output the Hessian of `block` is split.
+@dataclass(frozen=True)
+class Site:
+    """A tensor inside a model: the "output" or the first "input" of the module at `path`."""
+
+    path: str
+    side: str = "output"
+
+
+def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> Site:
+    """The output of the module at which the Hessian of `block` is split.
 
     It is the module that owns the weight; `paths` says where a parameter stands. Where that is a mere projection of an
     attention or feed-forward layer ("h.0.attn.Q" in nn.Linear or Conv1D), it is the module around it.
@@ -25,33 +34,45 @@ def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> str:
         found.add(path.rpartition(".")[0] if inside and not any(owner.children()) else path)
     if len(found) > 1:
         raise ModelError(block.name, f"lies in several modules, {', '.join(sorted(found))}; use split='model'")
-    return found.pop()
+    return Site(found.pop())
 
 
 class Tap:
-    """Takes down the output of a module while the model runs."""
+    """Takes down the tensor at a site while the model runs."""
 
-    def __init__(self, model: nn.Module, path: str) -> None:
-        self._path, self._outputs = path, list[Tensor]()
-        self._module = model.get_submodule(path)
+    def __init__(self, model: nn.Module, site: Site) -> None:
+        self._path, self._side, self._found = site.path, site.side, list[Any]()
+        self._module = model.get_submodule(site.path)
 
     def __enter__(self) -> "Tap":
-        self._handle = self._module.register_forward_hook(self._take)
+        if self._side == "input":
+            self._handle = self._module.register_forward_pre_hook(self._take_input, with_kwargs=True)
+        else:
+            self._handle = self._module.register_forward_hook(self._take_output)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._handle.remove()
 
-    def _take(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _take_input(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._found.append(next(iter((*inputs, *keywords.values())), None))
+
+    def _take_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) else output
-        first = getattr(first, "last_hidden_state", first)
-        if not isinstance(first, Tensor):
-            raise ModelError(self._path, f"returns {type(output).__name__}, not a tensor; use split='model'")
-        self._outputs.append(first)
+        self._found.append(getattr(first, "last_hidden_state", first))
 
     @property
-    def output(self) -> Tensor:
-        """The output."""
-        if len(self._outputs) != 1:
-            raise ModelError(self._path, f"ran {len(self._outputs)} times in one pass; use split='model'")
-        return self._outputs[0]
+    def once(self) -> bool:
+        """Whether there was one tensor there."""
+        return len(self._found) == 1 and isinstance(self._found[0], Tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        """What was found there."""
+        if len(self._found) != 1:
+            raise ModelError(self._path, f"ran {len(self._found)} times in one pass; use split='model'")
+        found = self._found[0]
+        if not isinstance(found, Tensor):
+            does = "returns" if self._side == "output" else "is called with"
+            raise ModelError(self._path, f"{does} {type(found).__name__}, not a tensor; use split='model'")
+        return found

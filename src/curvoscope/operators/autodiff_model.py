@@ -28,9 +28,9 @@ class Snapshot:
         structural = list(nn.Module.named_parameters(model, remove_duplicate=True))
         places = {id(tensor): path for path, tensor in structural}
         # Where parameters stand in the tree of modules, by the names that the model gives them; mostly the same.
-        self.paths = {name: places[id(named[name])] for name in sorted(blocks.parameters)}
+        self.paths = {name: places[id(tensor)] for name, tensor in named.items() if id(tensor) in places}
         self.dtype = torch.float32
-        for name in self.paths:
+        for name in blocks.parameters:
             self.dtype = torch.promote_types(self.dtype, named[name].dtype)
         self.weights = {path: self._copy(tensor) for path, tensor in structural}
         self._buffers = {path: self._copy(tensor) for path, tensor in nn.Module.named_buffers(model)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvoscope import checks, estimate
 from curvoscope.errors import RangeError, ShapeError
-from curvoscope.estimate import Density, Estimate
+from curvoscope.estimate import Density, DiagonalEstimate, Eigenvalues, Estimate
 
 Shape = tuple[int, int]
 Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
@@ -143,10 +143,19 @@ class LinearOperator(ABC):
             return self._trace(memory_limit)
         return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
-    def diagonal(self, memory_limit: int | None = None) -> Tensor:
-        """The diagonal, (R,)."""
+    def diagonal(
+        self,
+        memory_limit: int | None = None,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> Tensor | DiagonalEstimate:
+        """The diagonal, (R,): exact, or a DiagonalEstimate when `matvecs` or `tolerance` ask for one."""
         self._square("diagonal")
-        return self._diagonal(memory_limit)
+        if matvecs is None and tolerance is None:
+            return self._diagonal(memory_limit)
+        return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def frobenius_norm(
         self,
@@ -175,24 +184,66 @@ class LinearOperator(ABC):
             self, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps, memory_limit=memory_limit
         )
 
-    def spectral_norm(self, memory_limit: int | None = None) -> float:
-        """The largest singular value, to machine precision."""
-        if self.symmetric:
-            return float(self.eigenvalues(1, "LM", memory_limit=memory_limit).abs().max())
-        if min(self.shape) <= _DENSE_EIGENVALUES:
-            return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
-        gram = _Gram(self if self.shape[1] <= self.shape[0] else self.T)
-        return float(gram.eigenvalues(1, "LM").clamp_min(0).sqrt().max())
+    def spectral_norm(
+        self,
+        memory_limit: int | None = None,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> float | Estimate:
+        """The largest singular value: to machine precision, or an Estimate when `matvecs` or `tolerance` ask for it."""
+        if matvecs is None and tolerance is None:
+            return self._spectral_norm(memory_limit)
+        return self._lanczos_norm(memory_limit, matvecs, tolerance, seed)
 
-    def eigenvalues(self, k: int | None = None, which: str = "LM", memory_limit: int | None = None) -> Tensor:
-        """Eigenvalues in ascending order: all, or the `k` of largest magnitude (LM), largest (LA), smallest (SA)."""
+    def eigenvalues(
+        self,
+        k: int | None = None,
+        which: str = "LM",
+        memory_limit: int | None = None,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> Tensor | Eigenvalues:
+        """Eigenvalues in ascending order: all, or the `k` of largest magnitude (LM), largest (LA), smallest (SA).
+
+        `matvecs` and `tolerance` ask for the k as Estimates.
+        """
         self._square("eigenvalues")
         if not self.symmetric:
             raise ShapeError("eigenvalues", "this block is not symmetric; use spectral_norm()")
-        size = self.shape[0]
-        if k is not None and not 1 <= k <= size:
-            raise RangeError("k", f"got {k}, expected 1 to {size}")
+        if k is not None and not 1 <= k <= self.shape[0]:
+            raise RangeError("k", f"got {k}, expected 1 to {self.shape[0]}")
         checks.choice("which", which, ("LM", "LA", "SA"))
+        if k is None or (matvecs is None and tolerance is None):
+            return self._eigenvalues(k, which, memory_limit)
+        return estimate.lanczos(
+            self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
+        )
+
+    def _spectral_norm(self, memory_limit: int | None) -> float:
+        if self.symmetric:
+            return float(self._eigenvalues(1, "LM", memory_limit).abs().max())
+        if min(self.shape) <= _DENSE_EIGENVALUES:
+            return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
+        gram = _Gram(self if self.shape[1] <= self.shape[0] else self.T)
+        return float(gram._eigenvalues(1, "LM", None).clamp_min(0).sqrt().max())
+
+    def _lanczos_norm(
+        self, memory_limit: int | None, matvecs: int | None, tolerance: float | None, seed: int
+    ) -> Estimate:
+        operator = self if self.symmetric else _Gram(self if self.shape[1] <= self.shape[0] else self.T)
+        found = estimate.lanczos(
+            operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
+        )[0]
+        if not self.symmetric:
+            return found.root()
+        return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
+
+    def _eigenvalues(self, k: int | None, which: str, memory_limit: int | None) -> Tensor:
+        size = self.shape[0]
         if k is None or size <= _DENSE_EIGENVALUES or k >= size - 1 or self._spectrum_is_cheap():
             values = self._all_eigenvalues(memory_limit)
             if k is None:
@@ -208,7 +259,7 @@ class LinearOperator(ABC):
 
     def norm_bound(self, memory_limit: int | None = None) -> float:
         """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size where possible."""
-        return self.spectral_norm(memory_limit)
+        return self._spectral_norm(memory_limit)
 
     def _spectrum_is_cheap(self) -> bool:
         """Whether all eigenvalues cost less than a Krylov method."""

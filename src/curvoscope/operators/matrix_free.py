@@ -1,14 +1,15 @@
 """Blocks of a Hessian that is known by its products only: what is asked of them is answered by an Estimate."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from curvoscope import estimate
 from curvoscope.blocks import Block, Blocks
-from curvoscope.estimate import DiagonalEstimate, Estimate, frobenius_norm, trace
-from curvoscope.estimate.diagonals import diagonal
-from curvoscope.estimate.krylov import Eigenvalues, lanczos
+from curvoscope.estimate import DiagonalEstimate, Eigenvalues, Estimate
 from curvoscope.operators.autodiff import Autodiff
-from curvoscope.operators.base import LinearOperator, _Gram
+from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockMatrix
 
 
@@ -34,9 +35,9 @@ class MatrixFree(LinearOperator):
     ) -> Estimate:
         """The trace."""
         self._square("trace")
-        return trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
-    def diagonal(  # type: ignore[override]
+    def diagonal(
         self,
         memory_limit: int | None = None,
         *,
@@ -46,7 +47,7 @@ class MatrixFree(LinearOperator):
     ) -> DiagonalEstimate:
         """The diagonal, (R,)."""
         self._square("diagonal")
-        return diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def frobenius_norm(
         self,
@@ -57,9 +58,9 @@ class MatrixFree(LinearOperator):
         memory_limit: int | None = None,
     ) -> Estimate:
         """The Frobenius norm."""
-        return frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
-    def spectral_norm(  # type: ignore[override]
+    def spectral_norm(
         self,
         memory_limit: int | None = None,
         *,
@@ -68,15 +69,9 @@ class MatrixFree(LinearOperator):
         seed: int = 0,
     ) -> Estimate:
         """The largest singular value, by Lanczos."""
-        operator = self if self.symmetric else _Gram(self if self.shape[1] <= self.shape[0] else self.T)
-        found = lanczos(
-            operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
-        ).values[0]
-        if not self.symmetric:
-            return found.root()
-        return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
+        return self._lanczos_norm(memory_limit, matvecs, tolerance, seed)
 
-    def eigenvalues(  # type: ignore[override]
+    def eigenvalues(
         self,
         k: int | None = None,
         which: str = "LM",
@@ -85,12 +80,14 @@ class MatrixFree(LinearOperator):
         matvecs: int | None = None,
         tolerance: float | None = None,
         seed: int = 0,
-    ) -> Eigenvalues | Tensor:
+    ) -> Tensor | Eigenvalues:
         """The `k` of largest magnitude (LM), largest (LA) or smallest (SA), by Lanczos; all of them from `dense()`."""
         if k is None:
             return super().eigenvalues(None, which, memory_limit)
         self._square("eigenvalues")
-        return lanczos(self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit)
+        return estimate.lanczos(
+            self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
+        )
 
     def norm_bound(self, memory_limit: int | None = None) -> float:
         """|B|_2 <= |B|_F: with all products, so for small blocks."""
@@ -112,15 +109,24 @@ class AutodiffBlock(MatrixFree):
         return AutodiffBlock(self._engine, self._part, self._column, self._row)
 
 
-class AutodiffMatrix(MatrixFree, BlockMatrix):
-    """The Hessian over all blocks, or its outer or functional part. A product costs one pass, whatever the blocks."""
+Known = Callable[[str, Block, Block], LinearOperator | None]  # part, row, column -> the block, where it is known better
 
-    def __init__(self, engine: Autodiff, part: str, blocks: Blocks) -> None:
+
+class AutodiffMatrix(MatrixFree, BlockMatrix):
+    """The Hessian over all blocks, or its outer or functional part. A product costs one pass, whatever the blocks.
+
+    `known`: gives the blocks that need no autodiff when they are asked for one by one.
+    """
+
+    def __init__(self, engine: Autodiff, part: str, blocks: Blocks, known: Known | None = None) -> None:
         like = torch.empty(0, dtype=engine.dtype, device=engine.device)
-        self._engine, self._part, self._blocks = engine, part, blocks
-        BlockMatrix.__init__(
-            self, blocks.shapes, lambda row, column: AutodiffBlock(engine, part, blocks[row], blocks[column]), like
-        )
+        self._engine, self._part, self._blocks, self._known = engine, part, blocks, known
+        BlockMatrix.__init__(self, blocks.shapes, self._single, like)
+
+    def _single(self, row: str, column: str) -> LinearOperator:
+        pair = self._blocks[row], self._blocks[column]
+        found = None if self._known is None else self._known(self._part, *pair)
+        return AutodiffBlock(self._engine, self._part, *pair) if found is None else found
 
     def _matmat(self, columns: Tensor) -> Tensor:
         blocks = list(self._blocks.values())
@@ -131,4 +137,5 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
 
     def select(self, names: "list[str] | tuple[str, ...]") -> "AutodiffMatrix":  # type: ignore[override]
         """The part of the matrix on some of the blocks, in the order given."""
-        return AutodiffMatrix(self._engine, self._part, Blocks(self[name]._row for name in names))  # type: ignore[attr-defined]
+        chosen = Blocks(self._blocks[name] for name in names)
+        return AutodiffMatrix(self._engine, self._part, chosen, self._known)

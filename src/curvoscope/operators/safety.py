@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from curvoscope.attention.switch import long_attention
 from curvoscope.errors import ModelError
 
 Snapshot = list[tuple[nn.Module, str, Tensor, Tensor]]
@@ -20,10 +21,10 @@ Snapshot = list[tuple[nn.Module, str, Tensor, Tensor]]
 def undisturbed(model: nn.Module, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Run the model so that it can be differentiated twice, and put everything back however the run ends.
 
-    Inside, attention uses torch's MATH kernel, the one that has a second derivative; compiled modules run eagerly;
-    autocast is off and gradients are on. Afterwards the kernels, the random states (torch, NumPy, Python and
-    `generators`), the model's mode, flags, gradients and buffers are what they were, also after an exception or
-    Ctrl-C.
+    Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours where there are many
+    scores; compiled modules run eagerly; autocast is off and gradients are on. Afterwards the kernels, the random
+    states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers are what they were,
+    also after an exception or Ctrl-C.
     """
     with same_randomness(generators):
         modes = [(module, module.training) for module in model.modules()]
@@ -40,6 +41,7 @@ def undisturbed(model: nn.Module, generators: Iterable[torch.Generator] = ()) ->
                 settings.enter_context(torch.inference_mode(False))
                 settings.enter_context(torch.enable_grad())
                 settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+                settings.enter_context(long_attention())
                 settings.enter_context(torch.compiler.set_stance("force_eager"))
                 for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
                     settings.enter_context(torch.autocast(device, enabled=False))

@@ -1,0 +1,65 @@
+"""Torch's own attention replaced by ours where its scores would fill the memory."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from curvoscope.attention.dot_product import sdpa
+
+_MANY = 2**22  # scores from which ours is the faster one, too
+
+_torch_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+
+
+@contextmanager
+def long_attention() -> Iterator[None]:
+    """Inside, `torch.nn.functional.scaled_dot_product_attention` of many scores is `sdpa`; of few, torch's own.
+
+    It is replaced by its name in torch, which `nn.MultiheadAttention` and the models of transformers look up, and,
+    for this thread, where a model has imported it under a name of its own.
+    """
+    with _by_name, _WhereverCalled():
+        yield
+
+
+def _by_size(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
+    many = not query.is_nested and query.numel() // max(1, query.shape[-1]) * key.shape[-2] >= _MANY
+    dropout = more[1] if len(more) > 1 else options.get("dropout_p", 0.0)
+    return (sdpa if many and not dropout else _torch_sdpa)(query, key, value, *more, **options)
+
+
+class _ByName:
+    """The replacement of the name, for as long as any thread is inside. What others have put there is left alone."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if functional.scaled_dot_product_attention is _torch_sdpa:
+                functional.scaled_dot_product_attention = _by_size
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and functional.scaled_dot_product_attention is _by_size:
+                functional.scaled_dot_product_attention = _torch_sdpa
+
+
+_by_name = _ByName()
+
+
+class _WhereverCalled(TorchFunctionMode):
+    """Catches torch's function itself. Functions of torch that call it in turn run outside of the mode."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return (_by_size if func is _torch_sdpa else func)(*args, **(kwargs or {}))
