@@ -182,8 +182,8 @@ class TestLosses:
 
 
 class TestAnswers:
-    def test_estimates_are_the_default(self):
-        H = hessian(GPT(), CrossEntropy(), [tokens()])
+    def test_estimates_are_the_default_of_autodiff(self):
+        H = hessian(GPT(), CrossEntropy(), [tokens()], method="autodiff")
         assert isinstance(H, BlockHessian) and isinstance(H, ModelHessian)
         block = H.total["h.0.attn.Q"]
         dense = block.dense()

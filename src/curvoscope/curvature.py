@@ -1,6 +1,6 @@
 """`hessian`: the loss Hessian of any torch model over named blocks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,9 @@ from torch import nn
 from curvoscope import checks
 from curvoscope.blocks import Blocks
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
+from curvoscope.models.closed_forms import ClosedForms, Layers
 from curvoscope.models.families import blocks_of
+from curvoscope.models.layer_curvatures import LayerCurvature, layer_curvatures
 from curvoscope.operators.autodiff import Autodiff
 from curvoscope.operators.batches import BatchError, Batches
 from curvoscope.operators.block_matrix import BlockHessian
@@ -30,23 +32,32 @@ __all__ = [
 class ModelHessian(BlockHessian):
     """The Hessian of a model's loss: `total`, `outer` and `functional` from the same kept graphs.
 
-    The total is a double backward pass of its own, not the sum of the two parts: it costs less than they do.
+    The total is a double backward pass of its own, not the sum of the two parts: it costs less than they do. Single
+    blocks are in closed form where one is known, products with the whole matrix always take one pass of autodiff.
     """
 
-    def __init__(self, engine: Autodiff) -> None:
-        blocks = engine.blocks
-        self.outer = AutodiffMatrix(engine, "outer", blocks)
-        self.functional = AutodiffMatrix(engine, "functional", blocks)
-        self.total = AutodiffMatrix(engine, "total", blocks)
+    def __init__(self, engine: Autodiff, closed: ClosedForms | None = None) -> None:
+        known = None if closed is None else closed.block
+        self.outer = AutodiffMatrix(engine, "outer", engine.blocks, known)
+        self.functional = AutodiffMatrix(engine, "functional", engine.blocks, known)
+        self.total = AutodiffMatrix(engine, "total", engine.blocks, known)
         self.loss = engine.survey.loss
         self.terms = sum(engine.survey.terms)
-        self._methods = dict.fromkeys(blocks, "autodiff")
+        self._blocks, self._closed = engine.blocks, closed
+        self._engine = engine
 
     def method_of(self, name: str) -> str:
-        """How the block `name` is computed: "exact" or "autodiff"."""
-        if name not in self._methods:
-            raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._methods)}")
-        return self._methods[name]
+        """How the diagonal block `name` is computed: "exact" or "autodiff"."""
+        if name not in self._blocks:
+            raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
+        exact = self._closed is not None and self._closed.reason(self._blocks[name]) is None
+        return "exact" if exact else "autodiff"
+
+    def layer_curvatures(self) -> Iterator[LayerCurvature]:
+        """The Hessian S of the loss at the output of each attention and feed-forward layer, with its functional part,
+        the layer's Jacobian and its attention moments. For one batch, as S has the shape of the layer's output."""
+        layers = Layers(self._engine.model, blocks_of(self._engine.model))
+        return layer_curvatures(ClosedForms(self._engine, layers, limited=False))
 
 
 def hessian(
@@ -72,7 +83,9 @@ def hessian(
             (inputs, targets), the model being called as model(inputs), model(*inputs) for a tuple, model(**inputs)
             for a dict; or of dicts with "labels", the model being called with the other entries.
         blocks: named parameters, from `blocks_of(model)`; None: all of them that are not frozen.
-        method: "autodiff", or "auto": the fastest known. "exact": only closed forms.
+        method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
+            which attention and feed-forward layers of the known families have; an error for any other block. "auto":
+            in closed form where there is one and the loss Hessian at the layer's output is soon found.
         split: where outer | functional is cut: at the "model"'s output (Gauss-Newton), or at the output of the "layer"
             that each block belongs to. There the parts exist within one layer only.
         micro_batch: rows at a time; None: a batch at a time.
@@ -83,18 +96,36 @@ def hessian(
     Half-precision weights are converted: operators, vectors and sums are float32.
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
+    everything = blocks_of(model)
     if blocks is None:
-        blocks = _trainable(model)
-    if method == "exact":
-        raise ModelError("method", f"no closed form is known for {', '.join(blocks)}; use method='auto'")
+        blocks = _trainable(model, everything)
+    layers = Layers(model, everything)
     found = Batches(batches, micro_batch)
-    return ModelHessian(Autodiff(model, objective_of(loss_fn), found, blocks, split, device, memory_limit))
+    engine = Autodiff(model, objective_of(loss_fn), found, blocks, split, device, memory_limit, layers.sites)
+    if method == "autodiff":
+        return ModelHessian(engine)
+    closed = ClosedForms(engine, layers, limited=method == "auto")
+    if method == "exact":
+        _check_closed(closed, blocks)
+    return ModelHessian(engine, closed)
 
 
-def _trainable(model: nn.Module) -> Blocks:
+def _check_closed(closed: ClosedForms, blocks: Blocks) -> None:
+    """Raise unless every block has a closed form."""
+    without: dict[str, list[str]] = {}
+    for name, block in blocks.items():
+        reason = closed.reason(block)
+        if reason is not None:
+            without.setdefault(reason, []).append(name)
+    if without:
+        found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in without.items())
+        raise ModelError("method", f"{found}. Leave them out with `select`, or use method='auto'")
+
+
+def _trainable(model: nn.Module, blocks: Blocks) -> Blocks:
     """The blocks whose parameters are all trainable."""
     free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    chosen = [b for b in blocks_of(model).values() if all(piece.parameter in free for piece in b.pieces)]
+    chosen = [b for b in blocks.values() if all(piece.parameter in free for piece in b.pieces)]
     if not chosen:
         raise EmptyError("model", "all its parameters are frozen; call requires_grad_(True) on some")
     return Blocks(chosen)

@@ -18,6 +18,8 @@ from curvoscope.errors import DeviceError, DtypeError, LossError, NonFiniteError
 Port = Tensor | slice | None
 LossFunction = Callable[[Tensor], Tensor]
 
+_AT_ONCE = 64  # directions for which products with S are asked for together
+
 
 def through(values: Tensor, port: Port) -> Tensor:
     """The last axis of `values`, from the output's m to the port's e: W_O (e, m) applied, or columns taken."""
@@ -292,20 +294,26 @@ def _by_autodiff(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
         found = torch.autograd.grad(gradient, leaf, direction, retain_graph=True, allow_unused=True)[0]
         return torch.zeros_like(leaf) if found is None else found
 
-    return LossAt(float(value.detach()), gradient.detach(), _curvature(product, F))
+    def products(directions: Tensor) -> Tensor:
+        return torch.stack([product(direction) for direction in directions])
+
+    return LossAt(float(value.detach()), gradient.detach(), curvature_of(products, F, group_size(product, F)))
 
 
-def _curvature(product: Callable[[Tensor], Tensor], F: Tensor) -> Curvature:
-    """S from its products, in the sparsest form: does the loss mix tokens, and if so, sequences?"""
-    sequences, length, width = F.shape
+def group_size(product: Callable[[Tensor], Tensor], F: Tensor) -> int:
+    """How many tokens S couples, from its products: does the loss mix tokens, and if so, sequences?"""
+    sequences, length, _ = F.shape
     sequence = torch.arange(sequences, device=F.device).repeat_interleave(length).view(sequences, length)
     token = torch.arange(sequences * length, device=F.device).view(sequences, length)
     if not _mixes(product, F, token):
-        size = 1
-    elif not _mixes(product, F, sequence):
-        size = length
-    else:
-        size = sequences * length
+        return 1
+    return length if not _mixes(product, F, sequence) else sequences * length
+
+
+def curvature_of(products: Callable[[Tensor], Tensor], F: Tensor, size: int) -> Curvature:
+    """S from its products with directions (n, N, L, m), when it couples groups of `size` tokens: one product for each
+    entry of a group."""
+    sequences, length, width = F.shape
     groups = sequences * length // size
     checks.fits(
         groups * (size * width) ** 2 * F.element_size(),
@@ -314,12 +322,11 @@ def _curvature(product: Callable[[Tensor], Tensor], F: Tensor) -> Curvature:
         "use fewer tokens",
     )
     columns = []
-    for position in range(size):
-        for feature in range(width):
-            direction = F.new_zeros(F.shape)
-            direction.view(groups, size, width)[:, position, feature] = 1
-            columns.append(product(direction).reshape(groups, size * width))
-    blocks = torch.stack(columns, dim=-1)
+    for entries in torch.arange(size * width, device=F.device).split(max(1, min(_AT_ONCE, 2**24 // F.numel()))):
+        directions = F.new_zeros(len(entries), groups, size * width)
+        directions[torch.arange(len(entries)), :, entries] = 1
+        columns.append(products(directions.view(-1, *F.shape)).reshape(directions.shape))
+    blocks = torch.cat(columns).permute(1, 2, 0)
     blocks = (blocks + blocks.mT) / 2
     if size == 1:
         return TokenCurvature(blocks.view(sequences, length, width, width))

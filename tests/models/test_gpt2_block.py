@@ -74,6 +74,24 @@ def test_logits_and_loss_by_hand(norm, activation, depth):
     assert float(model.loss(inputs, targets).detach()) == pytest.approx(sum(terms) / len(terms), rel=1e-12)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_without_residual_the_attention_output_replaces_the_stream(depth):
+    model = shaken(d=5, depth=depth, activation="linear", residual=False)
+    inputs, targets = batch()
+    x = model.residual_stream(inputs, 0)
+    for block in model.blocks:
+        F = block.attend(x)
+        x = F + (F @ block.W_up + block.b_up).relu() @ block.W_down + block.b_down
+    torch.testing.assert_close(model(inputs), x @ model.W_U + model.b_U, rtol=1e-13, atol=1e-13)
+    F = model.attention()(model.attention_input(inputs))
+    torch.testing.assert_close(model.tail(inputs, targets)(F), model.loss(inputs, targets), rtol=1e-13, atol=0)
+    plain = GPT2(d=5, depth=depth, activation="linear", residual=False)  # without biases: of degree 3^depth
+    before = plain(inputs)
+    for parameter in (plain.W_E, plain.W_pos):
+        parameter.data *= 2
+    torch.testing.assert_close(plain(inputs), 2.0 ** (3**depth) * before)
+
+
 def test_the_loss_starts_near_that_of_guessing():
     for seed in range(5):
         loss = float(GPT2(d=64, seed=seed).loss(*batch(64, seed)).detach())

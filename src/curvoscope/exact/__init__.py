@@ -1,9 +1,27 @@
-"""Closed forms: the exact Hessian of single layers."""
+"""Closed forms: the exact Hessian of single layers, of Transformer blocks and of stacks of them."""
 
+from curvoscope.exact import bounds
 from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.backpropagation import LowRank, Record, backpropagate, low_rank
+from curvoscope.exact.block import Stack, TransformerBlock
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.mlp import LinearMLP
 from curvoscope.exact.norms import LayerNorm, RMSNorm
 from curvoscope.exact.scalar import ScalarAttention, ScalarSpectrum
 
-__all__ = ["FeedForward", "LayerNorm", "LinearMLP", "RMSNorm", "ScalarAttention", "ScalarSpectrum", "SelfAttention"]
+__all__ = [
+    "FeedForward",
+    "LayerNorm",
+    "LinearMLP",
+    "LowRank",
+    "RMSNorm",
+    "Record",
+    "ScalarAttention",
+    "ScalarSpectrum",
+    "SelfAttention",
+    "Stack",
+    "TransformerBlock",
+    "backpropagate",
+    "bounds",
+    "low_rank",
+]

@@ -22,6 +22,7 @@ from curvoscope.operators.cores import Core
 # φ, φ' and φ'' at h, elementwise; None for a second derivative that vanishes almost everywhere
 Derivatives = tuple[Tensor, Tensor, Tensor | None]
 
+_KEPT_NUMBERS = 2**23
 _FAR = 40.0  # past this |h| every density below is 0 in float64, and h² or h³ may overflow
 
 
@@ -88,13 +89,18 @@ class ScaledCore(Core):
     def __init__(self, seen: Seen, left: Tensor | None, right: Tensor | None, period: int) -> None:
         super().__init__(seen.shape, period, seen.workspace, seen.symmetric and left is right)
         self._seen, self._left, self._right = seen, left, right
+        self._last: tuple[int, int, Tensor] | None = None
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """(t, p, q)."""
+        """(t, p, q). Small ones are kept: a weight and its bias share them."""
+        if self._last is not None and self._last[:2] == (start, stop):
+            return self._last[2]
         blocks = self._seen.blocks(start, stop)
         if self._left is not None:
             blocks = self._left[start:stop, :, None] * blocks
-        return blocks if self._right is None else blocks * self._right[start:stop, None, :]
+        blocks = blocks if self._right is None else blocks * self._right[start:stop, None, :]
+        self._last = (start, stop, blocks) if blocks.numel() <= _KEPT_NUMBERS else None
+        return blocks
 
     def diagonal(self, start: int, stop: int) -> Tensor:
         """(t, p), without the blocks where both ports are the same."""

@@ -143,6 +143,24 @@ class AttentionBlocks:
             matrix = self._layer.rotary.turn(matrix, positions[:, None], back=True)
         return matrix
 
+    def reaches(self, weight: Weight) -> list[tuple[Tensor, int, Tensor | None]]:
+        """J_i = z_i (x) A_i for each head that uses the weight: z (T, a), its axis, and A at the output: (T, p, m), or
+        (p, m) for all tokens, or None for the identity."""
+        if not self._moves(weight):
+            return []
+        found = []
+        for h in self._users(weight):
+            factor = self._factor(weight, h)
+            port = factor.port
+            if isinstance(port, slice):
+                port = torch.eye(self._layer.d_out, dtype=self._passed.X.dtype, device=self._passed.X.device)[port]
+            matrix = port
+            if factor.response is not None:
+                matrix = self._dense_response(factor.response, weight).mT
+                matrix = matrix if port is None else matrix @ port
+            found.append((factor.vector, factor.axis, matrix))
+        return found
+
     # ---- functional part
 
     def functional(self, left: Weight, right: Weight) -> Terms:

@@ -18,6 +18,7 @@ from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.losses import LossAt
 
 Directions = dict[str, Tensor]
+Moved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dA and the heads' dF
 
 
 class AttentionProduct:
@@ -49,12 +50,26 @@ class AttentionProduct:
 
     def __call__(self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool) -> Directions:
         """The parts asked for, of the Hessian times the directions, at the blocks `wanted`."""
-        layer, s = self.layer, self.layer.scale
         assert self._loss is not None
-        dq, dk, dv, dA, dFh = self._push(directions)
-        dF = self._to_output(dFh, directions)
+        dF, moved = self.push(directions)
         dG = self._loss.curvature.apply(dF) if outer else torch.zeros_like(dF)
+        return self.pull(directions, moved, dG, wanted, functional)
+
+    def push(self, directions: Directions) -> tuple[Tensor, Moved]:
+        """dF (n, N, L, m) along the directions, and what moved on the way."""
+        moved = self._push(directions)
+        return self._to_output(moved[-1], directions), moved
+
+    def pull(
+        self, directions: Directions, moved: Moved | None, dG: Tensor, wanted: Sequence[str], functional: bool
+    ) -> Directions:
+        """How the gradients at the blocks `wanted` move when the one at the output moves by dG (n, N, L, m) and, with
+        `functional`, when the layer itself moves along the directions while G is held fixed."""
+        layer, s = self.layer, self.layer.scale
         dGh = self._to_heads(dG)
+        if functional:
+            assert moved is not None
+            dq, dk, dv, dA, dFh = moved
         if functional and "O" in directions:
             turned = layer.split(self._G @ directions["O"].mT[:, None], layer.heads)
             dGh = dGh + turned.unflatten(-3, self._A.shape[1:3])
@@ -115,7 +130,7 @@ class AttentionProduct:
         budget = checks.memory_budget(None) // 8  # more columns at once gain nothing
         return list(checks.chunks(columns, 1, tensors * self._A.element_size(), budget))
 
-    def _push(self, directions: Directions) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _push(self, directions: Directions) -> Moved:
         """dq, dk, dv, dA and the heads' dF, (n, N, G, share or 1, L, ·)."""
         layer, s = self.layer, self.layer.scale
         n = next(iter(directions.values())).shape[0]

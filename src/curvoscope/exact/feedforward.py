@@ -22,7 +22,7 @@ from torch import Tensor
 from curvoscope import checks, losses
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore, Reach, fits_jacobian
-from curvoscope.exact.tokenwise import Directions, Pairs, Terms, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.tokenwise import Directions, Mixed, Pairs, Terms, TokenwiseHessian, input_jacobian_matrix
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian
@@ -76,16 +76,20 @@ class FeedForward:
         self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False, biases: bool = True
     ) -> BlockHessian:
         """The Hessian of loss(y) over the weights, with `biases` the biases, and with `wrt_input` "X" (T, d)."""
+        y = self(X)
+        found = losses.at(loss, y if X.ndim == 3 else y[None], X.ndim == 2)
+        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble()
+
+    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
+        """The layer to second order at X, for a loss known by its G and S at y."""
         at = self._pass(X)
-        sequences = X if X.ndim == 3 else X[None]
-        found = losses.at(loss, at.y.view(*sequences.shape[:2], -1), X.ndim == 2)
         names = [name for name in self.weights if biases or not name.startswith("b")]
         reaches = {name: at.reach(name) for name in names}
         tables = {name: values if values.ndim == 2 else values[None] for name, values in self.weights.items()}
         shapes: dict[str, Shape] = {name: (tables[name].shape[0], tables[name].shape[1]) for name in names}
         if wrt_input:
             shapes["X"] = (at.x.shape[0], at.x.shape[1])
-        return _FeedForwardHessian(at, reaches, sequences, found, shapes).assemble()
+        return _FeedForwardHessian(at, reaches, X if X.ndim == 3 else X[None], loss, shapes)
 
     def _pass(self, X: Tensor) -> "_Pass":
         W1 = self.weights["W1"]
@@ -121,7 +125,7 @@ class _Pass:
         fits_jacobian(self.y.numel(), self.x.shape[1], "x, token by token", self.x)
         W2 = self.weights["W2"]
         paths = [(slope[:, :, None] * W2).mT @ self.weights[name].T for name, slope in self.first.items()]
-        return torch.stack(paths).sum(0)
+        return _added(paths)
 
     def reach(self, name: str) -> Reach:
         """How a weight or bias moves y: dy_t = (l_t^T dW ∘ s_t) P."""
@@ -161,32 +165,33 @@ class _FeedForwardHessian(TokenwiseHessian):
             return [term.T for term in self.functional_terms(column, row)]
         return []
 
-    def product(self, directions: Directions, outer: bool, functional: bool) -> tuple[Pairs, Tensor]:
-        """Forward dh_i = dx W_i + x dW_i + db_i, dz = Σ z_i dh_i, dy = dz W2 + z dW2 + db2. Backward the gradients
-        z^T G at W2, g = G W2^T at z, z_i g at h_i, x^T (z_i g) at W_i and Σ_i (z_i g) W_i^T at x: the outer part moves
-        them through S dy alone, the functional part holds G fixed."""
-        at, W2 = self._at, self._at.weights["W2"]
+    def push(self, directions: Directions) -> tuple[Tensor, Directions]:
+        """dh_i = dx W_i + x dW_i + db_i, dz = Σ z_i dh_i, dy = dz W2 + z dW2 + db2."""
+        at = self._at
         n = next(iter(directions.values())).shape[0]
         nothing = self.X.new_zeros(n, 1, 1)
-        moved = {}
+        moved: Directions = {}
         for name in at.first:
             moved[name] = directions.get("b" + name[1:], nothing) + nothing.expand(n, *at.z.shape)
             if "X" in directions:
                 moved[name] = moved[name] + directions["X"] @ at.weights[name]
             if name in directions:
                 moved[name] = moved[name] + self.X @ directions[name]
-        dz = torch.stack([slope * moved[name] for name, slope in at.first.items()]).sum(0)
-        back = self.X.new_zeros(n, *at.y.shape)
-        if outer:
-            dy = dz @ W2 + directions.get("b2", nothing)
-            back = self.applied(dy + at.z @ directions["W2"] if "W2" in directions else dy)
+        dz = _added([slope * moved[name] for name, slope in at.first.items()])
+        dy = dz @ at.weights["W2"] + directions.get("b2", nothing)
+        return dy + at.z @ directions["W2"] if "W2" in directions else dy, {**moved, "z": dz}
+
+    def pull(self, directions: Directions, moved: Directions, back: Tensor, functional: bool) -> tuple[Pairs, Tensor]:
+        """The gradients z^T G at W2, g = G W2^T at z, z_i g at h_i, x^T (z_i g) at W_i and Σ_i (z_i g) W_i^T at x: they
+        move with G, and in the functional part with G held fixed."""
+        at = self._at
         found: Pairs = {"W2": [(at.z, back)], "b2": [(at.ones, back)]}
-        at_z = back @ W2.T
+        at_z = back @ at.weights["W2"].T
         if functional:
-            found["W2"].append((dz, self.gradient))
+            found["W2"].append((moved["z"], self.gradient))
             if "W2" in directions:
                 at_z = at_z + self.gradient @ directions["W2"].mT
-        at_x = self.X.new_zeros(n, *self.X.shape)
+        at_x = self.X.new_zeros(back.shape[0], *self.X.shape)
         for name, slope in at.first.items():
             at_h = slope * at_z
             if functional:
@@ -200,3 +205,35 @@ class _FeedForwardHessian(TokenwiseHessian):
             if functional and name in directions:
                 at_x += (slope * self._at_z) @ directions[name].mT
         return found, at_x
+
+    def mixed(self, name: str) -> list[Mixed]:
+        """x[b] (Σ_j W_j diag(z_ij g))[c, q] + (z_i g)[q] δ_cb at W_i; G[n] (Σ_i W_i diag(z_i))[c, e] at W2."""
+        at, weight = self._at, "W" + name[1:]
+        if weight == "W2":
+            if name == "b2":
+                return []
+            return [Mixed(self.gradient, 1, _added([at.weights[i] * slope[:, None] for i, slope in at.first.items()]))]
+        found = []
+        bends = [
+            at.weights[j] * (at.second[weight, j] * self._at_z)[:, None] for j in at.first if (weight, j) in at.second
+        ]
+        if bends:
+            found.append(Mixed(self.reaches[name].vectors, 0, _added(bends)))
+        if name == weight:
+            identity = torch.eye(self.X.shape[1], dtype=self.X.dtype, device=self.X.device)
+            found.append(Mixed(at.first[weight] * self._at_z, 1, identity.expand(len(self.X), -1, -1)))
+        return found
+
+    def input_jacobian(self) -> Tensor:
+        """Σ_i (W_i diag(z_i) W2)^T."""
+        return self._at.input_jacobian
+
+    def input_curvature(self) -> Tensor:
+        """Σ_ij W_i diag(z_ij g) W_j^T."""
+        at = self._at
+        paths = [at.weights[i] * (bend * self._at_z)[:, None] @ at.weights[j].T for (i, j), bend in at.second.items()]
+        return _added(paths) if paths else self.X.new_zeros(len(self.X), *2 * self.X.shape[1:])
+
+
+def _added(paths: list[Tensor]) -> Tensor:
+    return paths[0] if len(paths) == 1 else torch.stack(paths).sum(0)

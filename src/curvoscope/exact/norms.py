@@ -23,7 +23,7 @@ from torch import Tensor
 from curvoscope import checks, losses
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.exact.activations import Reach
-from curvoscope.exact.tokenwise import Directions, Pairs, Terms, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.tokenwise import Directions, Mixed, Pairs, Terms, TokenwiseHessian, input_jacobian_matrix
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian
@@ -62,6 +62,19 @@ class _Normalised:
         """P, (d, d)."""
         return self.project(torch.eye(self.d, dtype=self.x_hat.dtype, device=self.x_hat.device))
 
+    @cached_property
+    def jacobian(self) -> Tensor:
+        """J of every token, (T, d, d)."""
+        rank_one = self.x_hat[:, :, None] * self.x_hat[:, None, :] / self.d
+        return (self.projector - rank_one) / self.sigma[:, :, None]
+
+    def curvature(self, h: Tensor) -> Tensor:
+        """sum_a h_a d²x̂_a of every token for h (T, d): (T, d, d)."""
+        mixed = self.project(h)[:, :, None] * self.x_hat[:, None, :]
+        weight = (h * self.x_hat).sum(-1)[:, None, None]
+        curved = self.projector - (self.x_hat[:, :, None] * self.x_hat[:, None, :]) * (3 / self.d)
+        return -(mixed + mixed.mT + weight * curved) / (self.sigma.square() * self.d)[:, :, None]
+
 
 class _Norm:
     """y = γ ∘ x̂ + β for a fixed P; `gamma` (d,), `beta` (d,) or None."""
@@ -93,20 +106,14 @@ class _Norm:
 
     def input_jacobian(self, X: Tensor) -> Tensor:
         """dy/dx = diag(γ) (P - x̂ x̂^T / d) / σ of every token, (T, d, d)."""
-        at = self._at(X)
-        rank_one = at.x_hat[:, :, None] * at.x_hat[:, None, :] / at.d
-        return self.gamma[:, None] * (at.projector - rank_one) / at.sigma[:, :, None]
+        return self.gamma[:, None] * self._at(X).jacobian
 
     def second_derivative(self, X: Tensor, gradient: Tensor) -> Tensor:
         """sum_a g_a d²y_a/dx² of every token for a gradient at y, of the shape of X: (T, d, d), O(d²) a token."""
         at = self._at(X)
         if gradient.shape != X.shape:
             raise ShapeError("gradient", f"expected {tuple(X.shape)} like X, got {tuple(gradient.shape)}")
-        h = self.gamma * checks.floating("gradient", gradient, like=X).reshape(at.x_hat.shape)
-        mixed = at.project(h)[:, :, None] * at.x_hat[:, None, :]
-        weight = (h * at.x_hat).sum(-1)[:, None, None]
-        curved = at.projector - (at.x_hat[:, :, None] * at.x_hat[:, None, :]) * (3 / at.d)
-        return -(mixed + mixed.mT + weight * curved) / (at.sigma.square() * at.d)[:, :, None]
+        return at.curvature(self.gamma * checks.floating("gradient", gradient, like=X).reshape(at.x_hat.shape))
 
     def jacobian_norm(self, X: Tensor) -> Tensor:
         """|J| of dx̂/dx for every token, (L,) or (N, L): 1/σ, or ε/σ³ where x̂ spans the range of P."""
@@ -142,14 +149,19 @@ class _Norm:
 
     def hessian(self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False) -> BlockHessian:
         """The Hessian of loss(y) over "gamma" and, where there is one, "beta", both (1, d); "X" (T, d) on request."""
+        y = self(X)
+        found = losses.at(loss, y if X.ndim == 3 else y[None], X.ndim == 2)
+        return self.around(X, found, wrt_input=wrt_input).assemble()
+
+    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True) -> TokenwiseHessian:
+        """The layer to second order at X, for a loss known by its G and S at y."""
         at = self._at(X)
-        sequences = X if X.ndim == 3 else X[None]
-        found = losses.at(loss, self._output(at).view(sequences.shape), X.ndim == 2)
         reaches = self._reaches(at)
         shapes: dict[str, Shape] = dict.fromkeys(reaches, (1, at.d))
         if wrt_input:
             shapes["X"] = (at.x_hat.shape[0], at.d)
-        return _NormHessian(self.gamma, at, reaches, sequences, found, shapes).assemble()
+        sequences = X if X.ndim == 3 else X[None]
+        return _NormHessian(self.gamma, at, reaches, sequences, loss, shapes)
 
     @property
     def _rank(self) -> int:
@@ -222,20 +234,38 @@ class _NormHessian(TokenwiseHessian):
         """Nothing: y is linear in γ and β together."""
         return []
 
-    def product(self, directions: Directions, outer: bool, functional: bool) -> tuple[Pairs, Tensor]:
-        """dF = γ ∘ J dx + x̂ ∘ dγ + dβ; the gradients Σ x̂ ∘ G, Σ G and J (γ ∘ G) move with S dF, or with G held."""
+    def push(self, directions: Directions) -> tuple[Tensor, Directions]:
+        """dF = γ ∘ J dx + x̂ ∘ dγ + dβ."""
         at, zero = self._at, torch.zeros((), dtype=self.X.dtype, device=self.X.device)
         d_gamma, d_beta, dX = (directions.get(name, zero) for name in ("gamma", "beta", "X"))
         n = next(iter(directions.values())).shape[0]
         d_hat = at.push(dX.expand(n, *self.X.shape))
-        back = torch.zeros_like(d_hat)
-        if outer:
-            back = self.applied(self._gamma * d_hat + at.x_hat * d_gamma + d_beta)
+        return self._gamma * d_hat + at.x_hat * d_gamma + d_beta, {"x_hat": d_hat}
+
+    def pull(self, directions: Directions, moved: Directions, back: Tensor, functional: bool) -> tuple[Pairs, Tensor]:
+        """The gradients Σ x̂ ∘ G, Σ G and J (γ ∘ G) move with G, or with G held."""
+        at = self._at
         at_gamma, at_hat = at.x_hat * back, self._gamma * back
         if functional:
-            at_gamma, at_hat = at_gamma + d_hat * self.gradient, at_hat + d_gamma * self.gradient
+            at_gamma = at_gamma + moved["x_hat"] * self.gradient
+            if "gamma" in directions:
+                at_hat = at_hat + directions["gamma"] * self.gradient
         at_X = at.push(at_hat)
-        if functional:
-            at_X = at_X + at.bend(self._gamma * self.gradient, dX.expand_as(d_hat))
+        if functional and "X" in directions:
+            at_X = at_X + at.bend(self._gamma * self.gradient, directions["X"])
         ones = self.reaches["gamma"].vectors
         return {"gamma": [(ones, at_gamma)], "beta": [(ones, back)]}, at_X
+
+    def mixed(self, name: str) -> list[Mixed]:
+        """H_f(x, γ) = J diag(G); β moves no gradient at x."""
+        if name == "beta":
+            return []
+        return [Mixed(self.reaches["gamma"].vectors, 0, self._at.jacobian * self.gradient[:, None, :])]
+
+    def input_jacobian(self) -> Tensor:
+        """diag(γ) J."""
+        return self._gamma[:, None] * self._at.jacobian
+
+    def input_curvature(self) -> Tensor:
+        """sum_a γ_a G_a d²x̂_a."""
+        return self._at.curvature(self._gamma * self.gradient)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,18 @@ Terms = list[Term | Single]
 Directions = dict[str, Tensor]
 # At a weight (a, p): pairs l (T, a), v (T, p), either with n directions before it, of which Σ_t l_t v_t^T is the sum
 Pairs = dict[str, list[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Σ_t r_t (x) K_t at the input's features c and a weight (b, q): r_t[b] K_t[c, q], or r_t[q] K_t[c, b] on axis 1.
+
+    `vectors` r (T, ·), `cores` K (T, d, ·).
+    """
+
+    vectors: Tensor
+    axis: int
+    cores: Tensor
 
 
 def input_jacobian_matrix(blocks: Tensor) -> Tensor:
@@ -100,6 +113,7 @@ class TokenwiseHessian(ABC):
         self.X, self.period = X.flatten(0, 1), X.shape[1]
         self.gradient = loss.gradient.flatten(0, 1)
         widths = sum(p for _, p in shapes.values()) + self.X.shape[1] + self.gradient.shape[1]
+        self._cores: dict[tuple[int, int, int, int], ScaledCore] = {}
         self._workspace = 8 * self.X.shape[0] * widths * X.element_size()  # bytes that a product needs for a direction
 
     @abstractmethod
@@ -107,8 +121,30 @@ class TokenwiseHessian(ABC):
         """The functional part of a block of two weights."""
 
     @abstractmethod
+    def push(self, directions: Directions) -> tuple[Tensor, Directions]:
+        """dF (n, T, m) along directions (n, a, p) of the weights and (n, T, d) of "X", and what moved on the way."""
+
+    @abstractmethod
+    def pull(self, directions: Directions, moved: Directions, back: Tensor, functional: bool) -> tuple[Pairs, Tensor]:
+        """How the gradients at the weights and at the input (n, T, d) move when the one at the output moves by `back`
+        (n, T, m) and, with `functional`, when the layer itself moves along the directions while G is held fixed."""
+
+    @abstractmethod
+    def mixed(self, name: str) -> list[Mixed]:
+        """The functional part of the block of the input with a weight, as terms."""
+
+    @abstractmethod
+    def input_jacobian(self) -> Tensor:
+        """dF/dx of every token, (T, m, d)."""
+
+    @abstractmethod
+    def input_curvature(self) -> Tensor:
+        """The functional part of the block of the input with itself, of every token, (T, d, d)."""
+
     def product(self, directions: Directions, outer: bool, functional: bool) -> tuple[Pairs, Tensor]:
         """The parts asked for, of the Hessian times directions (n, a, p): at the weights and at the input (n, T, d)."""
+        dF, moved = self.push(directions)
+        return self.pull(directions, moved, self.applied(dF) if outer else torch.zeros_like(dF), functional)
 
     def assemble(self) -> BlockHessian:
         """All blocks of both parts."""
@@ -165,8 +201,10 @@ class TokenwiseHessian(ABC):
         width, same = self.gradient.shape[1], row == column
         seen = seen_through(curvature, first.port, second.port, width, self.X)
         if first.scales is not None or second.scales is not None:
-            core = ScaledCore(seen, first.scales, second.scales, self.period)
-            return [Term(first.vectors, second.vectors, core)]
+            key = (id(first.scales), id(second.scales), id(first.port), id(second.port))
+            if key not in self._cores:
+                self._cores[key] = ScaledCore(seen, first.scales, second.scales, self.period)
+            return [Term(first.vectors, second.vectors, self._cores[key])]
         if not isinstance(curvature, ScalarCurvature):
             return [Term(first.vectors, second.vectors, Plain(seen, self.period, len(self.X)))]
         assert seen.shared is not None  # S = c I
@@ -205,14 +243,14 @@ class TokenwiseHessian(ABC):
                 named = zip(given, pieces, shapes, strict=True)
                 directions = {name: piece.reshape(-1, *shape) for name, piece, shape in named}
                 pairs, at_input = self.product(directions, outer, functional)
-                answers = [at_input if name == "X" else _contracted(pairs[name]) for name in wanted]
+                answers = [at_input if name == "X" else contracted(pairs[name]) for name in wanted]
                 parts.append(torch.cat([answer.flatten(1) for answer in answers], 1).T)
             return torch.cat(parts, 1)
 
         return multiply
 
 
-def _contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Σ_t l_t v_t^T, summed over the pairs: (n, a, p)."""
     total = pairs[0][0].mT @ pairs[0][1]
     for left, right in pairs[1:]:

@@ -48,9 +48,11 @@ class LayerNorm(nn.Module):
 class Block(nn.Module):
     """One attention head and one feed-forward layer, each on a residual branch."""
 
-    def __init__(self, d: int, norm: str, activation: str, draw: Draw, dtype: torch.dtype) -> None:
+    def __init__(
+        self, d: int, norm: str, activation: str, draw: Draw, dtype: torch.dtype, residual: bool = True
+    ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.residual = activation, residual
         self.norm1, self.norm2 = _norm(norm, d, dtype), _norm(norm, d, dtype)
         self.W_Q, self.W_K, self.W_V, self.W_O = (draw(d, d) for _ in range(4))
         self.b_Q, self.b_K, self.b_V, self.b_O = (_zeros(d, dtype) for _ in range(4))
@@ -74,7 +76,7 @@ class Block(nn.Module):
 
     def after_attention(self, x: Tensor, F: Tensor) -> Tensor:
         """The block's output, from the residual stream x before it and its attention output F."""
-        x = x + F
+        x = x + F if self.residual else F
         return x + (self.norm2(x) @ self.W_up + self.b_up).relu() @ self.W_down + self.b_down
 
 
@@ -82,7 +84,8 @@ class GPT2(nn.Module):
     """The network at initialisation: weights N(0, 0.64/d), biases 0, LayerNorms (if any) the identity map.
 
     The weights are drawn in float64 from a generator of their own and then rounded to `dtype`: a function of
-    `seed` and of the sizes alone, the same for every `norm` and `activation`.
+    `seed` and of the sizes alone, the same for every `norm` and `activation`. Without `residual` the attention
+    output replaces the stream, x <- F: the paper's chains of linear attention layers; the feed-forward branch stays.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class GPT2(nn.Module):
         context: int = 18,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
+        residual: bool = True,
     ) -> None:
         super().__init__()
         for argument, value in (("d", d), ("depth", depth), ("vocabulary", vocabulary), ("context", context)):
@@ -113,7 +117,7 @@ class GPT2(nn.Module):
             return nn.Parameter((0.8 / math.sqrt(d) * weight).to(dtype))
 
         self.W_E, self.W_pos = draw(vocabulary, d), draw(context, d)
-        self.blocks = nn.ModuleList(Block(d, norm, activation, draw, dtype) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(d, norm, activation, draw, dtype, residual) for _ in range(depth))
         self.norm = _norm(norm, d, dtype)
         self.W_U, self.b_U = draw(d, vocabulary), _zeros(vocabulary, dtype)
 
@@ -140,6 +144,10 @@ class GPT2(nn.Module):
             activation="linear" if part.activation == "linear" else "softmax",
             causal=True,
         )
+
+    def residual_stream(self, tokens: Tensor, block: int = -1) -> Tensor:
+        """The residual stream before `block`, (N, L, d)."""
+        return self._stream(tokens, self._index(block))
 
     def attention_input(self, tokens: Tensor, block: int = -1) -> Tensor:
         """X, (N, L, d): what the attention layer of `block` reads, after the norm if there is one."""

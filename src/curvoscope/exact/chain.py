@@ -1,0 +1,216 @@
+"""Layers one after the other, some beside a residual connection: their forward pass, gradients and Hessian products.
+
+A network is a list of branches, y = x + g(x) or y = g(x) with g a chain of layers. At an input x, a loss with gradient
+G and Hessian S at the network's output gives the gradient at every layer's output. The product with the Hessian is the
+derivative of these gradients: dF goes up through the layers, dG = S dF comes down, and on its way meets each layer's
+own second derivative, contracted with the gradient there and held fixed. Without the latter it is the outer part;
+without S it is the functional part.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks, losses
+from curvoscope.exact.links import Layer, Link, link
+from curvoscope.operators.base import Multiplication, Shape
+
+Directions = dict[str, Tensor]
+
+_CHUNK = 2**26  # bytes for the directions taken at once: more gain nothing, and leave the cache
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Named layers one after the other; `residual`: their input is added to their output."""
+
+    layers: tuple[tuple[str, Layer], ...]
+    residual: bool
+
+
+class Chain:
+    """Branches at one input X (N, L, d), with the gradient of a loss at the output of every layer.
+
+    `links` are the layers in order, each at its input; `where` says for every name of a weight which link has it.
+    """
+
+    def __init__(self, branches: Sequence[Branch], X: Tensor, loss: losses.LossFunction) -> None:
+        self.X, squeeze = (X, False) if X.ndim == 3 else (X[None], True)
+        self.branches: list[tuple[list[Link], bool]] = []
+        stream = self.X
+        for branch in branches:
+            value, links = stream, []
+            for name, layer in branch.layers:
+                links.append(link(name, layer, value))
+                value = links[-1].output
+            self.branches.append((links, branch.residual))
+            stream = stream + value if branch.residual else value
+        self.output = stream
+        self.links = [each for links, _ in self.branches for each in links]
+        self.where = {name: number for number, each in enumerate(self.links) for name in each.names}
+        self.loss = losses.at(loss, self.output, squeeze)
+        gradient = self.loss.gradient
+        for links, residual in reversed(self.branches):
+            at_input = gradient
+            for each in reversed(links):
+                at_input = each.settle(at_input)
+            gradient = gradient + at_input if residual else at_input
+        self.input_gradient = gradient
+
+    @property
+    def tokens(self) -> int:
+        """T = N L."""
+        return self.X.shape[0] * self.X.shape[1]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of all weights, in the order of the layers."""
+        return {name: each.shapes[local] for each in self.links for name, local in each.names.items()}
+
+    def push(self, directions: Directions, after: int | None = None) -> tuple[Tensor, list[Directions], list[object]]:
+        """dZ (n, T, m) along directions of weights (n, a, p) and of "X" (n, T, d), with what each layer saw and moved.
+
+        With `after`, the direction "X" (n, T, m) is one of the output of that link, and weights are held.
+        """
+        stream = directions.get("X") if after is None else None
+        seen: list[Directions] = []
+        moved: list[object] = []
+        for links, residual in self.branches:
+            value = stream
+            for each in links:
+                here = {local: directions[name] for name, local in each.names.items() if name in directions}
+                if value is not None:
+                    here["X"] = value
+                value, inside = each.push(here) if here else (None, None)
+                if after == len(seen):
+                    value = directions["X"]
+                seen.append(here)
+                moved.append(inside)
+            stream = stream + value if residual and stream is not None and value is not None else value
+        assert stream is not None  # some direction reached the output
+        return stream, seen, moved
+
+    def product(
+        self,
+        directions: Directions,
+        wanted: Sequence[str],
+        outer: bool,
+        functional: bool,
+        after: int | None = None,
+    ) -> Directions:
+        """The sum of the parts asked for, of the Hessian times the directions, at the weights `wanted` and at "X"."""
+        dZ, seen, moved = self.push(directions, after)
+        back = self._applied(dZ) if outer else torch.zeros_like(dZ)
+        return self._pull(seen, moved, back, wanted, functional, after)
+
+    def products(self, directions: Directions, wanted: Sequence[str]) -> tuple[Directions, Directions]:
+        """The outer and the functional part, each times the directions."""
+        dZ, seen, moved = self.push(directions)
+        outer = self._pull(seen, moved, self._applied(dZ), wanted, False)
+        return outer, self._pull(seen, moved, torch.zeros_like(dZ), wanted, True)
+
+    def _pull(
+        self,
+        seen: list[Directions],
+        moved: list[object],
+        back: Tensor,
+        wanted: Sequence[str],
+        functional: bool,
+        after: int | None = None,
+    ) -> Directions:
+        """How the gradients move when the one at Z moves by `back` (n, T, m): see `Link.pull`."""
+        lowest = min((self.where[name] for name in wanted if name != "X"), default=len(self.links))
+        lowest = -1 if "X" in wanted or after is not None else lowest
+        found: Directions = {}
+        number = len(self.links)
+        for links, residual in reversed(self.branches):
+            at_input = back
+            for each in reversed(links):
+                number -= 1
+                if number == after:
+                    return {"X": at_input}
+                if number < lowest:
+                    return found
+                locals_ = {local: name for name, local in each.names.items() if name in wanted}
+                here = functional and bool(seen[number])
+                answers, at_input = each.pull(seen[number], moved[number], at_input, list(locals_), here)
+                found |= {locals_[local]: answer for local, answer in answers.items()}
+            back = back + at_input if residual else at_input
+        return {**found, "X": back}
+
+    def multiplication(
+        self, wanted: dict[str, Shape], given: dict[str, Shape], outer: bool, functional: bool
+    ) -> Multiplication:
+        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`."""
+
+        def multiply(columns: Tensor) -> Tensor:
+            parts = []
+            for start, stop in self.chunks(columns.shape[1]):
+                directions = _unpacked(columns[:, start:stop], given)
+                parts.append(_packed(self.product(directions, list(wanted), outer, functional), wanted))
+            return torch.cat(parts, 1)
+
+        return multiply
+
+    def rows(self, wanted: dict[str, Shape], given: dict[str, Shape]) -> tuple[Tensor, Tensor]:
+        """All columns of the blocks `given`, (R, C) over the blocks `wanted`: of the outer and the functional part."""
+        identity = torch.eye(sum(a * p for a, p in given.values()), dtype=self.X.dtype, device=self.X.device)
+        outer, functional = [], []
+        for start, stop in self.chunks(len(identity)):
+            first, second = self.products(_unpacked(identity[:, start:stop], given), list(wanted))
+            outer.append(_packed(first, wanted))
+            functional.append(_packed(second, wanted))
+        return torch.cat(outer, 1), torch.cat(functional, 1)
+
+    def product_after(self, number: int, outer: bool, functional: bool) -> Multiplication:
+        """Columns (T m, n) of directions of the output of a link, or of the input (-1), times the parts of S there."""
+        after = None if number < 0 else number
+        width = self.X.shape[2] if after is None else self.links[number].output.shape[2]
+
+        def multiply(columns: Tensor) -> Tensor:
+            parts = []
+            for start, stop in self.chunks(columns.shape[1]):
+                direction = columns[:, start:stop].T.reshape(-1, self.tokens, width)
+                parts.append(self.product({"X": direction}, ["X"], outer, functional, after)["X"].flatten(1).T)
+            return torch.cat(parts, 1)
+
+        return multiply
+
+    def jacobian(self, name: str, shape: Shape) -> Tensor:
+        """dZ/dW as a dense matrix (T m, a p), for a weight or "X"."""
+        size = shape[0] * shape[1]
+        checks.fits(
+            self.output.numel() * size * self.output.element_size(),
+            None,
+            f"the Jacobian in {name}, {self.output.numel()} x {size}",
+            "use fewer tokens, or products of the Hessian",
+        )
+        columns = []
+        for start, stop in self.chunks(size):
+            direction = self.X.new_zeros(stop - start, size)
+            direction[torch.arange(stop - start), torch.arange(start, stop)] = 1
+            columns.append(self.push({name: direction.view(-1, *shape)})[0].flatten(1).T)
+        return torch.cat(columns, 1)
+
+    def chunks(self, columns: int) -> list[tuple[int, int]]:
+        """Ranges of columns whose intermediate tensors fit into the memory at hand."""
+        numbers = sum(each.workspace for each in self.links)
+        budget = min(_CHUNK, checks.memory_budget(None) // 8)
+        return list(checks.chunks(columns, 1, numbers * self.X.element_size(), budget))
+
+    def _applied(self, dZ: Tensor) -> Tensor:
+        sequences = dZ.view(dZ.shape[0], *self.output.shape)
+        return self.loss.curvature.apply(sequences).reshape(dZ.shape)
+
+
+def _unpacked(columns: Tensor, shapes: dict[str, Shape]) -> Directions:
+    """(C, n) -> (n, a, p) for each name."""
+    pieces = columns.T.split([a * p for a, p in shapes.values()], 1)
+    return {name: piece.reshape(-1, *shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+
+
+def _packed(answers: Directions, names: Iterable[str]) -> Tensor:
+    """(n, a, p) for each name -> (R, n)."""
+    return torch.cat([answers[name].flatten(1) for name in names], 1).T

@@ -1,0 +1,263 @@
+"""The Hessian of a chain of layers over all of its weights.
+
+Let F_a be the output of layer a, J_a = dF_a/dθ_a, T_ac the Jacobian from F_a to the input of layer c, D_a that from F_a
+to the network's output Z, and G_c the gradient at F_c. For a below b
+
+    outer        J_a^T (D_a^T S D_b) J_b
+    functional   J_a^T (Σ_{c above b} T_ac^T <G_c, d²F_c/dx²> T_bc) J_b + J_a^T T_ab^T <G_b, d²F_b/dx dθ_b>
+
+and the blocks of one layer are its own, with S at its output from Hessian back-propagation. From the last attention
+layer on tokens stay apart, and all these are sums over tokens of Kronecker products. Weights below it, and the input,
+get their rows from products with the Hessian.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.exact.chain import Chain
+from curvoscope.exact.descent import Descent
+from curvoscope.exact.links import AttentionLink, Factor, Part, TokenwiseLink
+from curvoscope.losses import PairCurvature
+from curvoscope.operators.base import LinearOperator, Product, Products, Shape
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
+from curvoscope.operators.cores import Core
+from curvoscope.operators.inner_products import merged
+from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.terms import Term
+
+
+class Between(Core):
+    """C_t = A_t B_t for the A of a factor and B (T, m, q)."""
+
+    def __init__(self, factor: Factor, right: Tensor, rows: int) -> None:
+        super().__init__((rows, right.shape[2]), 1, 2 * rows * right.shape[2])
+        self._factor, self._right = factor, right
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, p, q)."""
+        if stop - start == len(self._right):
+            return self._factor.times(self._right)
+        return self._factor.cut(start, stop).times(self._right[start:stop])
+
+
+class ChainHessian(BlockHessian):
+    """Over the weights `names` of a chain, in that order, and "X" (T, d) where it is among them."""
+
+    def __init__(self, chain: Chain, names: list[str]) -> None:
+        self._chain, self._descent = chain, Descent(chain)
+        every = {**chain.shapes, "X": (chain.tokens, chain.X.shape[2])}
+        self._shapes: dict[str, Shape] = {name: every[name] for name in names}
+        mixing = [number for number, each in enumerate(chain.links) if isinstance(each, AttentionLink)]
+        # links from here on do not mix tokens after their output
+        self._base = max(mixing, default=0)
+        if isinstance(chain.loss.curvature, PairCurvature):
+            self._base = len(chain.links)
+        self._by_layer: dict[tuple[int, bool], BlockMatrix] = {}
+        self._strips: dict[tuple[int, str, bool], list[tuple[Tensor, int, Tensor]]] = {}
+
+        def matrix(outer: bool) -> BlockMatrix:
+            product = chain.multiplication(self._shapes, self._shapes, outer, not outer)
+            return BlockMatrix(
+                self._shapes,
+                lambda row, column: self._block(row, column, outer),
+                chain.X,
+                product,
+                lambda: self._from_products([outer]),
+            )
+
+        product = chain.multiplication(self._shapes, self._shapes, outer=True, functional=True)
+        super().__init__(matrix(outer=True), matrix(outer=False), product)
+        self.total.entries = lambda: self._from_products([True, False])
+
+    # ---- which way to a block
+
+    def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
+        where = self._chain.where
+        if "X" not in (row, column):
+            if where[row] == where[column] and self._descent.fits_at(where[row]):
+                names = self._chain.links[where[row]].names
+                return _one_part(self._of_layer(where[row], outer)[names[row], names[column]], self._chain.X)
+            if where[row] != where[column] and {row, column} <= set(self._with_form):
+                if where[row] < where[column]:
+                    return self._between_layers(row, column, outer)
+                return self._between_layers(column, row, outer).T
+        shapes = self._shapes[row], self._shapes[column]
+        return Product(self._products(row, column, outer), *shapes, self._chain.X, symmetric=row == column)
+
+    def _products(self, row: str, column: str, outer: bool) -> Products:
+        one, other = {row: self._shapes[row]}, {column: self._shapes[column]}
+        there = self._chain.multiplication(one, other, outer, not outer)
+        return there, self._chain.multiplication(other, one, outer, not outer)
+
+    def _of_layer(self, number: int, outer: bool) -> BlockMatrix:
+        """The blocks of one layer: its own functional part belongs to ours, with that of S."""
+        if (number, outer) not in self._by_layer:
+            link, length = self._chain.links[number], self._chain.X.shape[1]
+            gauss_newton, bent = self._descent.at(number)
+            first = link.hessian(gauss_newton.curvature(length))
+            self._by_layer[number, True] = first.outer
+            self._by_layer[number, False] = (
+                first.functional if bent is None else link.hessian(bent.curvature(length)).total
+            )
+        return self._by_layer[number, outer]
+
+    def _from_products(self, parts: list[bool]) -> dict[tuple[str, str], Tensor]:
+        """The entries of all blocks that come from products, by one product for each of their columns.
+
+        `parts`: outer (True), functional (False) or both, whose entries are then added.
+        """
+        slow = {name: shape for name, shape in self._shapes.items() if name not in self._with_form}
+        if not slow:
+            return {}
+        columns, like = sum(a * p for a, p in slow.values()), self._chain.X
+        checks.fits(
+            (1 + len(parts)) * self.shape[0] * columns * like.element_size(),
+            None,
+            f"{columns} rows of the Hessian",
+            "ask for single blocks, or for products with @",
+        )
+        if len(parts) == 2:
+            outer, functional = self._chain.rows(self._shapes, slow)
+            found, more = self._cut(outer, slow), self._cut(functional, slow)
+            return {pair: values.add_(more[pair]) for pair, values in found.items()}
+        multiply = self._chain.multiplication(self._shapes, slow, parts[0], not parts[0])
+        return self._cut(multiply(torch.eye(columns, dtype=like.dtype, device=like.device)), slow)
+
+    def _cut(self, strip: Tensor, slow: dict[str, Shape]) -> dict[tuple[str, str], Tensor]:
+        """Columns (P, ·) of the blocks `slow`, cut into the blocks on and above the diagonal that they fill."""
+        rows = dict(zip(self._shapes, strip.split([a * p for a, p in self._shapes.values()]), strict=True))
+        sizes = [a * p for a, p in slow.values()]
+        blocks = {
+            (row, column): block
+            for row, part in rows.items()
+            for column, block in zip(slow, part.split(sizes, 1), strict=True)
+        }
+        names = list(self._shapes)
+        found = {}
+        for i, row in enumerate(names):
+            for column in names[i:]:
+                if column in slow:
+                    values = blocks[row, column]
+                elif row in slow:
+                    values = blocks[column, row].T
+                else:
+                    continue
+                values = (values + values.T) / 2 if row == column else values.clone()
+                found[row, column] = values.view(*self._shapes[row], *self._shapes[column])
+        return found
+
+    # ---- blocks of two layers, a below b, from the last attention layer on
+
+    def _between_layers(self, row: str, column: str, outer: bool) -> LinearOperator:
+        """Of a weight of layer a and one of layer b."""
+        where, shapes = self._chain.where, (self._shapes[row], self._shapes[column])
+        like = self._chain.X
+        parts, strip = self._with_form[row], self._strip(where[row], column, outer)
+        products = self._products(row, column, outer)
+        entries: list[LinearOperator] = []
+        for part in parts:
+            terms = [
+                Term(factor.vectors, vectors, Between(factor, matrix, part.shape[1 - factor.axis]), (factor.axis, axis))
+                for factor in part.factors
+                for vectors, axis, matrix in strip
+            ]
+            one = len(parts) == 1
+            entries.append(KroneckerSum(part.shape, shapes[1], terms, like, False, products if one else None))
+        if len(parts) == 1:
+            return entries[0]
+        slots, whole = [part.slot for part in parts], [Slot(0, 0, shapes[1][0])]
+        tiles = {(i, 0): entry for i, entry in enumerate(entries)}
+        return Tiles(*shapes, slots, whole, tiles, like, False, products)
+
+    def _strip(self, number: int, column: str, outer: bool) -> list[tuple[Tensor, int, Tensor]]:
+        """Of the gradient at F_a with the weight of b: vectors r, their axis, and matrices (T, m_a, ·)."""
+        key = (number, column, outer)
+        if key in self._strips:
+            return self._strips[key]
+        link = self._chain.links[self._chain.where[column]]
+        assert isinstance(link, TokenwiseLink)
+        factor = self._with_form[column][0].factors[0]
+        couplings = self._couplings[number, self._chain.where[column]]
+        coupling = couplings[0] if outer else couplings[1]
+        found: list[tuple[Tensor, int, Tensor]] = []
+        straight = None if coupling is None else factor.times_transposed(coupling)
+        if not outer:
+            to_input = self._ways[number][self._chain.where[column]].mT
+            for mixed in link.mixed(link.names[column]):
+                matrix = to_input @ mixed.cores
+                if mixed.axis == 0 and mixed.vectors is factor.vectors and straight is not None:
+                    straight = straight + matrix
+                else:
+                    found.append((mixed.vectors, mixed.axis, matrix))
+        if straight is not None:
+            found.append((factor.vectors, 0, straight))
+        self._strips[key] = found
+        return found
+
+    @cached_property
+    def _with_form(self) -> dict[str, list[Part]]:
+        """How the weights from the last attention layer on reach the output of their layer."""
+        found: dict[str, list[Part]] = {}
+        for link in self._chain.links[self._base :]:
+            parts = {name: link.parts(local) for name, local in link.names.items()}
+            found |= {name: part for name, part in parts.items() if part is not None}
+        return found
+
+    @cached_property
+    def _ways(self) -> dict[int, list[Tensor]]:
+        """T_ac for every link c above a, and D_a last: (T, ·, m_a), by the number of a."""
+        found = {}
+        for start in range(self._base, len(self._chain.links)):
+            width = self._chain.links[start].output.shape[2]
+            identity = torch.eye(width, dtype=self._chain.X.dtype, device=self._chain.X.device)
+            found[start] = self._way(start, identity.expand(self._chain.tokens, -1, -1))
+        return found
+
+    def _way(self, start: int, identity: Tensor) -> list[Tensor]:
+        """The Jacobian from the output of a link to the input of every link (empty below), and to Z."""
+        at_inputs: list[Tensor] = []
+        stream: Tensor | None = None
+        for links, residual in self._chain.branches:
+            value = stream
+            for each in links:
+                number = len(at_inputs)
+                at_inputs.append(identity[:0] if value is None else value)
+                if value is not None:
+                    value = each.input_jacobian.blocks @ value
+                if number == start:
+                    value = identity
+            stream = stream + value if residual and stream is not None and value is not None else value
+        assert stream is not None
+        return [*at_inputs, stream]
+
+    @cached_property
+    def _couplings(self) -> dict[tuple[int, int], tuple[Tensor, Tensor | None]]:
+        """D_a^T S D_b, and Σ_{c above b} T_ac^T <G_c, d²F_c> T_bc, both (T, m_a, m_b), for a below b."""
+        links, ways = self._chain.links, self._ways
+        curvature, _ = self._descent.at(len(links) - 1)
+        found = {}
+        for b in range(self._base + 1, len(links)):
+            right = curvature.blocks @ ways[b][-1]
+            bent = {c: links[c].input_curvature.blocks @ ways[b][c] for c in range(b + 1, len(links))}
+            for a in range(self._base, b):
+                functional = [ways[a][c].mT @ values for c, values in bent.items() if len(ways[b][c])]
+                found[a, b] = (
+                    ways[a][-1].mT @ right,
+                    torch.stack(functional).sum(0) if functional else None,
+                )
+        return found
+
+
+def _one_part(block: LinearOperator, like: Tensor) -> LinearOperator:
+    """The same block with terms of the same vectors made one: its entries then add to others to the bit."""
+    if isinstance(block, Tiles):
+        entries = {key: _one_part(entry, like) for key, entry in block.entries.items()}
+        shapes = (block.row_shape, block.column_shape)
+        return Tiles(*shapes, block.rows, block.columns, entries, like, block.symmetric, block._products)
+    if not isinstance(block, KroneckerSum):
+        return block
+    shapes, terms = (block.row_shape, block.column_shape), merged(block.terms)
+    return KroneckerSum(*shapes, terms, like, block.symmetric, block._products)

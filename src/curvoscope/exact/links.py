@@ -1,0 +1,259 @@
+"""A layer at its place in a network: what the network asks of attention, norms and feed-forward layers alike."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.attention_blocks import AttentionBlocks, weights_of
+from curvoscope.exact.attention_hessian import AttentionHessian
+from curvoscope.exact.attention_layer import Pass
+from curvoscope.exact.attention_product import AttentionProduct, Moved
+from curvoscope.exact.feedforward import FeedForward
+from curvoscope.exact.grouped import Grouped, fits
+from curvoscope.exact.norms import LayerNorm, RMSNorm
+from curvoscope.exact.tokenwise import Mixed, TokenwiseHessian, contracted
+from curvoscope.losses import Curvature, LossAt, ScalarCurvature
+from curvoscope.operators.base import Shape
+from curvoscope.operators.block_matrix import BlockHessian, Slot
+
+Layer = SelfAttention | FeedForward | LayerNorm | RMSNorm
+Directions = dict[str, Tensor]
+
+_LABELS = {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
+
+
+@dataclass(frozen=True)
+class Factor:
+    """J_t = z_t (x) A_t: a weight (a, p) moves the output (m) of token t by z_t[a] A_t[p, m].
+
+    `vectors` z (T, ·) on the weight's `axis`. A = diag(s) M on the other, with `scales` s (T, ·), and `matrix` M
+    (T, ·, m) or the same (·, m) for all tokens; None is a vector of ones, and the identity.
+    """
+
+    vectors: Tensor
+    axis: int
+    matrix: Tensor | None
+    scales: Tensor | None = None
+
+    def cut(self, start: int, stop: int) -> "Factor":
+        """The same for tokens start to stop."""
+        matrix = self.matrix
+        if matrix is not None and matrix.ndim == 3:
+            matrix = matrix[start:stop]
+        scales = None if self.scales is None else self.scales[start:stop]
+        return Factor(self.vectors[start:stop], self.axis, matrix, scales)
+
+    def times(self, right: Tensor) -> Tensor:
+        """A_t B_t for B (T, m, q)."""
+        found = right if self.matrix is None else self.matrix @ right
+        return found if self.scales is None else self.scales[:, :, None] * found
+
+    def times_transposed(self, left: Tensor) -> Tensor:
+        """B_t A_t^T for B (T, q, m)."""
+        found = left if self.matrix is None else left @ self.matrix.mT
+        return found if self.scales is None else found * self.scales[:, None, :]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a weight, such as that of a head: its place, its shape, and factors whose sum is its Jacobian."""
+
+    slot: Slot
+    shape: Shape
+    factors: list[Factor]
+
+
+class Link(ABC):
+    """A layer at its input X (N, L, d). `names` are those of its weights in the network -> in the layer."""
+
+    layer: Layer
+    names: dict[str, str]
+    shapes: dict[str, Shape]
+    output: Tensor
+    workspace: int  # numbers that a direction needs in a product
+
+    def __init__(self, name: str, X: Tensor) -> None:
+        self.name, self.X = name, X
+        self.gradient = X.new_empty(0)
+
+    def settle(self, gradient: Tensor) -> Tensor:
+        """Take the gradient G (N, L, m) at the output, and return the one at the input."""
+        self.gradient = gradient
+        self._settled()
+        back = gradient.flatten(0, 1)[None]
+        return self.pull({}, None, back, [], functional=False)[1].view(self.X.shape)
+
+    @abstractmethod
+    def _settled(self) -> None:
+        """Prepare for the gradient that is now known."""
+
+    @abstractmethod
+    def push(self, directions: Directions) -> tuple[Tensor, object]:
+        """dF (n, T, m) along directions of weights (n, a, p) and of "X" (n, T, d), and what moved on the way."""
+
+    @abstractmethod
+    def pull(
+        self, directions: Directions, moved: object, back: Tensor, wanted: Sequence[str], functional: bool
+    ) -> tuple[Directions, Tensor]:
+        """How the gradients at the weights `wanted` and at the input (n, T, d) move: see `TokenwiseHessian.pull`."""
+
+    @abstractmethod
+    def hessian(self, curvature: Curvature) -> BlockHessian:
+        """The Hessian over the layer's weights, for S at its output."""
+
+    @property
+    def input_jacobian(self) -> Grouped:
+        """dF/dX."""
+        return self._input_parts[0]
+
+    @property
+    def input_curvature(self) -> Grouped:
+        """The Hessian of <G, F> in the input."""
+        return self._input_parts[1]
+
+    @cached_property
+    @abstractmethod
+    def _input_parts(self) -> tuple[Grouped, Grouped]: ...
+
+    @abstractmethod
+    def parts(self, name: str) -> list[Part] | None:
+        """How a weight moves the output, part by part; None where its Jacobian has no such form."""
+
+
+class TokenwiseLink(Link):
+    """A norm or a feed-forward layer."""
+
+    layer: FeedForward | LayerNorm | RMSNorm
+
+    def __init__(self, name: str, layer: FeedForward | LayerNorm | RMSNorm, X: Tensor) -> None:
+        super().__init__(name, X)
+        self.layer, self.output = layer, layer(X)
+        if isinstance(layer, FeedForward):
+            self.names = {f"{name}.{label}": local for local, label in _LABELS.items() if local in layer.weights}
+            self.shapes = {local: _matrix(layer.weights[local]) for local in self.names.values()}
+        else:
+            locals_ = ["gamma"] if layer.beta is None else ["gamma", "beta"]
+            self.names = {f"{name}.{local}": local for local in locals_}
+            self.shapes = dict.fromkeys(locals_, _matrix(layer.gamma))
+        widths = X.shape[2] + self.output.shape[2] + sum(p for _, p in self.shapes.values())
+        self.workspace = 8 * X.shape[0] * X.shape[1] * widths
+
+    def _settled(self) -> None:
+        self.local = self._around(ScalarCurvature(0.0))
+
+    def _around(self, curvature: Curvature) -> TokenwiseHessian:
+        return self.layer.around(self.X, LossAt(0.0, self.gradient, curvature), wrt_input=False)
+
+    def push(self, directions: Directions) -> tuple[Tensor, object]:
+        """See `TokenwiseHessian.push`."""
+        return self.local.push(directions)
+
+    def pull(
+        self, directions: Directions, moved: object, back: Tensor, wanted: Sequence[str], functional: bool
+    ) -> tuple[Directions, Tensor]:
+        """See `TokenwiseHessian.pull`."""
+        pairs, at_input = self.local.pull(directions, moved if isinstance(moved, dict) else {}, back, functional)
+        return {name: contracted(pairs[name]) for name in wanted}, at_input
+
+    def hessian(self, curvature: Curvature) -> BlockHessian:
+        """Of the layer alone."""
+        return self._around(curvature).assemble()
+
+    @cached_property
+    def _input_parts(self) -> tuple[Grouped, Grouped]:
+        tokens, d, m = self.X.shape[0] * self.X.shape[1], self.X.shape[2], self.output.shape[2]
+        fits(tokens, 1, m, d, self.X)
+        return Grouped(self.local.input_jacobian(), 1), Grouped(self.local.input_curvature(), 1, symmetric=True)
+
+    def parts(self, name: str) -> list[Part]:
+        """z = l, A = diag(s) P of the weight's `Reach`."""
+        reach, shape = self.local.reaches[name], self.shapes[name]
+        assert not isinstance(reach.port, slice)  # only heads take a part of the output
+        return [Part(Slot(0, 0, shape[0]), shape, [Factor(reach.vectors, 0, reach.port, reach.scales)])]
+
+    def mixed(self, name: str) -> list[Mixed]:
+        """The functional part of the block of the input with a weight."""
+        return self.local.mixed(name)
+
+
+class AttentionLink(Link):
+    """Self-attention."""
+
+    layer: SelfAttention
+
+    def __init__(self, name: str, layer: SelfAttention, X: Tensor, passed: Pass | None = None) -> None:
+        """`passed`: the forward pass at X, if it is not the plain one: with a mask, for example."""
+        super().__init__(name, X)
+        self.layer, self._passed = layer, passed or layer.forward_pass(X)
+        self.output = self._passed.F
+        self.shapes = layer.shapes(layer.biases)
+        self.names = {f"{name}.{local}": local for local in self.shapes}
+        numbers = (self._passed.A.numel(), self._passed.query.numel(), X.numel())
+        self.workspace = sum(copies * size for copies, size in zip((8, 12, 4), numbers, strict=True))
+
+    def _settled(self) -> None:
+        found = LossAt(0.0, self.gradient, ScalarCurvature(0.0))
+        self._product = AttentionProduct(self.layer, self._passed, found)
+        self._blocks = AttentionBlocks(self.layer, self._passed, found)
+
+    def push(self, directions: Directions) -> tuple[Tensor, object]:
+        """See `AttentionProduct.push`."""
+        dF, moved = self._product.push(directions)
+        return dF.flatten(1, 2), moved
+
+    def pull(
+        self, directions: Directions, moved: object, back: Tensor, wanted: Sequence[str], functional: bool
+    ) -> tuple[Directions, Tensor]:
+        """See `AttentionProduct.pull`."""
+        inside: Moved | None = moved if isinstance(moved, tuple) else None
+        dG = back.view(back.shape[0], *self.output.shape)
+        answers = self._product.pull(directions, inside, dG, [*wanted, "X"], functional)
+        at_input = answers.pop("X")
+        return answers, at_input
+
+    def hessian(self, curvature: Curvature) -> BlockHessian:
+        """Of the layer alone."""
+        found = LossAt(0.0, self.gradient, curvature)
+        return AttentionHessian(self.layer, self._passed, found, self.layer.biases, per_head=False, wrt_input=False)
+
+    @cached_property
+    def _input_parts(self) -> tuple[Grouped, Grouped]:
+        """Every feature of every position moved in all sequences at once: sequences do not mix."""
+        sequences, length, d = self.X.shape
+        width, size = self.output.shape[2], length * d
+        fits(sequences * length, length, max(width, d), d, self.X)
+        first, second = [], []
+        for start, stop in self._product.chunks(size):
+            unit = self.X.new_zeros(stop - start, size)
+            unit[torch.arange(stop - start), torch.arange(start, stop)] = 1
+            directions = {"X": unit.view(-1, 1, length, d).expand(-1, sequences, -1, -1).flatten(1, 2)}
+            dF, moved = self._product.push(directions)
+            bent = self._product.pull(directions, moved, torch.zeros_like(dF), ["X"], functional=True)["X"]
+            first.append(dF.flatten(2))
+            second.append(bent.view(-1, sequences, size))
+        jacobian, curvature = (torch.cat(parts).permute(1, 2, 0) for parts in (first, second))
+        return Grouped(jacobian, length), Grouped(curvature, length, symmetric=True)
+
+    def parts(self, name: str) -> list[Part] | None:
+        """z and A of each head: for queries and keys A = Cov[V, f]^T P, for values P, for outputs I."""
+        weights = weights_of(self.layer, name, self.shapes[name])
+        if self.layer.rotary is not None and weights[0].role == "K":
+            return None
+        return [
+            Part(weight.slot, weight.shape, [Factor(*found) for found in self._blocks.reaches(weight)])
+            for weight in weights
+        ]
+
+
+def link(name: str, layer: Layer, X: Tensor) -> Link:
+    """The layer at X."""
+    return AttentionLink(name, layer, X) if isinstance(layer, SelfAttention) else TokenwiseLink(name, layer, X)
+
+
+def _matrix(values: Tensor) -> Shape:
+    return (values.shape[0], values.shape[1]) if values.ndim == 2 else (1, values.shape[0])

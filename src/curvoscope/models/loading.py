@@ -1,0 +1,279 @@
+"""Models from a local Hugging Face folder: its weights and nothing else, no code of the folder's and no network."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from curvoscope import checks
+from curvoscope.errors import CurvoscopeError
+
+SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_SHARDS = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+_ENDINGS = {  # what a class does, by the end of its name
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForImageClassification": "image",
+}
+_AUTO_CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "image": "AutoModelForImageClassification",
+}
+# An encoder has a causal variant too, so masked comes before causal.
+_MAPPINGS = {"masked": "MASKED_LM", "causal": "CAUSAL_LM", "image": "IMAGE_CLASSIFICATION"}
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_NAMED = 3  # keys that a message names
+
+
+class LoadingError(CurvoscopeError, ValueError):
+    """A model that cannot be loaded."""
+
+
+class NotAModelError(LoadingError):
+    """A path that is no folder with a configuration and weights."""
+
+
+class CorruptFileError(LoadingError):
+    """A file that is truncated, or is not what its name says."""
+
+
+class UnknownArchitectureError(LoadingError):
+    """An architecture that transformers does not have, or that has no loss of a known kind."""
+
+
+class RemoteCodeError(LoadingError):
+    """A folder that asks for code of its own, which is never run."""
+
+
+class MissingWeightsError(LoadingError):
+    """Weights that the folder does not have: they would be random numbers."""
+
+
+class QuantisedError(LoadingError):
+    """Weights that are not floating point, so that there is no derivative."""
+
+
+class MissingPackageError(CurvoscopeError, ImportError):
+    """A package that has to be installed first."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, and what it predicts: "causal" or "masked" tokens, or the class of an "image"."""
+
+    model: nn.Module
+    kind: str
+    unused: tuple[str, ...] = ()  # tensors of the folder that the model has no place for
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
+    """The model in the folder `path`: config.json and safetensors, in one file or in several with an index.
+
+    A folder without safetensors may have pickled weights (pytorch_model.bin); these are read with
+    `torch.load(weights_only=True)`, which makes tensors and runs nothing.
+
+    Args:
+        path: the folder.
+        dtype: of the weights, whatever the files have.
+    """
+    if not path.is_dir():
+        raise NotAModelError("model", f"{path} is no folder; expected one with config.json and {SINGLE}")
+    configuration = read_configuration(path)
+    files = _files(path)
+    needed = sum(_check(file) for file in files) * dtype.itemsize
+    checks.fits(needed, None, f"the model in {path}", "take a smaller model, or --dtype float32")
+    return _load(path, configuration, dtype, safe=files[0].suffix == ".safetensors")
+
+
+def transformers() -> Any:
+    """The package, or an error that says how to install it."""
+    try:
+        import transformers as package
+    except ImportError as error:
+        install = 'pip install "curvoscope[hf]"'
+        raise MissingPackageError("model", f"models other than 'addition' need transformers: {install}") from error
+    return package
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """config.json, once it is known to ask for no code of its own and for no quantised weights."""
+    file = path / "config.json"
+    if not file.is_file():
+        hint = "; it has an adapter: merge it into its model first" if (path / "adapter_config.json").is_file() else ""
+        raise NotAModelError("model", f"{path} has no config.json{hint}")
+    configuration = _json(file)
+    if configuration.get("auto_map"):
+        asked = ", ".join(sorted(map(str, configuration["auto_map"])))
+        raise RemoteCodeError("model", f"{file} asks for code of its own (auto_map: {asked}), which is never run")
+    if configuration.get("quantization_config"):
+        kind = configuration["quantization_config"]
+        name = kind.get("quant_method", "unnamed") if isinstance(kind, dict) else kind
+        raise QuantisedError("model", f"{file} has quantised weights ({name}); save the model without quantisation")
+    return configuration
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptFileError("model", f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptFileError("model", f"{file} has a {type(found).__name__}, expected an object")
+    return found
+
+
+# ---- the files of weights
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of weights, safetensors before pickles, one file before several."""
+    for single, index in ((SINGLE, SHARDED), (PICKLED, PICKLED_SHARDS)):
+        if (path / single).is_file():
+            return [path / single]
+        if (path / index).is_file():
+            return list(_shards(path / index))
+    raise NotAModelError("model", f"{path} has no weights; expected {SINGLE} or {SHARDED}")
+
+
+def _shards(index: Path) -> Iterator[Path]:
+    names = _json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CorruptFileError("model", f"{index} has no weight_map")
+    for name in sorted(set(map(str, names.values()))):
+        if Path(name).name != name:
+            raise CorruptFileError("model", f"{index} names {name!r}, which is outside the folder")
+        if not (index.parent / name).is_file():
+            raise MissingWeightsError("model", f"{index} names {name}, which is not there")
+        yield index.parent / name
+
+
+def _check(file: Path) -> int:
+    """How many numbers a file of weights has, once it is known to be whole and floating point."""
+    return _check_safetensors(file) if file.suffix == ".safetensors" else _check_pickle(file)
+
+
+def _check_safetensors(file: Path) -> int:
+    transformers()  # safetensors comes with it
+    import safetensors
+
+    numbers = 0
+    try:
+        with safetensors.safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118  (it is no mapping)
+                part = content.get_slice(name)
+                kind, size = part.get_dtype(), torch.Size(part.get_shape()).numel()
+                if kind not in _FLOATING and name.endswith("weight"):
+                    raise QuantisedError("model", f"{name} in {file} is {kind}, expected floating point")
+                numbers += size
+    except safetensors.SafetensorError as error:
+        raise CorruptFileError("model", f"{file} is truncated or corrupt: {error}; copy it again") from error
+    return numbers
+
+
+def _check_pickle(file: Path) -> int:
+    message = f"{file} is corrupt, or has more than tensors: torch.load(weights_only=True) refuses it"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tensors = torch.load(file, map_location="meta", weights_only=True)
+    except Exception as error:  # torch raises a dozen kinds for what is no checkpoint
+        raise CorruptFileError("model", message) from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise CorruptFileError("model", message)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+# ---- the model
+
+
+def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: bool) -> Loaded:
+    package = transformers()
+    local = {"local_files_only": True, "trust_remote_code": False}
+    name = configuration.get("model_type", "nothing")
+    try:
+        config = package.AutoConfig.from_pretrained(path, **local)
+    except Exception as error:  # a bad value can fail anywhere in the class of the configuration
+        if name not in package.CONFIG_MAPPING:
+            raise UnknownArchitectureError(
+                "model", f"{path / 'config.json'} has model_type {name!r}, which transformers does not know"
+            ) from error
+        raise CorruptFileError("model", f"{path / 'config.json'}: {_one_line(error)}") from error
+    kind = _kind(package, path, config)
+    with quiet(package):
+        try:
+            model, found = getattr(package, _AUTO_CLASSES[kind]).from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                use_safetensors=safe,
+                weights_only=True,
+                attn_implementation=_attention(getattr(package, _AUTO_CLASSES[kind]), config),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are errors all the same, below
+                **local,
+            )
+        except Exception as error:  # whatever transformers does not like
+            raise LoadingError("model", f"{path}: {_one_line(error)}") from error
+    for reason in ("missing_keys", "mismatched_keys"):
+        if found.get(reason):
+            keys = sorted(key if isinstance(key, str) else key[0] for key in found[reason])
+            what = "has no" if reason == "missing_keys" else "has another shape of"
+            raise MissingWeightsError(
+                "model", f"{path} {what} {_some(keys)}: they would be random in {type(model).__name__}"
+            )
+    return Loaded(model.eval(), kind, tuple(sorted(found.get("unexpected_keys", ()))))
+
+
+def _kind(package: Any, path: Path, config: Any) -> str:
+    """What the class in `architectures` predicts; where it is a body without a head, what its family does."""
+    names = [str(name) for name in config.architectures or ()]
+    able = [kind for kind, name in _MAPPINGS.items() if type(config) in getattr(package, f"MODEL_FOR_{name}_MAPPING")]
+    named = [kind for name in names for ending, kind in _ENDINGS.items() if name.endswith(ending)]
+    found = [kind for kind in (named or able) if kind in able]
+    if not found:
+        seen = _some(names) if names else "of no architecture"
+        expected = ", ".join(f"...{ending}" for ending in _ENDINGS)
+        raise UnknownArchitectureError(
+            "model", f"{path} is {seen} with model_type {config.model_type!r}; expected one of {expected}"
+        )
+    return found[0]
+
+
+def _attention(auto: Any, config: Any) -> str:
+    """Torch's own attention where the model has it. Said here, since config.json may name a kernel to download."""
+    found = auto._model_mapping[type(config)]
+    classes = found if isinstance(found, tuple | list) else [found]
+    return "sdpa" if all(getattr(one, "_supports_sdpa", False) for one in classes) else "eager"
+
+
+class quiet:  # noqa: N801
+    """No progress bar and no report of transformers' own: what matters of it becomes an error or a line of ours."""
+
+    def __init__(self, package: Any) -> None:
+        self._logging = package.utils.logging
+
+    def __enter__(self) -> None:
+        self._level, self._bars = self._logging.get_verbosity(), self._logging.is_progress_bar_enabled()
+        self._logging.set_verbosity_error()
+        self._logging.disable_progress_bar()
+
+    def __exit__(self, *exception: object) -> None:
+        self._logging.set_verbosity(self._level)
+        if self._bars:
+            self._logging.enable_progress_bar()
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

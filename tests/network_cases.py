@@ -1,0 +1,141 @@
+"""Transformer blocks and stacks as plain torch functions of their weights, beside the exact layers."""
+
+import math
+
+import torch
+
+import curvoscope as cv
+
+EPS = 0.1
+PRIMITIVES = {
+    "relu": lambda h: h.clamp_min(0),
+    "gelu": lambda h: h * (1 + torch.erf(h / math.sqrt(2))) / 2,
+    "silu": lambda h: h / (1 + torch.exp(-h)),
+}
+LABELS = {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
+
+
+class Draw:
+    """Random tensors in float64 from one seed."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape):
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def loss(self, kind, shape):
+        Y = self(*shape)
+        if kind == "mse":
+            return cv.losses.MSE(Y)
+        if kind == "cross-entropy":
+            targets = torch.randint(0, 5, shape[:-1], generator=self.generator)
+            return cv.losses.CrossEntropy(targets, self(shape[-1], 5))
+        return {
+            "token": lambda F: ((F * Y).sum(-1).sin() + F.pow(3).sum(-1)).mean(),
+            "sequence": lambda F: (F * Y).sum((-1, -2)).sin().mean() + F.square().mean(),
+            "batch": lambda F: (F * Y).sum().sin() + F.square().mean(),
+        }[kind]
+
+
+class BlockCase:
+    """A block, its weights by name, and the same block from primitives: `network(p, X, add)`.
+
+    `add(name, values)` is called on the output of every layer, so that a test can move it.
+    """
+
+    def __init__(
+        self,
+        draw,
+        d=3,
+        placement="pre",
+        heads=1,
+        kv_heads=None,
+        widths=(2, 2),
+        hidden=4,
+        causal=True,
+        norm="layer",
+        activation="gelu",
+        gated=False,
+        biases=False,
+        rotary=None,
+    ):
+        self.placement, self.heads, self.kv_heads, self.causal = placement, heads, kv_heads or heads, causal
+        self.activation, self.gated, self.widths, self.rotary = activation, gated, widths, rotary
+        key, value = widths
+        sizes = {
+            "Q": (d, heads * key),
+            "K": (d, self.kv_heads * key),
+            "V": (d, self.kv_heads * value),
+            "O": (heads * value, d),
+        }
+        weights = {name: draw(*size) / size[0] ** 0.5 for name, size in sizes.items()}
+        bias = {f"b_{name}": draw(size[1]) for name, size in sizes.items()} if biases else {}
+        self.attention = cv.exact.SelfAttention(
+            *weights.values(), **bias, heads=heads, kv_heads=kv_heads, causal=causal, biases=biases, rotary=rotary
+        )
+        mlp = {"W1": draw(d, hidden) / d**0.5, "b1": draw(hidden), "W2": draw(hidden, d) / hidden**0.5, "b2": draw(d)}
+        if gated:
+            mlp |= {"W_gate": draw(d, hidden) / d**0.5}
+        self.feedforward = cv.exact.FeedForward(**mlp, activation=activation)
+        self.weights = {f"attn.{name}": values for name, values in (weights | bias).items()}
+        self.weights |= {f"mlp.{LABELS[name]}": values for name, values in mlp.items()}
+        norms = []
+        for i in (1, 2) if placement != "none" else ():
+            gamma, beta = 1 + draw(d) / 2, draw(d)
+            self.weights[f"norm{i}.gamma"] = gamma
+            if norm == "layer":
+                self.weights[f"norm{i}.beta"] = beta
+            norms.append(cv.exact.LayerNorm(gamma, beta, EPS) if norm == "layer" else cv.exact.RMSNorm(gamma, EPS))
+        self.block = cv.exact.TransformerBlock(self.attention, self.feedforward, *norms, placement=placement)
+
+    def network(self, p, X, add=lambda name, values: values):
+        def normalised(name, x):
+            return add(name, normalise(x, p[f"{name}.gamma"].flatten(), p.get(f"{name}.beta")))
+
+        def attended(x):
+            return add("attn", self.attend(p, x))
+
+        def fed(x):
+            phi = PRIMITIVES[self.activation]
+            h = x @ p["mlp.up"] + p["mlp.b_up"].flatten()
+            z = phi(x @ p["mlp.gate"]) * h if self.gated else phi(h)
+            return add("mlp", z @ p["mlp.down"] + p["mlp.b_down"].flatten())
+
+        if self.placement == "pre":
+            Y = X + attended(normalised("norm1", X))
+            return Y + fed(normalised("norm2", Y))
+        if self.placement == "post":
+            Y = normalised("norm1", X + attended(X))
+            return normalised("norm2", Y + fed(Y))
+        Y = X + attended(X)
+        return Y + fed(Y)
+
+    def attend(self, p, x):
+        def heads(name, count):
+            values = x @ p[f"attn.{name}"]
+            if f"attn.b_{name}" in p:
+                values = values + p[f"attn.b_{name}"].flatten()
+            split = torch.stack(values.chunk(count, -1), -3)
+            if self.rotary is not None and name != "V":
+                split = self.attention.rotary.turn(split, torch.arange(x.shape[-2]))
+            return split.repeat_interleave(self.heads // count, -3)
+
+        q, k, v = heads("Q", self.heads), heads("K", self.kv_heads), heads("V", self.kv_heads)
+        scores = q @ k.mT / math.sqrt(self.widths[0])
+        if self.causal:
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~visible, -math.inf)
+        out = torch.cat((scores.softmax(-1) @ v).unbind(-3), -1) @ p["attn.O"]
+        return out + p["attn.b_O"].flatten() if "attn.b_O" in p else out
+
+
+def normalise(x, gamma, beta):
+    centred = x if beta is None else x - x.mean(-1, keepdim=True)
+    y = gamma * centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+    return y if beta is None else y + beta.flatten()
+
+
+def flat(matrix, names):
+    """The whole matrix of a dict of blocks."""
+    return torch.cat([torch.cat([matrix[row, column] for column in names], 1) for row in names])
