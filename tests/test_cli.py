@@ -181,8 +181,11 @@ def test_version_and_help(call):
     assert call("--version") == (0, f"curvoscope {version('curvoscope')}\n", "")
     code, stdout, _ = call("analyze", "--help")
     assert code == 0
-    for name in ("seed", "d", "sequences", "norm", "attention", "dtype", "out", "json"):
+    shared = ("seed", "sequences", "dtype", "out", "json", "blocks", "text", "length", "matvecs")
+    for name in (*shared, "d", "norm", "attention", "method", "split", "tolerance"):
         assert f"--{name}" in stdout
+    code, stdout, _ = call("spectrum", "--help")
+    assert code == 0 and all(f"--{name}" in stdout for name in shared)
 
 
 def test_help_needs_no_heavy_import():

@@ -1,6 +1,6 @@
 """Curvoscope: the loss Hessian of a Transformer, block by block."""
 
-from curvoscope import exact, losses
+from curvoscope import analysis, attention, exact, losses
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.errors import CurvoscopeError
@@ -18,6 +18,8 @@ __all__ = [
     "Estimate",
     "KroneckerSum",
     "LinearOperator",
+    "analysis",
+    "attention",
     "blocks_of",
     "exact",
     "hessian",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from curvoscope import __version__
-from curvoscope.errors import CurvoscopeError
+from curvoscope.errors import CurvoscopeError, RangeError
 
 app = typer.Typer(
     name="curvoscope",
@@ -43,6 +43,52 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class Method(StrEnum):
+    """How the blocks are computed."""
+
+    auto = "auto"
+    exact = "exact"
+    autodiff = "autodiff"
+
+
+class Split(StrEnum):
+    """Where outer and functional part are split."""
+
+    model = "model"
+    layer = "layer"
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="A local Hugging Face folder (config.json and safetensors), or addition, gpt2-tiny, gpt2-small, "
+        "llama-tiny, bert-tiny, vit-tiny: random weights.",
+        show_default=False,
+        metavar="MODEL",
+    ),
+]
+Blocks = Annotated[
+    list[str] | None, typer.Option(help="Shell pattern of block names, such as '*.attn.[QKV]'; may be repeated.")
+]
+Text = Annotated[Path | None, typer.Option(help="Text to read, instead of the corpus of the package.")]
+Sequences = Annotated[
+    int | None, typer.Option(help="Sequences in the batch. (default: 64 additions, 8 of text, 32 images)")
+]
+Length = Annotated[int | None, typer.Option(help="Tokens a sequence of text. (default: 64)")]
+Precision = Annotated[Dtype | None, typer.Option(help="Precision. (default: float64 for addition, else float32)")]
+
+
+def _only(when: str, **options: object) -> None:
+    """Refuse options that mean nothing here, rather than to ignore them."""
+    for name, value in options.items():
+        if value is not None:
+            raise RangeError(name, f"has a meaning only {when}; leave --{name} out")
+
+
+def _path(text: Path | None) -> str | None:
+    return None if text is None else str(text)
+
+
 def _version(asked: bool) -> bool:
     if asked:
         typer.echo(f"curvoscope {__version__}")
@@ -61,20 +107,93 @@ def _options(
 
 @app.command()
 def analyze(
+    model: Model = None,
     seed: Seed = 0,
-    d: Annotated[int, typer.Option(help="Width of the model.")] = 16,
-    sequences: Annotated[int, typer.Option(help="Number of additions in the batch.")] = 64,
-    norm: Annotated[Norm, typer.Option(help="LayerNorm: none, or before each branch.")] = Norm.none,
-    attention: Annotated[Attention, typer.Option(help="Attention weights.")] = Attention.softmax,
-    dtype: Annotated[Dtype, typer.Option(help="Precision.")] = Dtype.float64,
+    d: Annotated[int | None, typer.Option(help="Without MODEL: width of the model. (default: 16)")] = None,
+    norm: Annotated[
+        Norm | None, typer.Option(help="Without MODEL: LayerNorm: none, or before each branch. (default: none)")
+    ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="Without MODEL: attention weights. (default: softmax)")
+    ] = None,
+    blocks: Blocks = None,
+    text: Text = None,
+    sequences: Sequences = None,
+    length: Length = None,
+    method: Annotated[
+        Method | None, typer.Option(help="Closed forms (exact), products (autodiff), or what is best for each block.")
+    ] = None,
+    split: Annotated[
+        Split | None,
+        typer.Option(help="Where outer and functional part are split: the model's output, or each layer's own."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Relative standard error of the norms; the traces cost as much. (default: 0.05)"),
+    ] = None,
+    matvecs: Annotated[int | None, typer.Option(help="Products a number, instead of a tolerance.")] = None,
+    dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures and table.json.")] = Path("curvoscope-analyze"),
     as_json: AsJson = False,
 ) -> None:
-    """The exact attention Hessian of the paper's single-block GPT-2 on five-digit addition."""
-    from curvoscope.commands import analyze as command
+    """The Hessian of MODEL, block by block: norms, traces and largest eigenvalues with error bars.
 
-    configuration = command.Configuration(seed, d, sequences, norm.value, attention.value, dtype.value)
-    command.run(configuration, out, as_json)
+    Without MODEL: the exact attention Hessian of the paper's single-block GPT-2 on five-digit addition.
+    """
+    if model is None:
+        from curvoscope.commands import analyze as command
+
+        _only("with a MODEL", blocks=blocks, text=text, length=length, method=method, split=split)
+        _only("with a MODEL", tolerance=tolerance, matvecs=matvecs)
+        configuration = command.Configuration(
+            seed,
+            16 if d is None else d,
+            64 if sequences is None else sequences,
+            (norm or Norm.none).value,
+            (attention or Attention.softmax).value,
+            (dtype or Dtype.float64).value,
+        )
+        command.run(configuration, out, as_json)
+        return
+    from curvoscope.commands import analyze_model
+    from curvoscope.commands.subject import Request
+
+    _only("without a MODEL", d=d, norm=norm, attention=attention)
+    request = Request(model, seed, _path(text), sequences, length, dtype and dtype.value)
+    options = analyze_model.Options(
+        tuple(blocks or ()),
+        (method or Method.auto).value,
+        (split or Split.model).value,
+        tolerance,
+        matvecs,
+    )
+    analyze_model.run(request, options, out, as_json)
+
+
+@app.command()
+def spectrum(
+    model: Model = None,
+    seed: Seed = 0,
+    blocks: Blocks = None,
+    text: Text = None,
+    sequences: Sequences = None,
+    length: Length = None,
+    matvecs: Annotated[int, typer.Option(help="Products a density: 64 steps of Lanczos a probe.")] = 256,
+    dtype: Precision = None,
+    out: Annotated[Path, typer.Option(help="Directory for the figures and spectrum.json.")] = Path(
+        "curvoscope-spectrum"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """The spectral densities of MODEL's Hessian, block by block, with confidence bands.
+
+    Without MODEL: those of the paper's single-block GPT-2 on five-digit addition.
+    """
+    from curvoscope.commands import spectrum as command
+    from curvoscope.commands.subject import Request
+
+    request = Request(model or "addition", seed, _path(text), sequences, length, dtype and dtype.value)
+    command.run(request, command.Options(tuple(blocks or ()), matvecs), out, as_json)
 
 
 @app.command()

@@ -1,5 +1,8 @@
 """What the Hessian says about a network."""
 
+from curvoscope.analysis.advice import Advice, Findings, advice
+from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, convergence
+from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
 from curvoscope.analysis.heterogeneity import (
     PARTS,
     BlockRow,
@@ -9,5 +12,49 @@ from curvoscope.analysis.heterogeneity import (
     headline,
     verdict,
 )
+from curvoscope.analysis.landscape import Slice, landscape
+from curvoscope.analysis.plateau import GradientPlateau, gradient_plateau
+from curvoscope.analysis.power_law import PowerLaw, Prediction, power_law
+from curvoscope.analysis.propagation import AttentionSummary, LayerCurvature, Propagation, propagation
+from curvoscope.analysis.scales import input_scales
+from curvoscope.analysis.scaling import CurvatureSummary, Scaling, required_data, scaling, summary
+from curvoscope.analysis.taylor import Divergence, Taylor, divergence, taylor
 
-__all__ = ["PARTS", "BlockRow", "Part", "block_rows", "block_table", "headline", "verdict"]
+__all__ = [
+    "PARTS",
+    "Advice",
+    "AttentionSummary",
+    "BlockRow",
+    "Convergence",
+    "ConvergenceCurve",
+    "CurvatureSummary",
+    "DataSufficiency",
+    "Divergence",
+    "Findings",
+    "GradientPlateau",
+    "LayerCurvature",
+    "Part",
+    "PowerLaw",
+    "Prediction",
+    "Propagation",
+    "Scaling",
+    "Slice",
+    "Taylor",
+    "advice",
+    "block_rows",
+    "block_table",
+    "convergence",
+    "data_sufficiency",
+    "divergence",
+    "gradient_plateau",
+    "headline",
+    "input_scales",
+    "landscape",
+    "power_law",
+    "propagation",
+    "required_data",
+    "scaling",
+    "summary",
+    "taylor",
+    "verdict",
+]

@@ -1,9 +1,19 @@
-"""The commands of the command line, one file each, and the writing of files that they share."""
+"""The commands of the command line, one file each, and what they share: the writing of files, the console."""
 
+import io
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from curvoscope.errors import CurvoscopeError
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_TABLE_WIDTH = 120
+"""Columns of a table where there is no terminal to ask."""
 
 
 class OutputError(CurvoscopeError):
@@ -30,3 +40,16 @@ def write(path: Path, content: bytes) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise OutputError("out", f"cannot write {path}: {error.strerror}") from error
+
+
+def png(figure: "matplotlib.figure.Figure") -> bytes:
+    """The figure at print resolution."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200)
+    return buffer.getvalue()
+
+
+def console() -> Console:
+    """Of stdout: as wide as the terminal, or wide enough for the tables where there is none."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=_TABLE_WIDTH)

@@ -1,11 +1,9 @@
 """`curvoscope analyze`: the exact Hessian of the attention layer in the paper's single-block GPT-2."""
 
 import dataclasses
-import io
 import json
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -16,9 +14,6 @@ from curvoscope.analysis import PARTS, BlockRow, block_rows, headline, verdict
 from curvoscope.models import GPT2
 from curvoscope.operators import BlockHessian
 from curvoscope.report import figures, tables
-
-if TYPE_CHECKING:
-    import matplotlib.figure
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _FIGURES = {"hessian.png": figures.hessian_figure, "histograms.png": figures.histogram_figure}
@@ -55,7 +50,7 @@ def run(configuration: Configuration, out: Path, as_json: bool) -> None:
             progress.advance(task)
         progress.update(task, description="the figures")
         for name, draw in _FIGURES.items():
-            commands.write(out / name, _png(draw(H, headline(rows))))
+            commands.write(out / name, commands.png(draw(H, headline(rows))))
             progress.advance(task)
     document = _document(rows, configuration)
     commands.write(out / "table.json", document.encode())  # last: a directory that has it has the figures too
@@ -110,9 +105,3 @@ def _show(rows: list[BlockRow], configuration: Configuration) -> None:
     console.print(tables.diagonal_table(rows))
     console.print(tables.off_diagonal_table(rows))
     console.print(verdict(rows) + "\n")
-
-
-def _png(figure: "matplotlib.figure.Figure") -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=200)
-    return buffer.getvalue()

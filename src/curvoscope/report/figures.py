@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _LONG_NAMES = {"Q": "query", "K": "key", "V": "value", "O": "output"}
 _ZERO = "#c8c8c8"  # a grey: viridis has none
-_STYLES: dict[Part, dict[str, Any]] = {  # Okabe and Ito's colours, told apart by their strokes too
+STYLES: dict[Part, dict[str, Any]] = {  # Okabe and Ito's colours, told apart by their strokes too
     "outer": {"color": "#0072B2", "linestyle": "-", "linewidth": 2.0},
     "functional": {"color": "#D55E00", "linestyle": (0, (5, 1.5)), "linewidth": 2.0},
     "total": {"color": "#000000", "linestyle": (0, (1, 1)), "linewidth": 2.0},
@@ -92,7 +92,7 @@ def histogram_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
         axes.set_title("\n".join([heading, *notes]), size=_HEADING, loc="left")
     panels[1].set_xlabel("$\\log_{10}$ |entry| (first bin: all below)", size=_HEADING)
     figure.suptitle(title, size=_HEADING)
-    handles = [Line2D([], [], label=part, **style) for part, style in _STYLES.items()]
+    handles = [Line2D([], [], label=part, **style) for part, style in STYLES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=_TEXT, frameon=False)
     return figure
 
@@ -101,7 +101,7 @@ def _histograms(axes: "matplotlib.axes.Axes", parts: dict[Part, np.ndarray], edg
     for part, values in parts.items():
         if values.any():
             logarithm = np.log10(values[values > 0]).clip(edges[0], edges[-1])
-            axes.stairs(np.histogram(logarithm, edges)[0] / values.size, edges, **_STYLES[part])
+            axes.stairs(np.histogram(logarithm, edges)[0] / values.size, edges, **STYLES[part])
     median = float(np.median(parts["total"]))
     if median > 0:
         axes.axvline(np.log10(median), color="#666666", linewidth=1.2)

@@ -10,7 +10,7 @@ from curvoscope.analysis import BlockRow
 
 def diagonal_table(rows: Sequence[BlockRow]) -> Table:
     """The diagonal blocks: norm, trace, extreme eigenvalues, share of negative ones, median |entry|."""
-    table = _table("Diagonal blocks", "block", "‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median")
+    table = empty_table("Diagonal blocks", ("block", "part"), ("‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median"))
     chosen = [row for row in rows if row.diagonal]
     for i, row in enumerate(chosen):
         assert row.trace is not None and row.negative_share is not None and row.eigenvalue_tolerance is not None
@@ -31,7 +31,7 @@ def diagonal_table(rows: Sequence[BlockRow]) -> Table:
 
 def off_diagonal_table(rows: Sequence[BlockRow]) -> Table:
     """The blocks above the diagonal: norm and median |entry|."""
-    table = _table("Off-diagonal blocks", "blocks", "‖H‖F", "median")
+    table = empty_table("Off-diagonal blocks", ("blocks", "part"), ("‖H‖F", "median"))
     chosen = [row for row in rows if not row.diagonal]
     for i, row in enumerate(chosen):
         table.add_row(
@@ -44,11 +44,12 @@ def off_diagonal_table(rows: Sequence[BlockRow]) -> Table:
     return table
 
 
-def _table(title: str, name: str, *numbers: str) -> Table:
+def empty_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table with columns of words on the left and columns of numbers on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)  # 80 columns hold the widest table
-    table.add_column(name, no_wrap=True)
-    table.add_column("part", no_wrap=True)
+    for word in words:
+        table.add_column(word, no_wrap=True)
     for number in numbers:
         table.add_column(number, justify="right", no_wrap=True)
     return table

@@ -1,0 +1,236 @@
+"""Recommendations for training, each from a number that was measured and the threshold that it crossed.
+
+Nothing is recommended without a measurement: what was not measured is left out of `Findings`, and out of the advice.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from curvoscope.analysis.measurements import Extremes, Measurement
+from curvoscope.analysis.spectra import Distances
+from curvoscope.analysis.taylor import Taylor
+from curvoscope.errors import RangeError, ShapeError
+
+EDGE = 2.0
+"""η λ_max above which gradient descent diverges on the quadratic model."""
+APART = 10.0
+"""Blocks whose largest eigenvalues differ by more than this factor want learning rates of their own."""
+ALIKE = 0.2
+"""Blocks whose spectra are within this Jensen-Shannon distance may share one adaptive learning rate."""
+SCALE = 3.0
+"""Inputs of a layer with a root mean square above this, or below its inverse, are not normalised."""
+SPIKE = 10.0
+"""A gradient this many times the median one is a spike."""
+_LEAST_STEPS = 20  # of a series, below which its median says nothing
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured of a model and its training; every field may be missing.
+
+    learning_rate and momentum are those in use (momentum that of SGD, 0 without). sharpness: λ_max by training step.
+    gradient_norms: |g| at training steps. taylor: along the gradient. input_scales: the root mean square of the inputs
+    of layers, by name, see `input_scales`.
+    """
+
+    rows: Sequence[Measurement] = ()
+    extremes: Extremes | None = None
+    distances: Distances | None = None
+    taylor: Taylor | None = None
+    sharpness: Mapping[int, float] = field(default_factory=dict)
+    gradient_norms: Sequence[float] = ()
+    input_scales: Mapping[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
+            raise RangeError("learning_rate", f"got {self.learning_rate}, expected a positive number")
+        if not 0 <= self.momentum < 1:
+            raise RangeError("momentum", f"got {self.momentum}, expected 0 to below 1")
+        if self.taylor is not None and self.taylor.direction.name != "gradient":
+            raise ShapeError("taylor", f"is along {self.taylor.direction.name!r}, expected the gradient")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recommendation on a `subject`, the measured `quantity` with its value, and the threshold behind it.
+
+    `settings` are numbers to set, by block where they differ; `blocks` are those that the advice is about.
+    """
+
+    subject: str
+    recommendation: str
+    quantity: str
+    value: float
+    threshold: float
+    settings: Mapping[str, float] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.recommendation} ({self.quantity}: {self.value:.3g}, threshold {self.threshold:.3g})"
+
+
+def advice(findings: Findings | None) -> list[Advice]:
+    """All recommendations that the findings bear out; an empty list where nothing was measured."""
+    if findings is None:
+        return []
+    rules = (_cap, _warm_up, _block_rates, _normalisation, _clipping, _sharing)
+    return [found for rule in rules for found in rule(findings)]
+
+
+def _critical(findings: Findings, sharpness: float) -> float:
+    """The largest stable learning rate of gradient descent with momentum β: 2(1 + β)/λ_max."""
+    return EDGE * (1 + findings.momentum) / sharpness
+
+
+def _cap(findings: Findings) -> Iterator[Advice]:
+    """A cap of the learning rate: only for plain gradient descent and SGD with momentum, whose steps are -η g."""
+    if findings.extremes is None or findings.extremes.largest.value <= 0:
+        return
+    top = findings.extremes.largest.value
+    cap = _critical(findings, top)
+    rate = findings.learning_rate
+    formula = "2/λ_max" if not findings.momentum else f"2(1 + {findings.momentum:g})/λ_max"
+    text = f"Keep the learning rate of SGD below {formula} = {cap:.3g}: above it the steepest direction diverges"
+    limit = EDGE * (1 + findings.momentum)
+    if rate is None:
+        quantity, value = "λ_max, the threshold being that of learning rate × λ_max", top
+    else:
+        text = f"{text}; it is {rate:.3g}, {'too large' if rate > cap else 'below the cap'}"
+        quantity, value = "learning rate × λ_max", rate * top
+    yield Advice("learning-rate cap", text, quantity, value, limit, {"learning rate": cap})
+
+
+def _warm_up(findings: Findings) -> Iterator[Advice]:
+    """Warm-up: where the learning rate is above the edge at the first measurement of λ_max."""
+    rate = findings.learning_rate
+    series = sorted(findings.sharpness.items())
+    if not series and findings.extremes is not None:
+        series = [(0, findings.extremes.largest.value)]
+    if rate is None or not series or series[0][1] <= 0:
+        return
+    limit = EDGE * (1 + findings.momentum)
+    step, first = series[0]
+    if rate * first <= limit:
+        return
+    start = _critical(findings, first)
+    below = next((at for at, value in series if rate * value <= limit), None)
+    until = (
+        f"over {below - step} steps, when λ_max has fallen below the edge"
+        if below is not None
+        else "only as λ_max falls: it was not seen below the edge"
+    )
+    yield Advice(
+        "warm-up",
+        f"Warm up: start at a learning rate of at most {start:.3g} and rise to {rate:.3g} {until}",
+        f"learning rate × λ_max at step {step}",
+        rate * first,
+        limit,
+        {"learning rate": start} | ({} if below is None else {"steps": float(below - step)}),
+    )
+
+
+def _block_rates(findings: Findings) -> Iterator[Advice]:
+    """Learning rates by block, in the inverse ratio of their largest eigenvalues."""
+    tops = {
+        row.block: row.largest_eigenvalue.value
+        for row in findings.rows
+        if row.part == "total" and row.largest_eigenvalue.value > 0
+    }
+    if len(tops) < 2:
+        return
+    high, low = max(tops, key=tops.__getitem__), min(tops, key=tops.__getitem__)
+    ratio = tops[high] / tops[low]
+    if ratio <= APART:
+        return
+    yield Advice(
+        "per-block learning rates",
+        f"Give blocks learning rates of their own, in the inverse ratio of their curvature: {low} can take {ratio:.3g} "
+        f"times the rate of {high}",
+        "largest over smallest λ_max of the blocks",
+        ratio,
+        APART,
+        {name: tops[high] / top for name, top in tops.items()},
+        tuple(tops),
+    )
+
+
+def _normalisation(findings: Findings) -> Iterator[Advice]:
+    """Missing normalisation: layers whose inputs are far from unit scale; the blocks grow with powers of that scale."""
+    for name, scale in findings.input_scales.items():
+        if scale > SCALE or scale < 1 / SCALE:
+            threshold = SCALE if scale > SCALE else 1 / SCALE
+            yield Advice(
+                "normalisation",
+                f"Normalise the input of {name}: the curvature of a layer grows with powers of its input's scale",
+                f"root mean square of the input of {name}",
+                scale,
+                threshold,
+                blocks=(name,),
+            )
+
+
+def _clipping(findings: Findings) -> Iterator[Advice]:
+    """Clipping: gradients that spike, or steps that leave the region where the quadratic prediction holds."""
+    norms = [norm for norm in findings.gradient_norms if norm > 0]
+    if len(norms) >= _LEAST_STEPS:
+        median = statistics.median(norms)
+        spike = max(norms) / median
+        if spike > SPIKE:
+            yield Advice(
+                "clipping",
+                f"Clip the gradient's norm at about {SPIKE * median:.3g}: it spikes to {spike:.3g} times its median",
+                "largest over median gradient norm",
+                spike,
+                SPIKE,
+                {"gradient norm": SPIKE * median},
+            )
+    known = findings.taylor
+    if known is None or known.radius is None or known.reaches_further or findings.learning_rate is None:
+        return
+    step = findings.learning_rate * known.direction.length
+    if step > known.radius:
+        norm = known.radius / findings.learning_rate
+        yield Advice(
+            "clipping",
+            f"Clip the gradient's norm at {norm:.3g}: a step of SGD is longer than the radius in which the "
+            f"second-order prediction holds to {known.tolerance:.0%}",
+            "length of a step",
+            step,
+            known.radius,
+            {"gradient norm": norm},
+        )
+
+
+def _sharing(findings: Findings) -> Iterator[Advice]:
+    """Blocks that can share one adaptive learning rate: groups whose spectra are all within `ALIKE` of each other.
+
+    The distances are lower bounds, blind below their threshold: the advice says down to where the spectra are alike.
+    """
+    known = findings.distances
+    if known is None:
+        return
+    groups: list[list[int]] = []
+    for i in range(len(known.names)):
+        home = next((group for group in groups if all(float(known.values[i, j]) <= ALIKE for j in group)), None)
+        if home is None:
+            groups.append([i])
+        else:
+            home.append(i)
+    for group in groups:
+        if len(group) < 2:
+            continue
+        names = tuple(known.names[i] for i in group)
+        widest = max(float(known.values[i, j]) for i in group for j in group)
+        resolved = max(float(known.threshold[i, j]) for i in group for j in group)
+        yield Advice(
+            "shared adaptive learning rate",
+            f"{', '.join(names)} can share one adaptive learning rate: "
+            f"their spectra are alike above |λ| = {resolved:.1e}",
+            "largest Jensen-Shannon distance within the group",
+            widest,
+            ALIKE,
+            blocks=names,
+        )

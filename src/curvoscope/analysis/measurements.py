@@ -1,0 +1,129 @@
+"""Sizes of the blocks of any model's Hessian, part by part: exact where there are closed forms, else estimates."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from curvoscope import estimate
+from curvoscope.analysis.heterogeneity import PARTS, Part, times
+from curvoscope.curvature import ModelHessian
+from curvoscope.errors import RangeError
+from curvoscope.estimate import Estimate
+from curvoscope.operators import LinearOperator
+from curvoscope.operators.matrix_free import MatrixFree
+
+DEFAULT_TOLERANCE = 0.05
+_ALL_EIGENVALUES = 2048  # size of a closed form up to which its eigenvalues are exact
+_LEAST = 16  # products that a trace gets, however few its norm took
+_RESIDUAL = 0.1  # of the tolerance: Lanczos converges at once where it converges
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a number may cost: products, or as many as its relative standard error needs."""
+
+    tolerance: float | None = None
+    matvecs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and self.matvecs is not None:
+            raise RangeError("tolerance", "got both matvecs and tolerance; give a budget or a precision, not both")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise RangeError("tolerance", f"got {self.tolerance}, expected a relative error between 0 and 1")
+        if self.matvecs is not None and self.matvecs < 2:
+            raise RangeError("matvecs", f"got {self.matvecs}, expected at least 2")
+        if self.tolerance is None and self.matvecs is None:
+            object.__setattr__(self, "tolerance", DEFAULT_TOLERANCE)
+
+    @property
+    def residual(self) -> float | None:
+        """The residual, relative to the largest eigenvalue, at which an eigenvalue is found."""
+        return None if self.tolerance is None else _RESIDUAL * self.tolerance
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One diagonal block and part: |B|_F, tr B and the largest eigenvalue; `method` is how its entries are known."""
+
+    block: str
+    part: Part
+    shape: tuple[int, int]
+    method: str
+    frobenius_norm: Estimate
+    trace: Estimate
+    largest_eigenvalue: Estimate
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The ends of the spectrum of the whole Hessian. Their error bars are residuals of Lanczos."""
+
+    size: int
+    largest: Estimate
+    smallest: Estimate
+
+    @property
+    def critical_learning_rate(self) -> Estimate | None:
+        """2 / λ_max, above which gradient descent diverges on the quadratic model; None where nothing curves up."""
+        top = self.largest
+        if top.value <= 0:
+            return None
+        return Estimate(2 / top.value, 2 * top.stderr / top.value**2, top.matvecs, top.method)
+
+
+def measurements(H: ModelHessian, effort: Effort, seed: int = 0) -> Iterator[Measurement]:
+    """Rows for all blocks of `H` and all parts, as they get ready.
+
+    A tolerance is that of the norm. The trace of an indefinite part can be much smaller than its norm, and to a
+    relative error would cost without end: it gets the products that the norm took, and its error bar says the rest.
+    """
+    for name in H.names:
+        for part in PARTS:
+            yield _measure(H, name, part, effort, seed)
+
+
+def extremes(H: ModelHessian, effort: Effort, seed: int = 0) -> Extremes:
+    """The largest and the smallest eigenvalue of the total over all blocks of `H`."""
+    return Extremes(H.shape[0], *(_eigenvalue(H.total, which, effort, seed) for which in ("LA", "SA")))
+
+
+def rounding_of(rows: Sequence[Measurement], dtype: torch.dtype) -> float:
+    """A norm below which a block cannot be told from the rounding of the others: ε times the largest norm."""
+    return torch.finfo(dtype).eps * max(row.frobenius_norm.value for row in rows)
+
+
+def headline_of(rows: Sequence[Measurement], rounding: float) -> str:
+    """What the norms show, as a title: how far the blocks are apart that are not zero to rounding."""
+    total = sorted((row for row in rows if row.part == "total"), key=lambda row: row.frobenius_norm.value)
+    total = [row for row in total if row.frobenius_norm.value > rounding]
+    if len(total) < 2:
+        return "Norms of the Hessian's blocks"
+    low, high = total[0], total[-1]
+    ratio = times(high.frobenius_norm.value / low.frobenius_norm.value)
+    return f"{high.block} is {ratio} {low.block} (Frobenius norm)"
+
+
+def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int) -> Measurement:
+    operator = getattr(H, part)[name]
+    if isinstance(operator, MatrixFree):
+        norm = operator.frobenius_norm(tolerance=effort.tolerance, matvecs=effort.matvecs, seed=seed)
+        trace = operator.trace(matvecs=effort.matvecs or max(_LEAST, norm.matvecs), seed=seed)
+    else:
+        norm, trace = (_known(float(number)) for number in (operator.frobenius_norm(), operator.trace()))
+    top = _eigenvalue(operator, "LA", effort, seed)
+    return Measurement(name, part, H.shapes[name], H.method_of(name), norm, trace, top)
+
+
+def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int) -> Estimate:
+    """By Lanczos, unless the entries have a closed form and are few."""
+    size = operator.shape[0]
+    if not isinstance(operator, MatrixFree) and size <= _ALL_EIGENVALUES:
+        return _known(float(operator.eigenvalues(1, which)[0]))
+    if effort.matvecs is not None and size <= effort.matvecs:
+        return estimate.eigenvalues(operator, 1, which, seed=seed)[0]
+    return estimate.eigenvalues(operator, 1, which, tolerance=effort.residual, matvecs=effort.matvecs, seed=seed)[0]
+
+
+def _known(value: float) -> Estimate:
+    return Estimate(value, 0.0, 0, "exact")

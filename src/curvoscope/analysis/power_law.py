@@ -1,0 +1,183 @@
+"""Power laws through measurements at several sizes: exponents with bootstrap intervals, and what they do not say."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from curvoscope.errors import EmptyError, NonFiniteError, RangeError
+
+LARGEST_FACTOR = 10.0
+"""How far beyond the measured sizes a law is followed unless more is allowed."""
+_LEAST_SIZES = 3
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A number read off a law, with the ends of its interval; `factor` is how far beyond the measurements it was read:
+    1 within them, else the ratio to the nearest measured size."""
+
+    value: float
+    low: float
+    high: float
+    extrapolated: bool
+    factor: float
+
+
+@dataclass(frozen=True, eq=False)
+class PowerLaw:
+    """value = a size^exponent, the least-squares line through the mean logarithms at each size.
+
+    The interval of the exponent has the given `level`, from `resampled` (R, 2): lines (log a, exponent) through data
+    drawn again, within each size where all have several values, else from the residuals. `misfit` is the p-value of the
+    F-test that the means at the sizes lie on a line, where there are several values a size: a small one says that there
+    is no power law, and then the interval does not say how wrong the line is.
+    """
+
+    prefactor: float
+    exponent: float
+    interval: tuple[float, float]
+    level: float
+    sizes: tuple[float, ...]
+    values: tuple[tuple[float, ...], ...]
+    misfit: float | None
+    resampled: np.ndarray
+
+    def __call__(self, size: float, most: float = LARGEST_FACTOR) -> Prediction:
+        """The value at a size; beyond `most` times the measured sizes it is refused."""
+        if not 0 < size < math.inf:
+            raise RangeError("size", f"got {size}, expected a positive number")
+        factor = self._factor(size)
+        self._check("size", size, factor, most)
+        drawn = np.exp(self.resampled[:, 0] + self.resampled[:, 1] * math.log(size))
+        low, high = _ends(drawn, self.level)
+        return Prediction(self.prefactor * size**self.exponent, low, high, factor > 1, factor)
+
+    def required(self, target: float, most: float = LARGEST_FACTOR) -> Prediction:
+        """The size at which the law reaches `target`. Refused where the exponent may be zero, and beyond `most` times
+        the measured sizes: give a larger `most` to extrapolate further, or more measurements.
+
+        An end of the interval may lie further out than `most`, and is what the law says there.
+        """
+        if not 0 < target < math.inf:
+            raise RangeError("target", f"got {target}, expected a positive number")
+        low, high = self.interval
+        if low <= 0 <= high:
+            raise RangeError(
+                "target",
+                f"the exponent is {self.exponent:.3g} ({low:.3g} to {high:.3g}): no trend to follow to {target:g}",
+            )
+        size = math.exp((math.log(target) - math.log(self.prefactor)) / self.exponent)
+        factor = self._factor(size)
+        self._check("target", size, factor, most)
+        kept = self.resampled[np.sign(self.resampled[:, 1]) == np.sign(self.exponent)]
+        with np.errstate(over="ignore"):
+            drawn = np.exp((math.log(target) - kept[:, 0]) / kept[:, 1])
+        ends = _ends(drawn, self.level)
+        return Prediction(size, *ends, factor > 1, factor)
+
+    def _factor(self, size: float) -> float:
+        return max(1.0, min(self.sizes) / size, size / max(self.sizes))
+
+    def _check(self, argument: str, size: float, factor: float, most: float) -> None:
+        if most < 1:
+            raise RangeError("most", f"got {most}, expected at least 1")
+        if factor > most:
+            raise RangeError(
+                argument,
+                f"leads to size {size:.3g}, {factor:.3g} times beyond the measured {min(self.sizes):g} to "
+                f"{max(self.sizes):g}; the law is not known there. Measure nearer, or allow it with most={factor:.3g}",
+            )
+
+
+def power_law(
+    measurements: Mapping[int, Sequence[float]] | Mapping[float, Sequence[float]],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> PowerLaw:
+    """The power law through {size: values}, at least three sizes and positive values.
+
+    Args:
+        measurements: values of several seeds at each size; one is enough.
+        level: of the intervals.
+        resamples: bootstrap samples.
+        seed: of the bootstrap.
+    """
+    if not 0 < level < 1:
+        raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
+    if resamples < 100:
+        raise RangeError("resamples", f"got {resamples}, expected at least 100")
+    sizes, values = _checked(measurements)
+    x, logs = np.log(sizes), [np.log(group) for group in values]
+    y = np.array([group.mean() for group in logs])
+    line = _line(x, y)
+    rng = np.random.default_rng(seed)
+    fewest = min(len(group) for group in logs)
+    if fewest > 1:
+        # means of n values drawn again vary by (n - 1)/n too little
+        moves = [
+            (rng.choice(group, (resamples, len(group))) - group.mean()).mean(1)
+            * math.sqrt(len(group) / (len(group) - 1))
+            for group in logs
+        ]
+        again = y + np.stack(moves, 1)
+    else:
+        fitted = line[0] + line[1] * x
+        residuals = (y - fitted) * math.sqrt(len(x) / (len(x) - 2))
+        again = fitted + rng.choice(residuals - residuals.mean(), (resamples, len(x)))
+    resampled = np.array([_line(x, row) for row in again])
+    return PowerLaw(
+        math.exp(line[0]),
+        line[1],
+        _ends(resampled[:, 1], level),
+        level,
+        tuple(sizes),
+        tuple(tuple(group) for group in values),
+        _misfit(x, logs, line),
+        resampled,
+    )
+
+
+def _checked(
+    measurements: Mapping[int, Sequence[float]] | Mapping[float, Sequence[float]],
+) -> tuple[list[float], list[list[float]]]:
+    """Sizes in ascending order and their values, all positive and finite."""
+    pairs = sorted((float(size), [float(value) for value in group]) for size, group in measurements.items())
+    if len(pairs) < _LEAST_SIZES:
+        raise EmptyError("measurements", f"{len(pairs)} sizes; a power law with an interval needs {_LEAST_SIZES}")
+    for size, group in pairs:
+        if not group:
+            raise EmptyError("measurements", f"size {size:g} has no values")
+        if not all(map(math.isfinite, [size, *group])):
+            raise NonFiniteError("measurements", f"size {size:g} has values that are NaN or infinite")
+        if size <= 0 or min(group) <= 0:
+            raise RangeError("measurements", f"size {size:g} has the value {min(group):g}: a power law is positive")
+    return [size for size, _ in pairs], [group for _, group in pairs]
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Intercept and slope of the least-squares line."""
+    centred = x - x.mean()
+    slope = float(centred @ y / (centred @ centred))
+    return float(y.mean() - slope * x.mean()), slope
+
+
+def _ends(values: np.ndarray, level: float) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _misfit(x: np.ndarray, logs: list[np.ndarray], line: tuple[float, float]) -> float | None:
+    """The p-value of the F-test for lack of fit; None without several values at the sizes."""
+    counts = np.array([len(group) for group in logs])
+    within = sum(float(((group - group.mean()) ** 2).sum()) for group in logs)
+    degrees = int(counts.sum() - len(x))
+    if degrees < 1 or not within:
+        return None
+    means = np.array([group.mean() for group in logs])
+    between = float((counts * (means - line[0] - line[1] * x) ** 2).sum())
+    return float(special.fdtrc(len(x) - 2, degrees, between / (len(x) - 2) / (within / degrees)))

@@ -1,0 +1,161 @@
+"""Curvature through depth: the Hessian of the loss at the output of every layer, and what makes it grow or shrink.
+
+At the output F of a layer, S = d²loss/dF² = S_gn + S_functional; a layer with Jacobian J hands J^T S J down to its
+input and adds a curvature of its own. The norms of S, of its functional part and of J are measured layer by layer,
+beside the Hessian blocks of the layer's weights and, for attention, the entropy and the spread of its rows.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from curvoscope import losses
+from curvoscope.curvature import hessian
+from curvoscope.errors import ModelError
+from curvoscope.estimate import Estimate
+from curvoscope.exact import SelfAttention
+from curvoscope.exact.backpropagation import Record, backpropagate
+from curvoscope.exact.block import Stack, TransformerBlock
+from curvoscope.exact.moments import Moments
+from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.matrix_free import MatrixFree
+from curvoscope.operators.objectives import LossFunction
+
+DEFAULT_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class AttentionSummary:
+    """Of the rows of attention, averaged over sequences, heads and queries.
+
+    `entropy` in nats; `variance`: tr M2, the spread of the inputs under a row, as a share of their mean square. Both
+    are zero for one-hot rows.
+    """
+
+    entropy: float
+    variance: float
+
+    @classmethod
+    def of(cls, moments: Moments) -> "AttentionSummary":
+        """From attention (..., L, L) and inputs (..., L, d)."""
+        X, A = moments.X, moments.attention
+        spread = (A @ X.square()).sum(-1) - moments.M1.square().sum(-1)  # tr M2, without M2
+        return cls(float(moments.entropy.mean()), float(spread.mean() / X.square().sum(-1).mean()))
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """One layer: "h.0.attn" or "input". Estimates have an error bar; what is exact has the standard error 0.
+
+    `spectral` and `frobenius` are the norms of S at the layer's output, `functional_spectral`, `functional_frobenius`
+    those of its functional part; `jacobian` the spectral norm of dF/dX of the layer alone, without a residual
+    connection; `blocks` the Frobenius norms of the total Hessian blocks of its weights.
+    """
+
+    name: str
+    spectral: Estimate
+    frobenius: Estimate
+    functional_spectral: Estimate
+    functional_frobenius: Estimate
+    jacobian: Estimate | None
+    blocks: dict[str, Estimate] = field(default_factory=dict)
+    attention: AttentionSummary | None = None
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """The layers in the order of the forward pass, and the loss."""
+
+    layers: tuple[LayerCurvature, ...]
+    loss: float
+
+    def growth(self) -> float:
+        """|S|_2 at the first layer over |S|_2 at the last: by how much curvature grows on its way down."""
+        known = [layer.spectral.value for layer in self.layers]
+        return known[0] / known[-1] if known[-1] else float("inf")
+
+
+def propagation(
+    model: nn.Module | Stack | TransformerBlock,
+    batch: Any,
+    loss_fn: LossFunction | None = None,
+    *,
+    tolerance: float = DEFAULT_TOLERANCE,
+    seed: int = 0,
+) -> Propagation:
+    """Curvature at every attention and feed-forward layer (for a `Stack` at every norm too) on one batch.
+
+    Args:
+        model: a torch model whose layers `cv.blocks_of` knows, or a `cv.exact.Stack`.
+        batch: as in `cv.hessian`: (inputs, targets) or a dict with "labels". For a `Stack`: (X, loss).
+        loss_fn: as in `cv.hessian`; None: the model's own. A `Stack` has its loss in the batch.
+        tolerance: the relative error of what cannot be computed exactly.
+        seed: of the estimates.
+    """
+    if isinstance(model, Stack | TransformerBlock):
+        X, loss = batch
+        return _of_stack(model if isinstance(model, Stack) else Stack([model]), X, loss, tolerance, seed)
+    return _of_module(model, batch, loss_fn, tolerance, seed)
+
+
+def _of_stack(stack: Stack, X: Tensor, loss: losses.LossFunction, tolerance: float, seed: int) -> Propagation:
+    records = backpropagate(stack, X, loss)
+    H = stack.hessian(X, loss)
+    layers = []
+    for record in records:
+        names = [name for name in H.names if name.startswith(f"{record.name}.")]
+        layers.append(
+            LayerCurvature(
+                record.name,
+                *_norms(record.S, tolerance, seed),
+                *_norms(record.S_functional, tolerance, seed),
+                None if record.jacobian is None else _spectral(record.jacobian, tolerance, seed),
+                {name: _frobenius(H.total[name], tolerance, seed) for name in names},
+                _attention(record),
+            )
+        )
+    return Propagation(tuple(layers), stack.chain(X, loss).loss.value)
+
+
+def _attention(record: Record) -> AttentionSummary | None:
+    if not isinstance(record.layer, SelfAttention) or record.input is None:
+        return None
+    return AttentionSummary.of(record.layer.moments(record.input))
+
+
+def _of_module(model: nn.Module, batch: Any, loss_fn: LossFunction | None, tolerance: float, seed: int) -> Propagation:
+    H = hessian(model, loss_fn, [batch])
+    layers = []
+    for layer in H.layer_curvatures():
+        names = [name for name in H.names if name.startswith(f"{layer.name}.")]
+        layers.append(
+            LayerCurvature(
+                layer.name,
+                *_norms(layer.S, tolerance, seed),
+                *_norms(layer.S_functional, tolerance, seed),
+                None if layer.jacobian is None else _spectral(layer.jacobian, tolerance, seed),
+                {name: _frobenius(H.total[name], tolerance, seed) for name in names},
+                None if layer.moments is None else AttentionSummary.of(layer.moments),
+            )
+        )
+    if not layers:
+        raise ModelError("model", "has no attention or feed-forward layer that cv.blocks_of knows")
+    return Propagation(tuple(layers), H.loss)
+
+
+def _norms(operator: LinearOperator, tolerance: float, seed: int) -> tuple[Estimate, Estimate]:
+    return _spectral(operator, tolerance, seed), _frobenius(operator, tolerance, seed)
+
+
+def _spectral(operator: LinearOperator, tolerance: float, seed: int) -> Estimate:
+    if isinstance(operator, MatrixFree):
+        return operator.spectral_norm(tolerance=tolerance, seed=seed)
+    return Estimate(float(operator.spectral_norm()), 0.0, 0, "exact")
+
+
+def _frobenius(operator: LinearOperator, tolerance: float, seed: int) -> Estimate:
+    if isinstance(operator, MatrixFree):
+        return operator.frobenius_norm(tolerance=tolerance, seed=seed)
+    found = operator.frobenius_norm()
+    return found if isinstance(found, Estimate) else Estimate(float(found), 0.0, 0, "exact")

@@ -1,0 +1,173 @@
+"""Curvature against the size of a model or of its data: measurements of a family, and power laws through them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from curvoscope import checks
+from curvoscope.analysis.power_law import LARGEST_FACTOR, PowerLaw, Prediction, power_law
+from curvoscope.blocks import Blocks
+from curvoscope.curvature import ModelHessian, hessian
+from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
+from curvoscope.estimate import Estimate, frobenius_norm, lanczos, trace
+from curvoscope.operators.objectives import LossFunction
+
+_RESIDUAL = 1e-6  # of an eigenvalue, relative
+_DENSE = 400  # weights up to which the condition is computed, from all eigenvalues
+
+Subject = tuple[nn.Module, LossFunction | None, Iterable[Any]]
+Builder = Callable[[Any, int], Subject]
+
+
+@dataclass(frozen=True)
+class CurvatureSummary:
+    """A Hessian H of P weights in five numbers.
+
+    largest_eigenvalue: λ_max. trace: tr H. condition: |H|_2 |H⁺|_2, the largest over the smallest of the |eigenvalues|
+    that are not zero to rounding; it takes all eigenvalues, so None where P is above 400. effective_rank: the stable
+    rank |H|_F²/|H|_2², between 1 and the rank. functional_share: |H_f|_F²/(|H_o|_F² + |H_f|_F²), 0 for a pure
+    Gauss-Newton matrix.
+    """
+
+    largest_eigenvalue: Estimate
+    trace: Estimate
+    condition: float | None
+    effective_rank: Estimate
+    functional_share: Estimate
+
+    def value(self, quantity: str) -> float | None:
+        """A number by its name, without error bar."""
+        found: Estimate | float | None = getattr(self, quantity)
+        return None if found is None else float(found)
+
+
+QUANTITIES = tuple(field.name for field in fields(CurvatureSummary))
+
+
+def summary(H: ModelHessian, matvecs: int = 100, seed: int = 0) -> CurvatureSummary:
+    """The five numbers from `matvecs` products for each norm and the trace, exact where H has no more columns."""
+    top, largest = (lanczos(H.total, 1, which, tolerance=_RESIDUAL, seed=seed)[0] for which in ("LA", "LM"))
+    norms = [frobenius_norm(part, matvecs=matvecs, seed=seed) for part in (H.total, H.outer, H.functional)]
+    return CurvatureSummary(
+        top,
+        trace(H.total, matvecs=matvecs, seed=seed),
+        _condition(H) if H.shape[0] <= _DENSE else None,
+        _ratio(norms[0], largest),
+        _share(norms[1], norms[2]),
+    )
+
+
+def _condition(H: ModelHessian) -> float | None:
+    """From all eigenvalues in float64; None for the zero matrix."""
+    dense = H.total.dense().double()
+    sizes = torch.linalg.eigvalsh((dense + dense.T) / 2).abs()
+    most = float(sizes.max())
+    seen = sizes[sizes > len(sizes) * torch.finfo(H.total.dtype).eps * most]
+    return most / float(seen.min()) if most else None
+
+
+def _ratio(norm: Estimate, largest: Estimate) -> Estimate:
+    """|H|_F²/λ² with the error by the delta method."""
+    if not largest.value:
+        raise RangeError("H", "is zero: it has no rank")
+    value = (norm.value / largest.value) ** 2
+    relative = 2 * ((norm.stderr / norm.value) ** 2 + (largest.stderr / largest.value) ** 2) ** 0.5
+    return Estimate(value, value * relative, norm.matvecs + largest.matvecs, f"{norm.method}, {largest.method}")
+
+
+def _share(outer: Estimate, functional: Estimate) -> Estimate:
+    """f²/(o² + f²) with the error by the delta method."""
+    o, f = outer.value, functional.value
+    total = o**2 + f**2
+    if not total:
+        raise RangeError("H", "is zero: it has no parts")
+    stderr = 2 * o * f * ((o * functional.stderr) ** 2 + (f * outer.stderr) ** 2) ** 0.5 / total**2
+    return Estimate(f**2 / total, stderr, outer.matvecs + functional.matvecs, functional.method)
+
+
+# ---- a family
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """Measurements {size: one summary a seed}, and the power law of each quantity; `without` says why one has none."""
+
+    measurements: Mapping[int, tuple[CurvatureSummary, ...]]
+    laws: Mapping[str, PowerLaw]
+    without: Mapping[str, str]
+
+    def values(self, quantity: str) -> dict[int, list[float]]:
+        """The measured values by size, where there are any."""
+        checks.choice("quantity", quantity, QUANTITIES)
+        found = {
+            size: [value for one in group if (value := one.value(quantity)) is not None]
+            for size, group in self.measurements.items()
+        }
+        return {size: values for size, values in found.items() if values}
+
+    def law(self, quantity: str) -> PowerLaw:
+        """The law of a quantity; an error says why it has none."""
+        checks.choice("quantity", quantity, QUANTITIES)
+        if quantity in self.without:
+            raise RangeError("quantity", f"{quantity} has no power law: {self.without[quantity]}")
+        return self.laws[quantity]
+
+
+def scaling(
+    build: Builder,
+    sizes: Iterable[int],
+    seeds: Iterable[int] = (0,),
+    *,
+    matvecs: int = 100,
+    blocks: Callable[[nn.Module], Blocks] | None = None,
+    level: float = 0.95,
+) -> Scaling:
+    """Measure a family of models, or one model on more and more data, and fit power laws.
+
+    Args:
+        build: build(size, seed) -> (model, loss_fn, batches): trained or not, it is measured as it comes.
+        sizes: at least three; what a size means is up to `build`.
+        seeds: of the replicas at each size.
+        matvecs: products for each norm and each trace.
+        blocks: blocks(model), a choice of the model's blocks; None: all of them.
+        level: of the intervals.
+    """
+    wanted, replicas = sorted(set(sizes)), list(seeds)
+    if len(wanted) < 3:
+        raise EmptyError("sizes", f"got {wanted}; a power law needs at least 3 sizes")
+    if wanted[0] < 1:
+        raise RangeError("sizes", f"got {wanted[0]}, expected positive sizes")
+    if not replicas:
+        raise EmptyError("seeds", "there are none; give at least one")
+    found: dict[int, tuple[CurvatureSummary, ...]] = {}
+    for size in wanted:
+        group = []
+        for seed in replicas:
+            model, loss_fn, batches = build(size, seed)
+            chosen = None if blocks is None else blocks(model)
+            group.append(summary(hessian(model, loss_fn, batches, chosen, method="autodiff"), matvecs, seed))
+        found[size] = tuple(group)
+    laws: dict[str, PowerLaw] = {}
+    without: dict[str, str] = {}
+    study = Scaling(found, laws, without)
+    for quantity in QUANTITIES:
+        try:
+            laws[quantity] = power_law(study.values(quantity), level=level)
+        except CurvoscopeError as error:
+            without[quantity] = str(error)
+    return study
+
+
+def required_data(
+    measured: PowerLaw | Mapping[int, Any] | Mapping[float, Any], target: float, most: float = LARGEST_FACTOR
+) -> Prediction:
+    """The size at which a power law reaches `target`, from the law or from {size: values}.
+
+    The result says whether it lies beyond the measurements (`extrapolated`) and by which `factor`; beyond `most` it is
+    refused. A law in the number of samples needs measurements on more and more data.
+    """
+    law = measured if isinstance(measured, PowerLaw) else power_law(measured)
+    return law.required(target, most)

@@ -1,0 +1,70 @@
+"""What the commands on models have in common to print: the model and its data, the ends of the spectrum, JSON."""
+
+import dataclasses
+import shlex
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from curvoscope.analysis.measurements import Extremes
+from curvoscope.commands.subject import Request, Subject
+from curvoscope.estimate import Estimate
+from curvoscope.report import model_tables
+
+
+def show_subject(console: Console, subject: Subject, loss: float) -> None:
+    """The model and its data, a sentence a line."""
+    for line in subject.about:
+        console.print(Text(line), soft_wrap=True)
+    console.print(f"Loss {loss:.4g}.\n")
+
+
+def show_extremes(console: Console, ends: Extremes) -> None:
+    """The ends of the spectrum, and the learning rate that follows."""
+    console.print(f"Whole Hessian ({ends.size:,} parameters), by Lanczos, ± residual:")
+    console.print(f"  λ max {model_tables.with_error(ends.largest)}   λ min {model_tables.with_error(ends.smallest)}")
+    rate = ends.critical_learning_rate
+    if rate is None:
+        console.print("  λ max is not positive: no learning rate is critical.\n")
+    else:
+        console.print(f"  2/λ max = {model_tables.with_error(rate)}, the critical learning rate of gradient descent\n")
+
+
+def as_estimate(estimate: Estimate | None) -> dict[str, Any] | None:
+    """An Estimate for JSON."""
+    if estimate is None:
+        return None
+    return {key: getattr(estimate, key) for key in ("value", "stderr", "matvecs", "method")}
+
+
+def extremes_facts(ends: Extremes) -> dict[str, Any]:
+    """The ends of the spectrum for JSON."""
+    return {
+        "parameters": ends.size,
+        "largest_eigenvalue": as_estimate(ends.largest),
+        "smallest_eigenvalue": as_estimate(ends.smallest),
+        "critical_learning_rate": as_estimate(ends.critical_learning_rate),
+    }
+
+
+def common_facts(name: str, subject: Subject, request: Request, options: Any) -> dict[str, Any]:
+    """What was looked at, and how to do it again: the part of the document that all commands share."""
+    given = {key: value for key, value in _options(request, options).items() if key != "model"}
+    words = ["curvoscope", name, request.model]
+    for key, value in given.items():
+        values = value if isinstance(value, tuple) else (value,)
+        words += [word for one in values for word in (f"--{key}", str(one))]
+    return {
+        "model": subject.facts,
+        "configuration": {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()},
+        "command": shlex.join(words),
+        "versions": subject.versions,
+        "seed": request.seed,
+    }
+
+
+def _options(request: Request, options: Any) -> dict[str, Any]:
+    """The options that were given, or have a value of their own."""
+    both = dataclasses.asdict(request) | dataclasses.asdict(options)
+    return {key: value for key, value in both.items() if value is not None and value != ()}

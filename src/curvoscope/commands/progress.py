@@ -1,0 +1,52 @@
+"""One progress bar for a command with many measurements, in place of one for each of them."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+_PATIENCE = 1.0  # seconds without a bar
+
+
+class _NoTerminal:
+    """A stream that says it is no terminal, so that what runs inside draws no bar of its own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def work(total: int) -> Iterator[Callable[[str], None]]:
+    """Inside, call what is yielded with the name of the next piece of work, `total` times.
+
+    The bar goes to stderr, if that is a terminal, once a second has passed.
+    """
+    stream = sys.stderr
+    progress = Progress(console=Console(file=stream), transient=True)
+    start, done = time.monotonic(), -1
+    task = progress.add_task("", total=total)
+    shown = stream.isatty()
+
+    def step(label: str) -> None:
+        nonlocal done
+        done += 1
+        progress.update(task, description=label, completed=done)
+        if shown and not progress.live.is_started and time.monotonic() - start > _PATIENCE:
+            progress.start()
+
+    with contextlib.redirect_stderr(_NoTerminal(stream)):
+        try:
+            yield step
+        finally:
+            if progress.live.is_started:
+                progress.stop()

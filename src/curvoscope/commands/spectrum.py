@@ -1,0 +1,125 @@
+"""`curvoscope spectrum [MODEL]`: the spectral densities of the blocks of a model's Hessian, and of the whole."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from curvoscope import commands
+from curvoscope.analysis.measurements import Effort, Extremes, extremes
+from curvoscope.analysis.spectra import BlockSpectrum, Distances, distances, spectra, whole_spectrum
+from curvoscope.blocks import Blocks
+from curvoscope.commands.document import as_estimate, common_facts, extremes_facts, show_extremes, show_subject
+from curvoscope.commands.progress import work
+from curvoscope.commands.subject import Request, Subject, is_bias, is_in_layer, select, subject_of
+from curvoscope.curvature import hessian
+from curvoscope.errors import RangeError
+from curvoscope.report import model_tables
+from curvoscope.report.density_figures import density_figure, distance_figure, headline_of
+
+_FIGURES = ("densities.png", "distances.png")
+_LEAST_MATVECS = 8
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to measure. The names are those of the options."""
+
+    blocks: tuple[str, ...] = ()
+    matvecs: int = 256
+
+
+def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
+    """Find the densities, print the table; write two figures and spectrum.json into `out`."""
+    if options.matvecs < _LEAST_MATVECS:
+        raise RangeError("matvecs", f"got {options.matvecs}, expected at least {_LEAST_MATVECS}")
+    subject = subject_of(request)
+    chosen = _projections(subject.blocks) if not options.blocks else select(subject.blocks, options.blocks)
+    commands.make_directory(out)
+    data, found = [subject.batch], []
+    with work(len(chosen) + 3) as step:
+        step(next(iter(chosen)))
+        H = hessian(subject.model, subject.loss, data, chosen)
+        following = [*list(chosen)[1:], "the whole Hessian"]
+        for label, spectrum in zip(following, spectra(H, options.matvecs, request.seed), strict=True):
+            found.append(spectrum)
+            step(label)
+        loss = H.loss
+        del H  # its graphs and copies of the weights make room for those of the whole
+        whole = hessian(subject.model, subject.loss, data, method="autodiff")
+        ends = extremes(whole, Effort(), request.seed)
+        step("its density")
+        density = whole_spectrum(whole, options.matvecs, request.seed)
+        step("the figures")
+        apart = distances(found)
+        everything = [*found, density] if density is not None else found
+        figures = (density_figure(everything, headline_of(found)), distance_figure(apart))
+        for name, figure in zip(_FIGURES, figures, strict=True):
+            commands.write(out / name, commands.png(figure))
+    document = _document(found, density, apart, ends, loss, subject, request, options)
+    commands.write(out / "spectrum.json", document.encode())
+    if as_json:
+        print(document, end="")
+        return
+    console = commands.console()
+    show_subject(console, subject, loss)
+    console.print(model_tables.spectrum_table(everything))
+    show_extremes(console, ends)
+    if density is None:
+        console.print("The density of the whole Hessian is left out: its Lanczos vectors do not fit in memory.\n")
+    for name in (*_FIGURES, "spectrum.json"):
+        print(f"wrote {out / name}")
+
+
+def _projections(blocks: Blocks) -> Blocks:
+    """The weights of attention and MLP in all layers; all weights of a model that has no known layers."""
+    names = [name for name in blocks if is_in_layer(name) and not is_bias(name) and ".norm" not in name]
+    return Blocks(blocks[name] for name in names) if names else select(blocks, ())
+
+
+def _document(
+    found: list[BlockSpectrum],
+    density: BlockSpectrum | None,
+    apart: Distances,
+    ends: Extremes,
+    loss: float,
+    subject: Subject,
+    request: Request,
+    options: Options,
+) -> str:
+    """spectrum.json: what was measured, on what, and how to measure it again."""
+    document = common_facts("spectrum", subject, request, options) | {
+        "loss": loss,
+        "blocks": [_facts(one) for one in found],
+        "jensen_shannon": {
+            "names": list(apart.names),
+            "distance": apart.values.tolist(),
+            "threshold": apart.threshold.tolist(),
+        },
+        "hessian": extremes_facts(ends) | {"spectrum": None if density is None else _facts(density)},
+    }
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _facts(one: BlockSpectrum) -> dict[str, Any]:
+    """One spectrum for JSON; the cumulative function on a grid that is logarithmic on both sides of zero."""
+    most = max(abs(end) for end in one.density.support)
+    side = most * torch.logspace(-6, 0, 25, dtype=torch.float64)
+    band = one.density.cdf(torch.cat([-side.flip(0), torch.zeros(1, dtype=torch.float64), side]))
+    return {
+        "block": one.block,
+        "size": one.size,
+        "method": one.method,
+        "density": {"method": one.density.method, "matvecs": one.density.matvecs, "probes": one.density.probes},
+        "largest_eigenvalue": as_estimate(one.largest),
+        "smallest_eigenvalue": as_estimate(one.smallest),
+        "quantiles": {str(share): one.quantile(share) for share in _QUANTILES},
+        "mean": as_estimate(one.density.moment(1)),
+        "negative_share": as_estimate(one.negative),
+        "near_zero_share": as_estimate(one.near_zero),
+        "near_zero": one.log.reach,
+        "cumulative": {key: getattr(band, key).tolist() for key in ("x", "value", "low", "high")},
+    }

@@ -1,0 +1,111 @@
+"""Figures of curvature through depth: by layer for several networks, and over depth and training steps."""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from curvoscope.analysis.propagation import LayerCurvature, Propagation
+from curvoscope.errors import EmptyError, ShapeError
+from curvoscope.estimate import Estimate
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+# Okabe and Ito's colours, told apart also by the colour-blind; each network has a marker of its own too
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_TEXT, _HEADING = 9, 11
+_MOST_LABELS = 24
+
+_Number = Callable[[LayerCurvature], Estimate | None]
+_PANELS: tuple[tuple[str, _Number], ...] = (
+    ("$\\|S\\|_2$, the loss Hessian at the layer's output", lambda layer: layer.spectral),
+    ("$\\|S_{functional}\\|_2$, its functional part", lambda layer: layer.functional_spectral),
+    ("$\\|\\partial F/\\partial X\\|_2$, the layer's Jacobian", lambda layer: layer.jacobian),
+    ("$\\|H\\|_F$, the largest block of its weights", lambda layer: _largest(layer.blocks)),
+)
+
+
+def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matplotlib.figure.Figure":
+    """Four logarithmic panels over the layers from input to output, a line a network, with 95 % intervals."""
+    from matplotlib.figure import Figure
+
+    if not networks:
+        raise EmptyError("networks", "is empty; give at least one")
+    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True).flat
+    longest = max(networks.values(), key=lambda network: len(network.layers))
+    for axes, (label, number) in zip(panels, _PANELS, strict=True):
+        for place, (name, network) in enumerate(networks.items()):
+            _line(axes, name, network, number, place)
+        axes.set_yscale("log")
+        axes.set_title(label, size=_HEADING, loc="left")
+        axes.tick_params(labelsize=_TEXT)
+        axes.grid(axis="y", color="#e0e0e0", linewidth=0.6)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        _ticks(axes, longest)
+    figure.supxlabel("layer, from input to output", size=_HEADING)
+    figure.suptitle(textwrap.fill(title, 110), size=_HEADING + 1)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=_TEXT + 1, frameon=False)
+    return figure
+
+
+def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title: str) -> "matplotlib.figure.Figure":
+    """log10 |S|_2 as a heat map: training steps from left to right, layers from input (top) to output (bottom)."""
+    from matplotlib.figure import Figure
+
+    if len(steps) != len(networks) or not steps:
+        raise ShapeError(
+            "steps", f"got {len(steps)} steps for {len(networks)} measurements, expected as many, and some"
+        )
+    names = [layer.name for layer in networks[0].layers]
+    if any([layer.name for layer in network.layers] != names for network in networks):
+        raise ShapeError("networks", "do not all have the same layers")
+    values = np.array([[layer.spectral.value for layer in network.layers] for network in networks]).T
+    tiny = np.finfo(float).tiny
+    logs = np.where(values > 0, np.log10(np.maximum(values, tiny)), np.nan)
+    figure = Figure(figsize=(1.8 + 0.5 * max(8, len(steps)), 1.6 + 0.28 * max(6, len(names))), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(logs, aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.set_xticks(range(len(steps)), [str(step) for step in steps], size=_TEXT, rotation=90 if len(steps) > 12 else 0)
+    axes.set_yticks(range(len(names)), names, size=_TEXT)
+    axes.set_xlabel("training step", size=_HEADING)
+    figure.colorbar(image, ax=axes, label="$\\log_{10} \\|S\\|_2$")
+    figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), size=_HEADING + 1)
+    return figure
+
+
+def _line(axes: "matplotlib.axes.Axes", name: str, network: Propagation, number: _Number, place: int) -> None:
+    found = [(i, number(layer)) for i, layer in enumerate(network.layers)]
+    known = [(i, estimate) for i, estimate in found if estimate is not None and estimate.value > 0]
+    values = [estimate.value for _, estimate in known]
+    intervals = [estimate.interval() for _, estimate in known]
+    below = [value - max(low, 0.0) for value, (low, _) in zip(values, intervals, strict=True)]
+    above = [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]
+    axes.errorbar(
+        [i for i, _ in known],
+        values,
+        [below, above],
+        color=_COLOURS[place % len(_COLOURS)],
+        marker=_MARKERS[place % len(_MARKERS)],
+        markersize=4,
+        linewidth=1.2,
+        label=name,
+    )
+
+
+def _ticks(axes: "matplotlib.axes.Axes", network: Propagation) -> None:
+    names = [layer.name for layer in network.layers]
+    step = -(-len(names) // _MOST_LABELS)
+    places = range(0, len(names), step)
+    axes.set_xticks(list(places), [names[i] for i in places], size=_TEXT - 1, rotation=90)
+
+
+def _largest(blocks: Mapping[str, Estimate]) -> Estimate | None:
+    return max(blocks.values(), key=lambda estimate: estimate.value, default=None)

@@ -1,0 +1,62 @@
+"""Tables of estimates for the terminal."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from curvoscope.analysis.measurements import Measurement
+from curvoscope.analysis.spectra import BlockSpectrum
+from curvoscope.estimate import Estimate
+from curvoscope.report.tables import empty_table
+
+
+def block_table(rows: Sequence[Measurement], rounding: float = 0.0) -> Table:
+    """Norm, trace and largest eigenvalue of each block and part, with their standard errors; ~0 up to rounding."""
+    table = empty_table("Blocks of the Hessian", ("block", "part", "by"), ("‖H‖F", "trace", "λ max"))
+    for i, row in enumerate(rows):
+        last = i + 1 == len(rows) or rows[i + 1].block != row.block
+        table.add_row(
+            row.block if i == 0 or rows[i - 1].block != row.block else "",
+            row.part,
+            row.method,
+            *(_number(number, rounding) for number in (row.frobenius_norm, row.trace, row.largest_eigenvalue)),
+            end_section=last,
+        )
+    return table
+
+
+def with_error(estimate: Estimate) -> str:
+    """Three digits and the standard error in percent; no error for what is exact."""
+    value, stderr = estimate.value, estimate.stderr
+    if value == 0 and stderr == 0:
+        return "0"
+    if estimate.method == "exact" or stderr == 0:
+        return f"{value:.2e}"
+    relative = stderr / abs(value) if value else float("inf")
+    if relative >= 10:
+        return f"0 ±{stderr:.0e}" if relative == float("inf") else f"{value:.0e} ±{stderr:.0e}"
+    return f"{value:.2e} ±{relative:.1%}" if relative < 0.0995 else f"{value:.2e} ±{relative:.0%}"
+
+
+def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:
+    """Ends and quantiles of each block's spectrum, the shares of negative eigenvalues and of those near zero."""
+    table = empty_table(
+        "Eigenvalues of the blocks",
+        ("block",),
+        ("size", "λ min", "5 %", "median", "95 %", "λ max", "λ < 0", "near 0", "|λ| ≤"),
+    )
+    for one in spectra:
+        low, high = (_number(end, one.log.reach) for end in (one.smallest, one.largest))
+        quantiles = [_resolved(one.quantile(share)) for share in (0.05, 0.5, 0.95)]
+        shares = [f"{estimate.value:.1%}" for estimate in (one.negative, one.near_zero)]
+        reach = f"{one.log.reach:.0e}" if one.log.reach else "0"
+        table.add_row(one.block, f"{one.size:,}", low, *quantiles, high, *shares, reach)
+    return table
+
+
+def _number(estimate: Estimate, zero: float) -> str:
+    return "~0" if 0 < abs(estimate.value) <= zero else with_error(estimate)
+
+
+def _resolved(value: float | None) -> str:
+    return "~0" if value is None else f"{value:.1e}" if value else "0"

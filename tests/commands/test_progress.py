@@ -1,0 +1,50 @@
+"""One bar for many measurements: on a terminal, after a second, and none of the estimators' own beside it."""
+
+import io
+import sys
+
+import pytest
+
+from curvoscope.commands import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def terminal(monkeypatch):
+    """Called in the test itself: pytest puts its own stream in place between a fixture and the test."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    return stream
+
+
+def test_quick_work_shows_nothing(monkeypatch):
+    stderr = terminal(monkeypatch)
+    with progress.work(2) as step:
+        step("one")
+        step("two")
+    assert stderr.getvalue() == ""
+
+
+def test_long_work_says_what_it_does(monkeypatch):
+    stderr = terminal(monkeypatch)
+    monkeypatch.setattr(progress, "_PATIENCE", -1.0)
+    with progress.work(2) as step:
+        step("h.0.attn.Q, outer")
+        assert not sys.stderr.isatty()  # an estimator inside draws no bar
+        print("a warning", file=sys.stderr)
+    assert "h.0.attn.Q, outer" in stderr.getvalue() and "a warning" in stderr.getvalue()
+    assert sys.stderr is stderr
+
+
+def test_no_terminal_no_bar(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_PATIENCE", -1.0)
+    with pytest.raises(KeyboardInterrupt), progress.work(1) as step:
+        step("one")
+        raise KeyboardInterrupt
+    assert stream.getvalue() == "" and sys.stderr is stream
