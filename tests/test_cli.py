@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+import curvoscope as cv
 from curvoscope import cli, commands
-from curvoscope.analysis import block_table, verdict
 from curvoscope.data import addition, answer_targets
 from curvoscope.models import GPT2
 
@@ -44,8 +44,10 @@ def test_analyze_prints_the_table_the_sentence_and_the_files(call, tmp_path):
     assert stdout.splitlines()[-3:] == ending
     table = json.loads((out / "table.json").read_text())
     assert table["verdict"] in " ".join(stdout.split())
+    matrices = {f"h.0.{name}" for name in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down")}
     for row in table["rows"]:
-        assert f"{row['frobenius_norm']:.2e}" in stdout or row["frobenius_norm"] == 0
+        if row["row"] == row["column"] or {row["row"], row["column"]} <= matrices:
+            assert f"{row['frobenius_norm']:.2e}" in stdout or row["frobenius_norm"] == 0
     for name in ("hessian.png", "histograms.png"):
         with Image.open(out / name) as image:
             image.load()
@@ -68,9 +70,17 @@ def test_json_is_the_file_and_the_only_thing_on_stdout(call, tmp_path, norm, att
     tokens = addition(3, seed=5)
     inputs, targets = tokens[:, :-1], answer_targets(tokens)
     model = GPT2(4, norm=norm, activation=attention, seed=5, dtype=getattr(torch, dtype))
-    rows = block_table(model.attention().hessian(model.attention_input(inputs), model.tail(inputs, targets)))
-    assert [row["frobenius_norm"] for row in document["rows"]] == [row.frobenius_norm for row in rows]
-    assert document["verdict"] == verdict(rows)
+    H = cv.hessian(model, cv.curvature.CrossEntropy(), [(inputs, targets)], method="autodiff")
+    compared = set()
+    for row in document["rows"]:
+        if {row["row"], row["column"]} <= set(H.names):
+            expected = getattr(H, row["part"])[row["row"], row["column"]].dense()
+            size = 1e-9 if dtype == "float64" else 1e-3
+            whole = float(H.total[row["row"]].dense().norm() * H.total[row["column"]].dense().norm()) ** 0.5
+            assert abs(row["frobenius_norm"] - float(expected.norm())) <= size * whole
+            compared |= {row["row"], row["column"]}
+    assert len(compared) == 8  # norms are two blocks there, gamma and beta, and one here
+    assert document["verdict"].startswith("The query block is")
 
     repeated = document["command"].split()
     assert repeated[0] == "curvoscope"
@@ -111,7 +121,7 @@ def test_an_error_of_the_package_is_one_line(call, tmp_path):
 
 def test_a_hessian_too_large_to_draw_is_refused_before_the_work(call, tmp_path):
     code, _, stderr = call("analyze", "--d", 10_000, "--out", tmp_path)
-    assert code == 2 and "400000000 x 400000000 Hessian needs" in stderr and "smaller --d" in stderr
+    assert code == 2 and "1200000000 x 1200000000 Hessian needs" in stderr and "smaller --d" in stderr
 
 
 def test_a_place_that_cannot_be_written_to(call, tmp_path):

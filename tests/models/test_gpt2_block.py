@@ -232,3 +232,19 @@ def test_bad_input_is_named():
     for block in (2, -3):
         with pytest.raises(RangeError, match=f"^block: got {block}"):
             model.attention(block)
+
+
+@pytest.mark.parametrize("norm", ["none", "pre"])
+def test_the_stack_is_the_network(norm):
+    model = GPT2(4, depth=2, norm=norm, seed=1)
+    tokens = addition(3, seed=2)
+    inputs, targets = tokens[:, :-1], answer_targets(tokens)
+    with torch.no_grad():
+        found = model.exact_loss(targets)(model.stack()(model.residual_stream(inputs, 0)))
+        expected = model.loss(inputs, targets)
+    assert float(found) == pytest.approx(float(expected), rel=1e-13)
+
+
+def test_a_stack_needs_residual_connections():
+    with pytest.raises(RangeError, match="residual"):
+        GPT2(4, residual=False).stack()

@@ -85,7 +85,7 @@ def headline(rows: Sequence[BlockRow]) -> str:
     """The same comparison as a title: the median entries of the query and of the value block."""
     query, value = (_find(rows, name, name, "total").median_absolute for name in ("Q", "V"))
     if query == 0 or value == 0:
-        return "The Hessian of the attention layer"
+        return "The Hessian, block by block"
     return f"Query entries are {times(query / value)} value entries (median)"
 
 
@@ -139,8 +139,13 @@ def _measure(H: BlockHessian, row: str, column: str, part: Part) -> BlockRow:
     )
 
 
+def _role(name: str) -> str:
+    """ "Q" for "attn.Q"."""
+    return name.rpartition(".")[2]
+
+
 def _find(rows: Sequence[BlockRow], row: str, column: str, part: Part) -> BlockRow:
     for found in rows:
-        if {found.row, found.column} == {row, column} and found.part == part:
+        if {_role(found.row), _role(found.column)} == {row, column} and found.part == part:
             return found
     raise BlockNameError("rows", f"there is no block {row!r}, {column!r} with part {part!r}")

@@ -1,4 +1,4 @@
-"""`curvoscope analyze`: the exact Hessian of the attention layer in the paper's single-block GPT-2."""
+"""`curvoscope analyze`: the exact Hessian of the paper's single-block GPT-2, all of its layers."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ class Configuration:
 
 def run(configuration: Configuration, out: Path, as_json: bool) -> None:
     """Measure every block, print the table and what it shows; write two figures and table.json into `out`."""
-    size = 4 * configuration.d**2
+    size = 12 * configuration.d**2
     # The picture of the Hessian and what Matplotlib makes of it; the rest is done a block at a time.
     checks.fits(16 * size**2, None, f"the picture of a {size} x {size} Hessian", "take a smaller --d")
     commands.make_directory(out)
@@ -63,7 +63,8 @@ def run(configuration: Configuration, out: Path, as_json: bool) -> None:
 
 
 def _hessian(configuration: Configuration) -> BlockHessian:
-    """The exact Hessian over W_Q, W_K, W_V and W_O of the loss on one batch of additions."""
+    """The exact Hessian of the loss on one batch of additions, over the block's weights (attention's biases apart) and
+    the final norm."""
     tokens = data.addition(configuration.sequences, seed=configuration.seed)
     inputs, targets = tokens[:, :-1], data.answer_targets(tokens)
     model = GPT2(
@@ -73,7 +74,9 @@ def _hessian(configuration: Configuration) -> BlockHessian:
         seed=configuration.seed,
         dtype=_DTYPES[configuration.dtype],
     )
-    return model.attention().hessian(model.attention_input(inputs), model.tail(inputs, targets))
+    with torch.no_grad():
+        X = model.residual_stream(inputs, 0)
+    return model.stack().hessian(X, model.exact_loss(targets))
 
 
 def _document(rows: list[BlockRow], configuration: Configuration) -> str:
@@ -97,10 +100,10 @@ def _document(rows: list[BlockRow], configuration: Configuration) -> str:
 def _show(rows: list[BlockRow], configuration: Configuration) -> None:
     console = Console(highlight=False)
     console.print(
-        f"Exact Hessian of the attention layer in a GPT-2 of one block: d = {configuration.d}, norm "
+        f"Exact Hessian of the Transformer block in a GPT-2 of one block: d = {configuration.d}, norm "
         f"{configuration.norm}, {configuration.attention} attention, {configuration.sequences} five-digit "
         f"additions, seed {configuration.seed}, {configuration.dtype}. Outer and functional part are split "
-        "at the layer's output.\n"
+        "at the model's output.\n"
     )
     console.print(tables.diagonal_table(rows))
     console.print(tables.off_diagonal_table(rows))

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from curvoscope import checks
+from curvoscope import checks, exact, losses
 from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
-from curvoscope.exact import SelfAttention
 
 _NORMS = ("none", "pre")
 _ACTIVATIONS = ("softmax", "linear")
@@ -129,10 +128,10 @@ class GPT2(nn.Module):
         """Cross-entropy, the mean over the positions whose target is not -100. Both arguments are (N, L)."""
         return self._cross_entropy(self(tokens), targets)
 
-    def attention(self, block: int = -1) -> SelfAttention:
+    def attention(self, block: int = -1) -> exact.SelfAttention:
         """The attention layer of `block` with its present weights, for the closed forms."""
         part = self._block(block)
-        return SelfAttention(
+        return exact.SelfAttention(
             part.W_Q.detach(),
             part.W_K.detach(),
             part.W_V.detach(),
@@ -144,6 +143,29 @@ class GPT2(nn.Module):
             activation="linear" if part.activation == "linear" else "softmax",
             causal=True,
         )
+
+    def stack(self) -> exact.Stack:
+        """All blocks and the final norm, if there is one, with their present weights, for the closed forms.
+
+        It reads `residual_stream(tokens, 0)`; its loss is `exact_loss(targets)`.
+        """
+        parts = [self._block(i) for i in range(len(self.blocks))]
+        if not parts[0].residual:
+            raise RangeError("residual", "is False; a stack's blocks have a residual connection around attention")
+        found: list[exact.TransformerBlock | exact.LayerNorm] = []
+        for i, part in enumerate(parts):
+            weights = (part.W_up, part.b_up, part.W_down, part.b_down)
+            feedforward = exact.FeedForward(*(weight.detach() for weight in weights), activation="relu")
+            norms = [_exact_norm(norm) for norm in (part.norm1, part.norm2) if isinstance(norm, LayerNorm)]
+            placement = "pre" if norms else "none"
+            found.append(exact.TransformerBlock(self.attention(i), feedforward, *norms, placement=placement))
+        if isinstance(self.norm, LayerNorm):
+            found.append(_exact_norm(self.norm))
+        return exact.Stack(found)
+
+    def exact_loss(self, targets: Tensor) -> losses.CrossEntropy:
+        """The cross-entropy after the unembedding, as a function of the output (N, L, d) of `stack`."""
+        return losses.CrossEntropy(targets, self.W_U.detach(), self.b_U.detach(), ignore_index=_IGNORED)
 
     def residual_stream(self, tokens: Tensor, block: int = -1) -> Tensor:
         """The residual stream before `block`, (N, L, d)."""
@@ -223,6 +245,10 @@ class GPT2(nn.Module):
 
 def _zeros(size: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(size, dtype=dtype))
+
+
+def _exact_norm(norm: LayerNorm) -> exact.LayerNorm:
+    return exact.LayerNorm(norm.gamma.detach(), norm.beta.detach(), norm.eps)
 
 
 def _norm(norm: str, d: int, dtype: torch.dtype) -> nn.Module:

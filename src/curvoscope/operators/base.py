@@ -45,6 +45,9 @@ class LinearOperator(ABC):
     def _write(self, out: Tensor) -> None:
         """Write the entries to `out`, a view of shape (a, p, b, q) into some larger matrix."""
         size = self.shape[1]
+        if self.shape[0] < size and type(self)._transposed is not LinearOperator._transposed:
+            self._transposed()._write(out.permute(2, 3, 0, 1))  # fewer products
+            return
         step = max(1, min(size, 2**24 // max(self.shape)))
         flat = out.new_empty(self.shape) if not out.is_contiguous() else out.view(self.shape)
         for start in range(0, size, step):

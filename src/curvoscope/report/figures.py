@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _LONG_NAMES = {"Q": "query", "K": "key", "V": "value", "O": "output"}
+_LABELLED, _ANNOTATED = 0.03, 0.15  # shares of the Hessian's size from which a block has a label, and its median
 _ZERO = "#c8c8c8"  # a grey: viridis has none
 STYLES: dict[Part, dict[str, Any]] = {  # Okabe and Ito's colours, told apart by their strokes too
     "outer": {"color": "#0072B2", "linestyle": "-", "linewidth": 2.0},
@@ -47,14 +48,19 @@ def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
     for block in list(ranges.values())[1:]:
         axes.axhline(block.start - 0.5, color="white", linewidth=1.5)
         axes.axvline(block.start - 0.5, color="white", linewidth=1.5)
-    middles = [(block.start + block.stop - 1) / 2 for block in ranges.values()]
-    labels = [_LONG_NAMES.get(name, name) for name in H.names]
-    axes.set_xticks(middles, labels, size=_HEADING)
-    axes.set_yticks(middles, labels, size=_HEADING, rotation=90, va="center")
+    shares = {name: (block.stop - block.start) / len(logarithm) for name, block in ranges.items()}
+    labelled = [name for name in H.names if shares[name] >= _LABELLED]
+    middles = [(ranges[name].start + ranges[name].stop - 1) / 2 for name in labelled]
+    labels = [_long_name(name) for name in labelled]
+    crowded = min(shares[name] for name in labelled) < _ANNOTATED
+    axes.set_xticks(middles, labels, size=_HEADING, rotation=90 if crowded else 0)
+    axes.set_yticks(middles, labels, size=_HEADING, rotation=0 if crowded else 90, va="center")
     axes.tick_params(length=0)
     box = {"boxstyle": "square,pad=0.2", "facecolor": "black", "edgecolor": "none", "alpha": 0.65}
     inset = 0.012 * len(logarithm)
     for (row, column), median in medians.items():
+        if min(shares[row], shares[column]) < _ANNOTATED:
+            continue
         x, y = ranges[column].start + inset, ranges[row].stop - inset  # the corner that no diagonal crosses
         text = _power_of_ten(median)
         axes.text(x, y, text, size=_TEXT, color="white", ha="left", va="bottom", bbox=box)
@@ -79,7 +85,8 @@ def histogram_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    entries = {name: {part: _magnitude(getattr(H, part)[name].dense()) for part in PARTS} for name in ("Q", "V")}
+    chosen = [name for name in H.names if name.rpartition(".")[2] in ("Q", "V")]
+    entries = {name: {part: _magnitude(getattr(H, part)[name].dense()) for part in PARTS} for name in chosen}
     seen = np.concatenate([values[values > 0] for parts in entries.values() for values in parts.values()])
     low, high = (-1.0, 0.0) if seen.size == 0 else np.percentile(np.log10(seen), [0.1, 100])
     figure = Figure(figsize=_SIZE, layout="constrained")
@@ -88,7 +95,7 @@ def histogram_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
         _histograms(axes, parts, np.linspace(low, high, 61))
         zeros = {part: values == 0 for part, values in parts.items()}
         notes = [f"{part} part exactly zero: {_count(where)} entries" for part, where in zeros.items() if where.any()]
-        heading = f"{_LONG_NAMES[name]} block, median {_power_of_ten(float(np.median(parts['total'])))}"
+        heading = f"{_long_name(name)} block, median {_power_of_ten(float(np.median(parts['total'])))}"
         axes.set_title("\n".join([heading, *notes]), size=_HEADING, loc="left")
     panels[1].set_xlabel("$\\log_{10}$ |entry| (first bin: all below)", size=_HEADING)
     figure.suptitle(title, size=_HEADING)
@@ -124,6 +131,12 @@ def _log_magnitude(H: BlockHessian) -> tuple[np.ndarray, dict[tuple[str, str], f
             logarithm[H.total.ranges[row], H.total.ranges[column]] = block
             logarithm[H.total.ranges[column], H.total.ranges[row]] = block.T
     return logarithm, medians
+
+
+def _long_name(name: str) -> str:
+    """ "query" for "Q" and "attn.Q", "up" for "mlp.up"."""
+    role = name.rpartition(".")[2]
+    return _LONG_NAMES.get(role, role)
 
 
 def _magnitude(dense: Tensor) -> np.ndarray:

@@ -16,7 +16,7 @@ def diagonal_table(rows: Sequence[BlockRow]) -> Table:
         assert row.trace is not None and row.negative_share is not None and row.eigenvalue_tolerance is not None
         assert row.largest_eigenvalue is not None and row.smallest_eigenvalue is not None
         table.add_row(
-            row.row if _first(chosen, i) else "",
+            short(row.row) if _first(chosen, i) else "",
             row.part,
             _number(row.frobenius_norm),
             _number(row.trace),
@@ -30,18 +30,30 @@ def diagonal_table(rows: Sequence[BlockRow]) -> Table:
 
 
 def off_diagonal_table(rows: Sequence[BlockRow]) -> Table:
-    """The blocks above the diagonal: norm and median |entry|."""
-    table = empty_table("Off-diagonal blocks", ("blocks", "part"), ("‖H‖F", "median"))
-    chosen = [row for row in rows if not row.diagonal]
+    """The blocks above the diagonal, of weight matrices only: norm and median |entry|."""
+    table = empty_table("Off-diagonal blocks of weight matrices", ("blocks", "part"), ("‖H‖F", "median"))
+    chosen = [row for row in rows if not row.diagonal and is_matrix(row.row) and is_matrix(row.column)]
     for i, row in enumerate(chosen):
         table.add_row(
-            f"{row.row}, {row.column}" if _first(chosen, i) else "",
+            f"{short(row.row)}, {short(row.column)}" if _first(chosen, i) else "",
             row.part,
             _number(row.frobenius_norm),
             _number(row.median_absolute),
             end_section=_last(chosen, i),
         )
     return table
+
+
+def short(name: str) -> str:
+    """A block's name in a table of 80 columns: "Q" for "h.0.attn.Q", "norm1 γ" for "h.0.norm1.gamma"."""
+    name = name.removeprefix("h.0.").removeprefix("attn.").removeprefix("mlp.").replace("final_norm", "norm")
+    return name.replace(".gamma", " γ").replace(".beta", " β")
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a block is a weight matrix, neither a bias nor a norm."""
+    role = name.rpartition(".")[2]
+    return not role.startswith("b_") and role not in ("gamma", "beta")
 
 
 def empty_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:

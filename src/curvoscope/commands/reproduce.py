@@ -1,0 +1,136 @@
+"""`curvoscope reproduce`: the papers' figures, run, resumed, drawn, and compared with what the theory predicts."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from curvoscope import commands, experiments
+from curvoscope.experiments import Figure, Row, Store, Task, Verdict
+from curvoscope.report import experiment_figures
+
+STORE = "store.sqlite"
+_LONG = 600.0  # seconds beyond which a run is announced
+
+
+def run(
+    names: list[str],
+    quick: bool,
+    jobs: int,
+    resume: bool,
+    out: Path,
+    store_path: Path | None,
+    dask: str | None,
+    as_json: bool,
+) -> None:
+    """Measure what is missing, then write PNG, PDF and HTML into `out` and show the verdicts of each figure.
+
+    The store is `out`/store.sqlite unless `store_path` names another. With `as_json` one JSON document goes to stdout
+    and nothing else does.
+    """
+    figures = experiments.find(names)
+    commands.make_directory(out)
+    with Store(store_path or out / STORE) as store:
+        if not resume:
+            for figure in figures:
+                store.forget(figure)
+        _measure(figures, store, quick, jobs, dask)
+        found = {figure.name: store.rows(figure, quick) for figure in figures}
+    document: dict[str, Any] = {}
+    for figure in figures:
+        rows = found[figure.name]
+        verdicts = figure.verdicts(rows)
+        written = _write(figure, rows, out)
+        document[figure.name] = _document(rows, verdicts)
+        if not as_json:
+            _show(figure, verdicts, written)
+    if as_json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def _measure(figures: Sequence[Figure], store: Store, quick: bool, jobs: int, dask: str | None) -> None:
+    tasks = experiments.missing(figures, store, quick)
+    stderr = Console(stderr=True, highlight=False)
+    seconds = sum(task.figure.seconds(task.point) for task in tasks) / jobs
+    if seconds > _LONG:
+        stderr.print(
+            f"{len(tasks)} points to measure, about {_duration(seconds)} with {jobs} jobs. What is measured is kept: "
+            "stop at any time and run the same command again to continue."
+        )
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+        disable=not stderr.is_terminal,
+        speed_estimate_period=300.0,
+    ) as bar:
+        whole = bar.add_task("measuring", total=len(tasks))
+
+        def advance(task: Task) -> None:
+            bar.update(whole, advance=1, description=str(task))
+
+        experiments.run(tasks, store, jobs, dask, advance)
+
+
+def _write(figure: Figure, rows: Sequence[Row], out: Path) -> list[Path]:
+    panels = figure.panels(rows)
+    drawn = experiment_figures.draw(figure.title, panels, figure.columns)
+    contents = {kind: experiment_figures.encode(drawn, kind) for kind in ("png", "pdf")}
+    contents["html"] = experiment_figures.page(figure.title, panels, figure.columns).encode()
+    paths = []
+    for kind, content in contents.items():
+        paths.append(out / f"{figure.name}.{kind}")
+        commands.write(paths[-1], content)
+    return paths
+
+
+def _document(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    points = [{**row.point, "seed": row.seed, **dataclasses.asdict(row.found)} for row in rows]
+    fits = [
+        {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in dataclasses.asdict(verdict).items()
+        }
+        for verdict in verdicts
+    ]
+    return {"points": points, "fits": fits}
+
+
+def _show(figure: Figure, verdicts: Sequence[Verdict], written: Sequence[Path]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=130)
+    table = Table(title=Text(f"{figure.name}: {figure.title}"), title_justify="left")
+    for heading in ("claim", "predicted", "found", "95 % interval", "verdict"):
+        table.add_column(heading, justify="left" if heading in ("claim", "verdict") else "right")
+    for verdict in verdicts:
+        interval = "" if verdict.low is None else f"{verdict.low:.3f} to {verdict.high:.3f}"
+        word = {True: "agrees", False: "DISAGREES", None: "no prediction"}[verdict.agrees]
+        cells = (verdict.statement, _number(verdict.predicted), _number(verdict.fitted), interval, word)
+        table.add_row(*map(Text, cells), style="bold red" if verdict.agrees is False else "")
+    console.print(table)
+    if figure.remarks:
+        console.print(Text(figure.remarks))
+    for path in written:
+        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    console.print()
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes"

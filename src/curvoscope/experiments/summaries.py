@@ -1,0 +1,55 @@
+"""Choosing rows, and summing them up over seeds, for figures that are not sweeps over σ."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from curvoscope.experiments.figure import Row, Verdict
+from curvoscope.experiments.fits import slope
+from curvoscope.experiments.panels import Series
+
+
+def select(rows: Sequence[Row], **wanted: float | int | str) -> list[Row]:
+    """The rows whose point or value has all these coordinates: `select(rows, block="Q", attention="linear")`."""
+    return [row for row in rows if all(_coordinate(row, name) == value for name, value in wanted.items())]
+
+
+def by(rows: Sequence[Row], name: str) -> dict[float, list[float]]:
+    """The values of all seeds for each value of a coordinate, in its order."""
+    groups: dict[float, list[float]] = {}
+    for row in sorted(rows, key=lambda row: float(_coordinate(row, name))):
+        groups.setdefault(float(_coordinate(row, name)), []).append(row.found.value)
+    return groups
+
+
+def curve(rows: Sequence[Row], name: str, label: str, index: int, steps: bool = False) -> Series:
+    """Mean and standard error over the seeds, along a coordinate."""
+    groups = by(rows, name)
+    means = [float(np.mean(group)) for group in groups.values()]
+    errors = [float(np.std(group, ddof=1)) / len(group) ** 0.5 if len(group) > 1 else 0.0 for group in groups.values()]
+    return Series(label, list(groups), means, None if steps else errors, colour=index, stroke=index, steps=steps)
+
+
+def geometric_mean(rows: Sequence[Row]) -> float:
+    """Over the seeds, of positive values."""
+    return float(np.exp(np.mean([np.log(row.found.value) for row in rows])))
+
+
+def power(rows: Sequence[Row], name: str, statement: str, predicted: float, tolerance: float = 0.05) -> Verdict:
+    """Whether the values go as a power of a coordinate."""
+    groups = by(rows, name)
+    fitted, low, high = slope(list(groups), list(groups.values()))
+    found, agrees = rows[0].found, abs(fitted - predicted) <= tolerance
+    return Verdict(statement, found.block, found.part, found.layer, predicted, fitted, low, high, agrees)
+
+
+def claim(rows: Sequence[Row], statement: str, found: float, agrees: bool, predicted: float | None = None) -> Verdict:
+    """A statement with one number found for it; block, part and layer are those of the rows."""
+    first = rows[0].found
+    return Verdict(statement, first.block, first.part, first.layer, predicted, found, None, None, agrees)
+
+
+def _coordinate(row: Row, name: str) -> float | int | str:
+    value = row.point[name] if name in row.point else getattr(row.found, name)
+    assert isinstance(value, float | int | str)
+    return value

@@ -1,0 +1,186 @@
+"""The papers' figures drawn from their panels: Matplotlib for PNG and PDF, Plotly for HTML, from the same data."""
+
+import io
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from curvoscope.experiments.panels import Guide, Panel, Series
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+_STROKES = ("-", (0, (6, 1.5)), (0, (3, 1, 1, 1)), (0, (1.5, 1)), (0, (5, 1, 1, 1, 1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v")
+_PLOTLY_STROKES = ("solid", "longdash", "dashdot", "dot", "longdashdot")
+_PLOTLY_MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down")
+_GREY = "#666666"
+_WIDTH, _HEIGHT = 3.3, 2.9  # inches a panel; the text is large enough for print at half of it
+_TEXT, _HEADING = 12, 13
+
+
+def draw(title: str, panels: Sequence[Panel], columns: int) -> "matplotlib.figure.Figure":
+    """A Matplotlib figure of the panels, row by row."""
+    from matplotlib.figure import Figure
+
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows + 0.5), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _draw_panel(axes, panel)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize=_HEADING)
+    return figure
+
+
+def encode(figure: "matplotlib.figure.Figure", kind: str) -> bytes:
+    """The bytes of a "png" or "pdf" file, the same for the same figure."""
+    buffer = io.BytesIO()
+    metadata = {"CreationDate": None} if kind == "pdf" else {"Software": None}
+    figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
+    return buffer.getvalue()
+
+
+def page(title: str, panels: Sequence[Panel], columns: int) -> str:
+    """One HTML page with the panels as an interactive Plotly figure; it loads nothing from the network."""
+    from plotly.graph_objects import Figure
+    from plotly.subplots import make_subplots
+
+    rows = math.ceil(len(panels) / columns)
+    figure: Figure = make_subplots(rows, columns, subplot_titles=[panel.title for panel in panels])
+    for i, panel in enumerate(panels):
+        _add_panel(figure, panel, i // columns + 1, i % columns + 1)
+    figure.update_layout(title=title, template="plotly_white", height=360 * rows + 80, showlegend=False)
+    return str(figure.to_html(include_plotlyjs=True, full_html=True, div_id="figure"))
+
+
+# ---- Matplotlib
+
+
+def _draw_panel(axes: "matplotlib.axes.Axes", panel: Panel) -> None:
+    axes.set_title(panel.title, fontsize=_TEXT)
+    axes.tick_params(labelsize=_TEXT - 2)
+    if panel.image is not None:
+        _draw_image(axes, panel)
+        return
+    for mark in panel.marks:
+        axes.axvline(mark, color=_GREY, linestyle=":", linewidth=1.2)
+    for guide in panel.guides:
+        _draw_guide(axes, guide, panel)
+    for series in panel.series:
+        _draw_series(axes, series)
+    axes.set_xlabel(panel.x_label, fontsize=_TEXT)
+    axes.set_ylabel(panel.y_label, fontsize=_TEXT)
+    if panel.x_log:
+        axes.set_xscale("log")
+    if panel.y_log:
+        axes.set_yscale("log")
+    shown = panel.y_range()
+    if shown is None:
+        axes.set_axis_off()
+    else:
+        axes.set_ylim(shown)
+    if panel.x_names:
+        axes.set_xticks(range(1, len(panel.x_names) + 1), panel.x_names)
+    if panel.note:
+        axes.text(0.5, 0.5, panel.note, transform=axes.transAxes, ha="center", va="center", fontsize=_TEXT)
+    if any(series.label for series in panel.series):
+        axes.legend(fontsize=_TEXT - 3, frameon=False, handlelength=2.2)
+
+
+def _draw_series(axes: "matplotlib.axes.Axes", series: Series) -> None:
+    style: dict[str, Any] = {
+        "color": _COLOURS[series.colour % len(_COLOURS)],
+        "linestyle": _STROKES[series.stroke % len(_STROKES)],
+        "label": series.label or None,
+    }
+    if series.steps:
+        axes.step(series.x, series.y, where="post", linewidth=1.8, **style)
+        return
+    marker = _MARKERS[series.stroke % len(_MARKERS)]
+    axes.errorbar(series.x, series.y, series.error, marker=marker, markersize=4, linewidth=1.6, capsize=2, **style)
+
+
+def _draw_guide(axes: "matplotlib.axes.Axes", guide: Guide, panel: Panel) -> None:
+    axes.plot(guide.x, guide.y, color=_GREY, linestyle="--", linewidth=1.4, zorder=1)
+    place: dict[str, Any] = {"x": 0.97, "y": 0.06, "ha": "right"}
+    if guide.y[-1] < guide.y[0]:
+        place |= {"x": 0.03, "ha": "left"}
+    elif not panel.y_log:
+        place = {"x": 0.05, "y": 0.88, "ha": "left"}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8}
+    axes.text(s=_powers(guide.label), transform=axes.transAxes, color=_GREY, fontsize=_TEXT, bbox=box, **place)
+
+
+def _draw_image(axes: "matplotlib.axes.Axes", panel: Panel) -> None:
+    image = panel.image
+    assert image is not None
+    low, high = np.nanpercentile(image.values, [1, 100])
+    shown = axes.imshow(image.values, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
+    axes.figure.colorbar(shown, ax=axes, label=image.scale, shrink=0.8)
+    edges = [0.0, *image.borders]
+    for border in image.borders[:-1]:
+        axes.axhline(border - 0.5, color="white", linewidth=0.5)
+        axes.axvline(border - 0.5, color="white", linewidth=0.5)
+    middles = [(first + last) / 2 for first, last in pairwise(edges)]
+    axes.set_xticks(middles, image.names, fontsize=_TEXT - 4, rotation=90)
+    axes.set_yticks(middles, image.names, fontsize=_TEXT - 4)
+
+
+def _powers(label: str) -> str:
+    """σ^6 as mathematics."""
+    return f"${label.replace('σ^', chr(92) + 'sigma^{')}}}$" if "σ^" in label else label
+
+
+# ---- Plotly
+
+
+def _add_panel(figure: Any, panel: Panel, row: int, column: int) -> None:
+    from plotly.graph_objects import Heatmap, Scatter
+
+    place = {"row": row, "col": column}
+    if panel.image is not None:
+        figure.add_trace(Heatmap(z=panel.image.values, colorscale="Viridis", showscale=False), **place)
+        figure.update_yaxes(autorange="reversed", **place)
+        return
+    for guide in panel.guides:
+        line = {"dash": "dash", "color": _GREY}
+        figure.add_trace(Scatter(x=list(guide.x), y=list(guide.y), mode="lines", line=line, name=guide.label), **place)
+    for series in panel.series:
+        line = {
+            "color": _COLOURS[series.colour % len(_COLOURS)],
+            "dash": _PLOTLY_STROKES[series.stroke % len(_PLOTLY_STROKES)],
+            "shape": "hv" if series.steps else "linear",
+        }
+        errors = None if series.error is None else {"type": "data", "array": list(series.error)}
+        symbol = {"symbol": _PLOTLY_MARKERS[series.stroke % len(_PLOTLY_MARKERS)]}
+        mode = "lines" if series.steps else "lines+markers"
+        figure.add_trace(
+            Scatter(
+                x=list(series.x),
+                y=list(series.y),
+                error_y=errors,
+                mode=mode,
+                line=line,
+                marker=symbol,
+                name=series.label or panel.title,
+            ),
+            **place,
+        )
+    for mark in panel.marks:
+        figure.add_vline(x=mark, line={"dash": "dot", "color": _GREY}, **place)
+    if panel.note:
+        figure.add_annotation(text=panel.note, x=0.5, y=0.5, showarrow=False, xref="x domain", yref="y domain", **place)
+    figure.update_xaxes(title=panel.x_label, type="log" if panel.x_log else "linear", **place)
+    figure.update_yaxes(title=panel.y_label, type="log" if panel.y_log else "linear", **place)
+    if panel.x_names:
+        figure.update_xaxes(tickvals=list(range(1, len(panel.x_names) + 1)), ticktext=list(panel.x_names), **place)
+    shown = panel.y_range()
+    if shown is not None:
+        figure.update_yaxes(range=[math.log10(y) for y in shown] if panel.y_log else list(shown), **place)

@@ -1,0 +1,50 @@
+"""A small experiment of pure arithmetic, run as a script: `python toy.py STORE JOBS`. Workers import it anew."""
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from curvoscope.experiments import Figure, Store, Value, missing, run
+
+
+class Configuration(BaseModel):
+    digits: int = 8
+    pause: float = 0.01
+
+
+def measure(configuration, point, seed, draw):
+    time.sleep(configuration.pause)
+    digest = hashlib.sha256(f"{point} {seed} {draw}".encode()).hexdigest()
+    return [
+        Value(layer, block, "outer", int(digest[layer * 8 :][: configuration.digits], 16) / 7, 0.5)
+        for layer in (1, 2)
+        for block in "QV"
+    ]
+
+
+def toy(measure=measure, configuration=None, version=1, points=5, seeds=60):
+    grid = [{"sigma": i / 3} for i in range(points)]
+    return Figure(
+        name="toy",
+        title="",
+        question="",
+        configuration=configuration or Configuration(),
+        points=grid,
+        seeds=seeds,
+        quick_points=grid[:2],
+        quick_seeds=1,
+        measure=measure,
+        verdicts=lambda rows: [],
+        panels=lambda rows: [],
+        seconds=lambda point: 0.0,
+        version=version,
+    )
+
+
+if __name__ == "__main__":
+    figure = toy()
+    with Store(Path(sys.argv[1])) as store:
+        run(missing([figure], store, quick=False), store, int(sys.argv[2]))
