@@ -7,7 +7,7 @@ from torch.func import functional_call
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth_of
 from curvoscope.curvature import CrossEntropy, MeanLoss, ModelHessian, blocks_of, hessian
-from curvoscope.errors import MemoryLimitError, ShapeError
+from curvoscope.errors import LossError, MemoryLimitError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Estimate
 from curvoscope.operators import BlockHessian, LinearOperator
 from curvoscope.operators import cross_entropy as closed_form
@@ -249,3 +249,30 @@ class TestAnswers:
         assert abs(float(H.total.dense().norm() - expected.norm())) < 1e-12
         linear = hessian(model, lambda F, Y: F.mean(), [(x, y)])
         assert not linear.dense().any() and not linear.outer.dense().any()
+
+
+class TestTheModelsOwnLoss:
+    def _model(self, kind):
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 13}
+        if kind == "masked":
+            config = transformers.BertConfig(**sizes, intermediate_size=8, initializer_range=1e-4)
+            return transformers.BertForMaskedLM(config).eval()
+        sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 13, "bos_token_id": 0, "eos_token_id": 0}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=1e-2)).eval()
+
+    @pytest.mark.parametrize(("kind", "shift"), [("masked", False), ("causal", True)])
+    def test_is_recognised_where_all_words_are_nearly_alike(self, kind, shift):
+        """There the losses of shifted and of plain targets are almost the same number."""
+        tokens = torch.randint(0, 13, (3, 6), generator=torch.Generator().manual_seed(1))
+        H = hessian(self._model(kind), None, [{"input_ids": tokens, "labels": tokens}])
+        assert H._engine.objective.shift is shift
+
+    def test_is_not_guessed_between_two(self):
+        tokens = torch.full((2, 6), 3)
+        model = self._model("causal")
+        with torch.no_grad():
+            model.transformer.wte.weight.zero_()
+        with pytest.raises(LossError, match="two losses agree"):
+            hessian(model, None, [{"input_ids": tokens, "labels": tokens}])

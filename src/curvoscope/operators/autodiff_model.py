@@ -13,6 +13,7 @@ from curvoscope.errors import DeviceError, EmptyError, LossError, NonFiniteError
 from curvoscope.operators.batches import Batch
 from curvoscope.operators.objectives import CrossEntropy, MeanSquaredError, Objective
 
+_SAME_LOSS = 1e-5  # relative: models may add up in another order, and in float32
 _ROUNDING = 64  # times epsilon: what two identical calls may differ by, with threads adding in different orders
 
 
@@ -120,14 +121,21 @@ def objective_of_model(model: Snapshot, batch: Batch) -> Objective:
         expected = getattr(outputs, "loss", None)
         if not isinstance(expected, Tensor):
             raise LossError("loss_fn", "is None, and the model returns no `loss`; give loss_fn(outputs, targets)")
+        errors: dict[Objective, float] = {}
         for candidate in (CrossEntropy(shift=True), CrossEntropy(), MeanSquaredError()):
             try:
                 value = candidate(outputs, batch.targets)
             except (ValueError, TypeError, RuntimeError):  # targets of another kind
                 continue
-            if torch.allclose(value, expected.to(value), rtol=1e-4):
-                return candidate
-    raise LossError("loss_fn", "is None, and the model's loss is none that is known; give loss_fn(outputs, labels)")
+            errors[candidate] = abs(float(value) - float(expected))
+    ranked = sorted(errors, key=errors.__getitem__)
+    size = abs(float(expected))
+    # Before training all words are nearly alike, and so are the losses of different targets: one must stand out.
+    if not ranked or errors[ranked[0]] > _SAME_LOSS * size:
+        raise LossError("loss_fn", "is None, and the model's loss is none that is known; give loss_fn(outputs, labels)")
+    if len(ranked) > 1 and errors[ranked[1]] <= 10 * max(errors[ranked[0]], torch.finfo(torch.float32).eps * size):
+        raise LossError("loss_fn", "is None, and two losses agree with the model's here; give CrossEntropy(...)")
+    return ranked[0]
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
