@@ -33,7 +33,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/dev: $(VENV)/ready
-	$(PIP_INSTALL) --editable ".[dev,hf,lens]"
+	$(PIP_INSTALL) --editable ".[dev,hf,lens,dask,parquet]"
 	@touch $@
 
 # The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.

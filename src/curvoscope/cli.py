@@ -197,6 +197,35 @@ def spectrum(
 
 
 @app.command()
+def reproduce(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Figures (fig3a, ...), or all.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Few seeds: minutes.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Keep what is measured.")] = True,
+    out: Annotated[Path, typer.Option(help="Directory for figures and store.")] = Path("curvoscope-reproduce"),
+    store: Annotated[Path | None, typer.Option(help="Store file; without it, store.sqlite in OUT.")] = None,
+    dask: Annotated[str | None, typer.Option(help="Address of a Dask scheduler, or local.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The papers' figures: run, resume, draw, and compare with the prediction."""
+    from curvoscope.commands import reproduce as command
+
+    command.run(names, quick, jobs, resume, out, store, dask, as_json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory or store of a run.")],
+    format_: Annotated[str, typer.Option("--format", help="csv or parquet.")] = "csv",
+    out: Annotated[Path | None, typer.Option(help="File; CSV goes to stdout without it.")] = None,
+) -> None:
+    """The measured values of a run as one table."""
+    from curvoscope.commands import export as command
+
+    command.run(run, format_, out)
+
+
+@app.command()
 def verify(seed: Seed = 0, as_json: AsJson = False) -> None:
     """Every theorem against automatic differentiation. Exit code 1 when one does not hold."""
     from curvoscope.commands import verify as command

@@ -42,7 +42,7 @@ class ModelHessian(BlockHessian):
         self.functional = AutodiffMatrix(engine, "functional", engine.blocks, known)
         self.total = AutodiffMatrix(engine, "total", engine.blocks, known)
         self.loss = engine.survey.loss
-        self.terms = sum(engine.survey.terms)
+        self.terms = engine.survey.total
         self._blocks, self._closed = engine.blocks, closed
         self._engine = engine
 

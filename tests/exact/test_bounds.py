@@ -520,3 +520,22 @@ def test_matrix_free_hessian() -> None:
     with pytest.raises(RangeError, match="known by its products only; use exact=False"):
         bounds.block(H)
     assert norm(H.dense()) <= bounds.block(H, exact=False).whole.value * ROUNDING
+
+
+def test_a_whole_transformer_block_with_measured_factors():
+    """The matrix of the blocks' norms bounds the whole, and not by much."""
+    tightness = []
+    for seed in range(6):
+        draw = normal(100 + seed)
+        scale = 10 ** float(draw(1))
+        attention = cv.exact.SelfAttention(*(scale * draw(4, 4) / 2 for _ in range(4)), causal=True)
+        feedforward = cv.exact.FeedForward(draw(4, 6) / 2, draw(6) / 4, draw(6, 4) / 2, draw(4) / 4, "gelu")
+        norms = [cv.exact.LayerNorm(1 + draw(4) / 4, draw(4) / 4, 1e-5) for _ in range(2)]
+        block = cv.exact.TransformerBlock(attention, feedforward, *norms, placement=("pre", "post")[seed % 2])
+        H = block.hessian(draw(2, 3, 4), cv.losses.MSE(draw(2, 3, 4)))
+        found = cv.exact.bounds.block(H).whole
+        measured = float(torch.linalg.matrix_norm(H.dense(), 2))
+        assert found.value >= measured * (1 - 1e-9)
+        assert found.measured == pytest.approx(measured, rel=1e-9)
+        tightness.append(found.value / measured)
+    assert sorted(tightness)[3] < 10

@@ -154,13 +154,15 @@ class GPT2(nn.Module):
             raise RangeError("residual", "is False; a stack's blocks have a residual connection around attention")
         found: list[exact.TransformerBlock | exact.LayerNorm] = []
         for i, part in enumerate(parts):
-            weights = (part.W_up, part.b_up, part.W_down, part.b_down)
-            feedforward = exact.FeedForward(*(weight.detach() for weight in weights), activation="relu")
-            norms = [_exact_norm(norm) for norm in (part.norm1, part.norm2) if isinstance(norm, LayerNorm)]
-            placement = "pre" if norms else "none"
-            found.append(exact.TransformerBlock(self.attention(i), feedforward, *norms, placement=placement))
-        if isinstance(self.norm, LayerNorm):
-            found.append(_exact_norm(self.norm))
+            feedforward = exact.FeedForward(
+                part.W_up.detach(), part.b_up.detach(), part.W_down.detach(), part.b_down.detach(), "relu"
+            )
+            norm1, norm2 = _exact_norm(part.norm1), _exact_norm(part.norm2)
+            placement = "none" if norm1 is None else "pre"
+            found.append(exact.TransformerBlock(self.attention(i), feedforward, norm1, norm2, placement))
+        last = _exact_norm(self.norm)
+        if last is not None:
+            found.append(last)
         return exact.Stack(found)
 
     def exact_loss(self, targets: Tensor) -> losses.CrossEntropy:
@@ -247,7 +249,9 @@ def _zeros(size: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(size, dtype=dtype))
 
 
-def _exact_norm(norm: LayerNorm) -> exact.LayerNorm:
+def _exact_norm(norm: nn.Module) -> exact.LayerNorm | None:
+    if not isinstance(norm, LayerNorm):
+        return None
     return exact.LayerNorm(norm.gamma.detach(), norm.beta.detach(), norm.eps)
 
 

@@ -17,6 +17,7 @@ from curvoscope.operators.autodiff_graph import Graph
 from curvoscope.operators.autodiff_layers import Site, Tap, layer_of
 from curvoscope.operators.autodiff_model import Snapshot, device_of, objective_of_model, survey
 from curvoscope.operators.batches import Batch, Batches
+from curvoscope.operators.distributed import Facts, Ranks, common, describe, hashes
 from curvoscope.operators.objectives import Objective
 from curvoscope.operators.safety import check_mode, undisturbed
 from curvoscope.operators.second_order import kept_derivatives
@@ -41,21 +42,46 @@ class Autodiff:
         device: torch.device | str | None = None,
         memory_limit: int | None = None,
         sites: Mapping[str, Site] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`sites`: where split="layer" cuts, by parameter; those not named are cut where `layer_of` says."""
-        self.blocks, self.split = blocks, checks.choice("split", split, ("model", "layer"))
-        self._budget = checks.memory_budget(memory_limit)
-        check_mode(model)
-        blocks.check(model)
-        self.device = device_of(model, device)
+        """`sites`: where split="layer" cuts, by parameter; those not named are cut where `layer_of` says.
+
+        `ranks`: the processes whose batches count; this one's alone by default.
+        """
+        self.ranks = ranks or Ranks()
+        self.blocks, self.split = blocks, split
         self.model, self._batches, self._sites = model, batches, dict(sites or {})
         self._kept: OrderedDict[Selection, dict[int, Graph]] = OrderedDict()
         self._can_batch = True
-        with undisturbed(model, batches.generators):
+        with self.ranks.together():
+            checks.choice("split", split, ("model", "layer"))
+            self._budget = checks.memory_budget(memory_limit)
+            check_mode(model)
+            blocks.check(model)
+            self.device = device_of(model, device)
             self.snapshot = Snapshot(model, blocks, self.device)
             self.dtype = self.snapshot.dtype
-            self.objective = objective or objective_of_model(self.snapshot, next(iter(batches)))
-            self.survey = survey(self.snapshot, self.objective, batches)
+        if self.ranks.size > 1:
+            self.ranks.agree(self._facts(objective))
+        with undisturbed(model, batches.generators):
+            self.objective = objective or self._objective_of_model()
+            self.survey = survey(self.snapshot, self.objective, batches, self.ranks)
+
+    def _facts(self, objective: Objective | None) -> Facts:
+        """What must be alike on all ranks."""
+        return {
+            "blocks": {name: ", ".join(f"{piece.parameter}{piece}" for piece in b.pieces) for name, b in self.blocks.items()}
+            | {"their order": " ".join(self.blocks)},
+            "split": {"split": self.split},
+            "loss_fn": {"loss_fn": describe(objective)},
+            "model": hashes(self.snapshot.tensors),
+        }
+
+    def _objective_of_model(self) -> Objective:
+        with self.ranks.together():
+            batch = next(iter(self._batches), None)
+            found = None if batch is None else objective_of_model(self.snapshot, batch)
+        return common(self.ranks.exchange(found))
 
     # ---- products
 
@@ -64,6 +90,11 @@ class Autodiff:
 
         Only what lies between the blocks and the loss is run through: a block in a late layer costs the tail alone.
         """
+        question = part, [block.name for block in rows], [block.name for block in columns]
+        return self.ranks.sum(question, vectors, lambda: self._own_product(part, rows, columns, vectors))
+
+    def _own_product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
+        """The summand of this process's batches."""
         layer = self._layer(part, [*rows, *columns])
         spread = self._spread(columns, vectors)
         wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
@@ -76,7 +107,7 @@ class Autodiff:
             totals[:] = [totals[0].add_(found) if totals else found]
 
         self._visit(frozenset(spread).union(wanted), layer, add)
-        return totals[0]
+        return totals[0] if totals else vectors.new_zeros(len(vectors), sum(block.size for block in rows))
 
     def _products(
         self, graph: Graph, part: str, rows: Sequence[Block], wanted: Sequence[str], vectors: Mapping[str, Tensor]
@@ -134,6 +165,8 @@ class Autodiff:
         """Call `visit` with the weight and the graph of each micro-batch: kept graphs first, the others made anew."""
         weights = self.survey.weights
         needed = {i for i, weight in enumerate(weights) if weight}
+        if not needed:
+            return
         complete = (key for key in self._kept if key[0] >= names and key[1] == layer and needed <= set(self._kept[key]))
         key = next(complete, (names, layer))
         kept = self._kept.get(key, {})

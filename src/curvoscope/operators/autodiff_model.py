@@ -11,6 +11,7 @@ from torch.func import functional_call
 from curvoscope.blocks import Blocks
 from curvoscope.errors import DeviceError, EmptyError, LossError, NonFiniteError
 from curvoscope.operators.batches import Batch
+from curvoscope.operators.distributed import Ranks
 from curvoscope.operators.objectives import CrossEntropy, MeanSquaredError, Objective
 
 _SAME_LOSS = 1e-5  # relative: models may add up in another order, and in float32
@@ -40,6 +41,11 @@ class Snapshot:
         """The copy of a parameter."""
         return self.weights[self.paths[name]]
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the model's function depends on, by path."""
+        return {**self.weights, **self._buffers}
+
     def moved(self, batch: Batch) -> Batch:
         """The batch where the copies are."""
         return batch.to(self.device, self.dtype)
@@ -62,19 +68,34 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Survey:
-    """The loss, the mean over all terms, and the number of terms of each micro-batch."""
+    """The loss, the mean over all terms, and the number of terms of each micro-batch.
+
+    `total` is their sum, over those of other processes too.
+    """
 
     loss: float
     terms: tuple[float, ...]
+    total: float
 
     @property
     def weights(self) -> list[float]:
         """Share of each micro-batch in the mean."""
-        total = sum(self.terms)
-        return [count / total for count in self.terms]
+        return [count / self.total for count in self.terms]
 
 
-def survey(model: Snapshot, objective: Objective, batches: Iterable[Batch]) -> Survey:
+def survey(model: Snapshot, objective: Objective, batches: Iterable[Batch], ranks: Ranks) -> Survey:
+    """The losses of all micro-batches, of those of the other ranks too."""
+    with ranks.together():
+        losses, counts = _losses(model, objective, batches)
+    summed = sum(value * count for value, count in zip(losses, counts, strict=True))
+    shares = ranks.exchange((summed, sum(counts)))
+    total = sum(count for _, count in shares)
+    if not total:
+        raise EmptyError("batches", "every target is ignored: the mean has no terms")
+    return Survey(sum(share for share, _ in shares) / total, tuple(counts), total)
+
+
+def _losses(model: Snapshot, objective: Objective, batches: Iterable[Batch]) -> tuple[list[float], list[float]]:
     """Loss and number of terms of each micro-batch; the first one is run twice, to see whether its loss changes."""
     losses, counts = [], []
     for position, batch in enumerate(batches):
@@ -89,10 +110,7 @@ def survey(model: Snapshot, objective: Objective, batches: Iterable[Batch]) -> S
                 )
         losses.append(value)
         counts.append(float(count))
-    total = sum(counts)
-    if not total:
-        raise EmptyError("batches", "every target is ignored: the mean has no terms")
-    return Survey(sum(value * count for value, count in zip(losses, counts, strict=True)) / total, tuple(counts))
+    return losses, counts
 
 
 def _value(model: Snapshot, objective: Objective, batch: Batch) -> tuple[float, int | float]:

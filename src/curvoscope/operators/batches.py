@@ -77,9 +77,12 @@ class Batch:
 
 
 class Batches:
-    """An iterable of batches that gives the same data on every pass, which is checked on every pass."""
+    """An iterable of batches that gives the same data on every pass, which is checked on every pass.
 
-    def __init__(self, source: Iterable[Any], micro_batch: int | None = None) -> None:
+    `may_be_empty`: where other processes have batches too.
+    """
+
+    def __init__(self, source: Iterable[Any], micro_batch: int | None = None, may_be_empty: bool = False) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise RangeError("micro_batch", f"got {micro_batch}, expected at least 1 row")
         if isinstance(source, Mapping | Tensor):
@@ -91,7 +94,7 @@ class Batches:
         self._prints: list[bytes] | None = None
         with same_randomness(self.generators):  # both passes in one: a loader that shuffles must not start afresh
             first = [batch.fingerprint() for batch in self._walk()]
-            if not first:
+            if not first and not may_be_empty:
                 raise EmptyError("batches", "there are none; an exhausted iterator? Give a list or a DataLoader")
             self._prints = first
             if not isinstance(source, list | tuple):

@@ -15,7 +15,7 @@ from curvoscope.models.gpt2_block import GPT2
 
 _PLACEMENTS = {"none": "no norm", "pre": "pre-norm", "post": "post-norm"}
 _DEPTHS = tuple(range(1, 9))
-_POINTS = [{"placement": placement, "depth": depth} for placement in _PLACEMENTS for depth in _DEPTHS]
+_POINTS: list[Point] = [{"placement": placement, "depth": depth} for placement in _PLACEMENTS for depth in _DEPTHS]
 _QUICK = [point for point in _POINTS if point["depth"] in (1, 2, 4, 8)]
 _BOUNDED = 10.0  # from one block to eight
 
@@ -46,8 +46,8 @@ class Network(BaseModel):
 
     def _post(self, block: exact.TransformerBlock) -> exact.TransformerBlock:
         ones, zeros = torch.ones(self.d, dtype=torch.float64), torch.zeros(self.d, dtype=torch.float64)
-        norms = [exact.LayerNorm(ones, zeros, 1e-5) for _ in range(2)]
-        return exact.TransformerBlock(block.attention, block.feedforward, *norms, placement="post")
+        norm = exact.LayerNorm(ones, zeros, 1e-5)
+        return exact.TransformerBlock(block.attention, block.feedforward, norm, norm, placement="post")
 
 
 def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
@@ -118,7 +118,7 @@ FIGURE = Figure(
     question="Does curvature grow with depth without normalisation, and does LayerNorm bound it?",
     configuration=Network(),
     points=_POINTS,
-    seeds=10,
+    seeds=20,
     quick_points=_QUICK,
     quick_seeds=3,
     measure=measure,

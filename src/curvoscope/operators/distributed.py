@@ -1,0 +1,235 @@
+"""One Hessian over several processes (ranks): each has batches of its own, and products are summed over all of them.
+
+The loss is the mean over the terms of all ranks, L = sum_r n_r L_r / sum_r n_r, and so H v = sum_r (n_r / n) H_r v: each
+rank makes its own summand, and one all-reduce adds them up. Every rank holds whole vectors, and makes the same calls in
+the same order with the same vectors; probes have seeds, so the estimators do that by themselves. It is checked: with
+each product goes a short note of what was asked, so that a mistake ends in an error on all ranks, never in a sum of
+unlike things.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvoscope.errors import CurvoscopeError
+from curvoscope.operators.objectives import CrossEntropy, MeanLoss, Objective
+
+Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
+
+_MOST_NAMED = 3
+
+
+class RankError(CurvoscopeError, RuntimeError):
+    """Ranks that do not fit together, or one that is gone."""
+
+
+class Ranks:
+    """This process alone; `Group` is the same for several."""
+
+    size = 1
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Local work that all ranks do; where it fails on one, it fails on all."""
+        yield
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
+        return [value]
+
+    def agree(self, facts: Facts) -> None:
+        """Raise on all ranks where they differ in `facts`."""
+
+    def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """The sum over ranks of what `compute` makes of the vectors (n, C); `question` says what that is."""
+        return compute()
+
+
+class Group(Ranks):
+    """The ranks of a process group of torch.distributed."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._on_cpu = "gloo" in dist.get_backend(group)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Local work, without collectives in it; then all ranks hear whether it went well everywhere."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        try:
+            told = self.exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
+        except RankError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(told):
+            if message is not None:
+                raise RankError("process_group", f"rank {rank} failed with {message}")
+
+    def exchange(self, value: Any) -> list[Any]:
+        """All ranks' values, which must be picklable."""
+        found: list[Any] = [None] * self.size
+        with _collective():
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def agree(self, facts: Facts) -> None:
+        """Compare all ranks with rank 0: each of them sees all differences, and raises the same error."""
+        first, *others = self.exchange({argument: dict(items) for argument, items in facts.items()})
+        for argument in first:
+            unlike: dict[str, list[int]] = {}
+            for rank, other in enumerate(others, 1):
+                for item in {**first[argument], **other[argument]}:
+                    if first[argument].get(item) != other[argument].get(item):
+                        unlike.setdefault(item, []).append(rank)
+            if unlike:
+                raise RankError(argument, _difference(argument, unlike, first[argument], others))
+
+    def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """One small all-gather, to see that all ranks succeeded at the same task, and one all-reduce."""
+        failure: Exception | None = None
+        found = vectors.new_empty(0)
+        try:
+            found = compute().contiguous()
+        except Exception as error:
+            failure = error
+        try:
+            self._check_notes(_note(question, vectors, failure is not None), found)
+        except RankError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        with _collective():
+            dist.all_reduce(found, group=self._group)
+        return found
+
+    def _check_notes(self, note: Tensor, found: Tensor) -> None:
+        note = note.to("cpu" if self._on_cpu else found.device)
+        notes = [torch.empty_like(note) for _ in range(self.size)]
+        with _collective():
+            dist.all_gather(notes, note, group=self._group)
+        table = torch.stack(notes).cpu()
+        failed = table[:, 0].nonzero().flatten().tolist()
+        if failed:
+            raise RankError("process_group", f"{_ranks(failed)} failed in a product; the cause is said there")
+        unlike = (table[:, 1] != table[0, 1]).nonzero().flatten().tolist()
+        if unlike:
+            raise RankError(
+                "process_group",
+                f"{_ranks(unlike)} asked for another product than rank 0; all ranks must make the same calls in the "
+                "same order, and have alike memory limits",
+            )
+        rounding = torch.finfo(found.dtype).eps ** 0.5  # ranks on unlike machines may round differently
+        unlike = ((table - table[0])[:, 2:].abs() > rounding * table[0, 2]).any(1).nonzero().flatten().tolist()
+        if unlike:
+            raise RankError(
+                "process_group", f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed"
+            )
+
+
+def ranks_of(process_group: object) -> Ranks:
+    """The ranks of a process group, or of the default one for "world"; None: this process alone."""
+    if process_group is None:
+        return Ranks()
+    cure = "call torch.distributed.init_process_group first"
+    if not dist.is_available():
+        raise RankError("process_group", "this torch was built without torch.distributed")
+    if not dist.is_initialized():
+        raise RankError("process_group", f"got {process_group!r}, and torch.distributed is not initialised: {cure}")
+    if process_group == "world":
+        process_group = dist.group.WORLD
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RankError("process_group", "this rank is not a member of the group; only its members may call")
+    if not isinstance(process_group, dist.ProcessGroup):
+        name = type(process_group).__name__
+        raise RankError("process_group", f'got a {name}, expected "world" or a group from torch.distributed.new_group')
+    try:
+        return Group(process_group)
+    except (RuntimeError, ValueError) as error:
+        raise RankError("process_group", f"the group is not initialised, or destroyed: {cure}") from error
+
+
+def hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A hash of each tensor: its shape, its dtype and all its numbers."""
+    found = {}
+    for name, tensor in tensors.items():
+        digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def describe(objective: Objective | None) -> str:
+    """A loss in words that are the same in each process, as far as they go."""
+    if isinstance(objective, CrossEntropy):
+        options = f"ignore_index={objective.ignore_index}, shift={objective.shift}, axis={objective.axis}"
+        return f"CrossEntropy({options})"
+    if isinstance(objective, MeanLoss):
+        function = objective.function
+        return f"MeanLoss({getattr(function, '__qualname__', type(function).__qualname__)})"
+    return type(objective).__name__
+
+
+def common(objectives: Sequence[Objective | None]) -> Objective:
+    """The loss that the ranks with batches found in the model."""
+    found = {describe(objective): objective for objective in objectives if objective is not None}
+    if len(found) > 1:
+        raise RankError("loss_fn", f"is None, and the ranks found {' and '.join(sorted(found))}; give one of them")
+    return next(iter(found.values()))
+
+
+def _note(question: object, vectors: Tensor, failed: bool) -> Tensor:
+    """(5,): whether it failed, a hash of the question, and three numbers that tell vectors (n, C) apart."""
+    digest = hashlib.blake2b(repr((question, tuple(vectors.shape))).encode(), digest_size=6).digest()  # 48 of 53 bits
+    count, size = vectors.shape
+    ramp = torch.linspace(-1, 1, size, dtype=vectors.dtype, device=vectors.device) / max(1, size) ** 0.5
+    among = torch.linspace(1, 2, count, dtype=vectors.dtype, device=vectors.device) / max(1, count) ** 0.5
+    rows = torch.stack([vectors @ ramp, vectors.sum(1) / max(1, size) ** 0.5])
+    numbers = [float(vectors.norm()), *(rows @ among).tolist()]
+    return torch.tensor([float(failed), float(int.from_bytes(digest, "big")), *numbers], dtype=torch.float64)
+
+
+def _difference(argument: str, unlike: Mapping[str, list[int]], first: Mapping[str, str], others: Any) -> str:
+    lines = []
+    for item, ranks in list(unlike.items())[:_MOST_NAMED]:
+        other = others[ranks[0] - 1][argument].get(item)
+        if item not in first or other is None:
+            where = _ranks(ranks) if item in first else "rank 0"
+            lines.append(f"{item!r} is missing on {where}")
+        elif argument == "model":
+            lines.append(f"{item!r} has other numbers on {_ranks(ranks)}")
+        else:
+            lines.append(f"{item!r} is {first[item]} on rank 0 and {other} on {_ranks(ranks)}")
+    if len(unlike) > _MOST_NAMED:
+        lines.append(f"and {len(unlike) - _MOST_NAMED} more")
+    cure = "load the same weights on all, or broadcast those of rank 0" if argument == "model" else "give all the same"
+    return f"differs between ranks: {'; '.join(lines)}. Must be alike: {cure}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """What torch raises when a rank is gone or does not answer in time, as an error of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            "process_group",
+            "another rank is gone, failed, or did not answer within the timeout of the group "
+            f"({str(error).strip().splitlines()[0]})",
+        ) from error
