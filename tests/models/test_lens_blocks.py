@@ -9,7 +9,10 @@ import math
 import pytest
 import torch
 from torch import einsum, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
 
+from curvoscope.curvature import CrossEntropy, hessian
 from curvoscope.models.families import blocks_of
 from family_cases import ATTENTION, ATTENTION_BIASES, LAYER, MLP, MLP_BIASES, layers, matrices
 from reference import relative
@@ -215,3 +218,25 @@ def test_the_fused_projection_of_a_bridge_is_no_block_of_its_own():
     gradients = dict(zip(names, torch.autograd.grad(loss, values, allow_unused=True), strict=True))
     assert {name for name, gradient in gradients.items() if gradient is None} == set(names) - blocks.parameters
     assert math.isfinite(float(blocks.gather({name: gradients[name] for name in blocks.parameters}).norm()))
+
+
+@pytest.mark.parametrize("name", ["native", "bridge to GPT-2", "bridge to Llama", "bridge to GPT-2, compatible"])
+def test_products_are_those_of_a_double_backward_pass(name):
+    model = CASES[name]()[0].double().eval()
+    blocks = blocks_of(model).select("h.0.attn.[QKV]")
+    inputs, targets = tokens(), tokens().roll(1)
+    before = model(inputs, return_type="logits").detach()
+    H = hessian(model, CrossEntropy(), [(inputs, targets)], blocks)
+    vector = torch.randn(H.shape[0], generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    found = H @ vector
+    assert torch.equal(model(inputs, return_type="logits").detach(), before)
+
+    parameters = dict(model.named_parameters())
+    names = sorted(blocks.parameters)
+    leaves = [parameters[name] for name in names]
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = cross_entropy(model(inputs, return_type="logits").flatten(0, 1), targets.flatten())
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        flat = blocks.gather(dict(zip(names, gradients, strict=True)))
+        products = torch.autograd.grad(flat, leaves, vector)
+    assert relative(found, blocks.gather(dict(zip(names, products, strict=True)))) < 1e-9
