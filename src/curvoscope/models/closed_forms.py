@@ -110,7 +110,8 @@ class ClosedForms:
             for place in map(layers.place, engine.blocks.values())
             if isinstance(place, _Place)
         }
-        self._found: dict[str, _Found] | None = None
+        self._found: dict[str, _Found] = {}
+        self._was_read = False
         self._at: dict[tuple[str, str], list[tuple[Rebuilt, LossAt]]] = {}
         self._hessians: dict[tuple[str, str, bool], list[BlockHessian]] = {}
 
@@ -119,9 +120,7 @@ class ClosedForms:
         place = self._layers.place(block)
         if isinstance(place, str):
             return place
-        if self._found is None:
-            self._found = self._look()
-        found = self._found[place.layer.name]
+        found = self._seen(place.layer)
         role = place.name.removeprefix("b_")[0]
         if found.reason is None and self._limited and found.rotary and role == "K" and block.size > _MOST_DENSE:
             return "behind rotary positions its closed form gives products only"
@@ -134,9 +133,7 @@ class ClosedForms:
 
     def tail(self, layer: Layer) -> "tuple[Tail, Rebuilt | None]":
         """The network behind a layer, and the layer in closed form if it has one, on the only micro-batch."""
-        if self._found is None:
-            self._found = self._look()
-        found, tails = self._found[layer.name], list[Tail]()
+        found, tails = self._seen(layer), list[Tail]()
         self._tails(layer, lambda number, tail: tails.append(tail))
         if len(tails) != 1:
             raise BatchError("batches", f"got {len(tails)} micro-batches; a layer's output is of one batch: give one")
@@ -159,13 +156,26 @@ class ClosedForms:
 
     # ---- which layers have a closed form
 
-    def _look(self) -> dict[str, _Found]:
-        found = {name: _Found() for name in self._chosen}
-        self._engine.walk(lambda weight, batch: self._read(found, batch))
-        for name, seen in found.items():
-            if seen.reason is None:
-                self._tails(self._chosen[name], partial(self._probe, seen), first=True)
-        return found
+    def _seen(self, layer: Layer) -> _Found:
+        """What is known of a layer. Sizes alone rule most of them out; only then are the others read."""
+        if not self._found:
+            sized = {name: _Found() for name in self._chosen}
+            self._engine.walk(lambda weight, batch: self._measure(sized, batch))
+            self._found = sized
+        if self._found[layer.name].reason is None and not self._was_read:
+            found = {name: _Found(seen.reason) for name, seen in self._found.items()}
+            self._engine.walk(lambda weight, batch: self._read(found, batch))
+            for name, seen in found.items():
+                if seen.reason is None:
+                    self._tails(self._chosen[name], partial(self._probe, seen), first=True)
+            self._found, self._was_read = found, True
+        return self._found[layer.name]
+
+    def _measure(self, found: dict[str, _Found], batch: Batch) -> None:
+        left = {name: layer for name, layer in self._chosen.items() if found[name].reason is None}
+        if left:
+            for name, record in self._recorded(left, self._engine.snapshot.weights, batch).items():
+                found[name].reason = self._misfit(left[name], record)
 
     def _read(self, found: dict[str, _Found], batch: Batch) -> None:
         """See how the layers compute a micro-batch: all in one run at their own weights, and one at shaken weights."""
@@ -178,14 +188,12 @@ class ClosedForms:
             named = {name: weights[path] for name, path in snapshot.paths.items()}
             for name, record in self._recorded(left, weights, batch).items():
                 seen = found[name]
-                seen.reason = self._misfit(left[name], record)
-                if seen.reason is None:
-                    fits, least = fitting(left[name], named, record, candidates.get(name))
-                    candidates[name] = fits
-                    if not fits:
-                        seen.reason = least
-                    elif at is shaken:
-                        seen.add(fits[0], record)
+                fits, least = fitting(left[name], named, record, candidates.get(name))
+                candidates[name] = fits
+                if not fits:
+                    seen.reason = least
+                elif at is shaken:
+                    seen.add(fits[0], record)
 
     def _recorded(self, layers: Mapping[str, Layer], weights: Mapping[str, Tensor], batch: Batch) -> dict[str, Record]:
         with torch.no_grad(), ExitStack() as stack:
@@ -226,7 +234,6 @@ class ClosedForms:
     def _of_layer(self, layer: Layer, part: str, per_head: bool) -> list[BlockHessian]:
         """The layer's Hessian with a part of S, one summand for each micro-batch."""
         if (layer.name, part) not in self._at:
-            assert self._found is not None
             readings = self._found[layer.name].readings
             summands: list[tuple[Rebuilt, LossAt]] = []
             self._tails(layer, lambda i, tail: summands.append((tail.rebuilt(readings[i]), tail.loss(part))))
