@@ -15,6 +15,7 @@ from curvoscope.data import addition, answer_targets
 from curvoscope.models import GPT2
 
 SMALL = ["--d", "4", "--sequences", "3", "--seed", "5"]
+WRITTEN = ["heat_map.png", "hessian.png", "histograms.png", "report.html", "report.md", "table.json"]
 
 
 @pytest.fixture
@@ -39,9 +40,8 @@ def test_analyze_prints_the_table_the_sentence_and_the_files(call, tmp_path):
     out = tmp_path / "deep" / "er"
     code, stdout, stderr = call("analyze", *SMALL, "--out", out)
     assert code == 0 and stderr == ""
-    assert files(out) == ["hessian.png", "histograms.png", "table.json"]
-    ending = [f"wrote {out / name}" for name in ("hessian.png", "histograms.png", "table.json")]
-    assert stdout.splitlines()[-3:] == ending
+    assert files(out) == WRITTEN
+    assert stdout.splitlines()[-6:] == [f"wrote {out / name}" for name in WRITTEN]
     table = json.loads((out / "table.json").read_text())
     assert table["verdict"] in " ".join(stdout.split())
     matrices = {f"h.0.{name}" for name in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down")}
@@ -90,7 +90,7 @@ def test_json_is_the_file_and_the_only_thing_on_stdout(call, tmp_path, norm, att
 def test_seeds_differ(call, tmp_path):
     documents = [json.loads(call("analyze", *SMALL, "--seed", seed, "--out", tmp_path, "--json")[1]) for seed in (1, 2)]
     assert documents[0]["rows"][0]["trace"] != documents[1]["rows"][0]["trace"]
-    assert files(tmp_path) == ["hessian.png", "histograms.png", "table.json"]
+    assert files(tmp_path) == WRITTEN
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,6 @@ def test_as_installed(tmp_path):
     done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     assert json.loads(done.stdout)["rows"]
-    assert files(tmp_path / "curvoscope-analyze") == ["hessian.png", "histograms.png", "table.json"]
+    assert files(tmp_path / "curvoscope-analyze") == WRITTEN
     done = subprocess.run([*command, "--d", "0"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: d:")

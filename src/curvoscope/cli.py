@@ -133,7 +133,9 @@ def analyze(
     ] = None,
     matvecs: Annotated[int | None, typer.Option(help="Products a number, instead of a tolerance.")] = None,
     dtype: Precision = None,
-    out: Annotated[Path, typer.Option(help="Directory for the figures and table.json.")] = Path("curvoscope-analyze"),
+    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and table.json.")] = Path(
+        "curvoscope-analyze"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """The Hessian of MODEL, block by block: norms, traces and largest eigenvalues with error bars.
@@ -180,7 +182,7 @@ def spectrum(
     length: Length = None,
     matvecs: Annotated[int, typer.Option(help="Products a density: 64 steps of Lanczos a probe.")] = 256,
     dtype: Precision = None,
-    out: Annotated[Path, typer.Option(help="Directory for the figures and spectrum.json.")] = Path(
+    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and spectrum.json.")] = Path(
         "curvoscope-spectrum"
     ),
     as_json: AsJson = False,
@@ -223,6 +225,18 @@ def export(
     from curvoscope.commands import export as command
 
     command.run(run, format_, out)
+
+
+@app.command()
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of a run of analyze or spectrum, or its JSON file.")
+    ],
+) -> None:
+    """report.html and report.md of a run again, from its JSON and its figures."""
+    from curvoscope.commands import report as command
+
+    command.run(run)
 
 
 @app.command()

@@ -15,6 +15,8 @@ from curvoscope.models.layer_curvatures import LayerCurvature, layer_curvatures
 from curvoscope.operators.autodiff import Autodiff
 from curvoscope.operators.batches import BatchError, Batches
 from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.operators.differences import Differences
+from curvoscope.operators.distributed import RankError, ranks_of
 from curvoscope.operators.matrix_free import AutodiffMatrix
 from curvoscope.operators.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
 
@@ -24,6 +26,7 @@ __all__ = [
     "MeanLoss",
     "MeanSquaredError",
     "ModelHessian",
+    "RankError",
     "blocks_of",
     "hessian",
 ]
@@ -53,9 +56,17 @@ class ModelHessian(BlockHessian):
         exact = self._closed is not None and self._closed.reason(self._blocks[name]) is None
         return "exact" if exact else "autodiff"
 
+    @property
+    def difference_error(self) -> float | None:
+        """The relative error of the worst product so far, as estimated; None where products are exact, or not yet
+        made."""
+        return self._engine.error if isinstance(self._engine, Differences) else None
+
     def layer_curvatures(self) -> Iterator[LayerCurvature]:
         """The Hessian S of the loss at the output of each attention and feed-forward layer, with its functional part,
         the layer's Jacobian and its attention moments. For one batch, as S has the shape of the layer's output."""
+        if self._engine.ranks.size > 1:
+            raise ModelError("process_group", "the curvature at layers is of one process; leave the group out")
         layers = Layers(self._engine.model, blocks_of(self._engine.model))
         return layer_curvatures(ClosedForms(self._engine, layers, limited=False))
 
@@ -70,6 +81,8 @@ def hessian(
     micro_batch: int | None = None,
     device: torch.device | str | None = None,
     memory_limit: int | None = None,
+    process_group: object = None,
+    hvp: str = "autodiff",
 ) -> ModelHessian:
     """The Hessian of the mean loss over all batches, at the weights that the model has now.
 
@@ -92,17 +105,37 @@ def hessian(
         device: where to compute; None: where the model is.
         memory_limit: bytes for the graphs kept between products; what does not fit is computed anew in each product.
             None: a part of what is free.
+        process_group: the processes whose batches count, a group of torch.distributed, or "world" for its default one.
+            Each of them gives batches of its own, as many as it has (also none), for the same model and blocks, and
+            then makes the same calls: each product is summed over all, every estimate is the same everywhere. A call
+            fails on all when it fails on one. Blocks are computed by products then, never in closed form. None: this
+            process alone; so is `torch.distributed.group.WORLD` before it is initialised, where "world" is an error.
+            A `DistributedSampler` repeats rows to give all ranks as many: those would count twice.
+        hvp: how products are made. "autodiff": exactly, by a second derivative. "difference": by central differences
+            of gradients, for models that have no second derivative in autograd; the step follows from the precision
+            and the lengths of weights and vector, and `difference_error` tells how far off the products are. Nothing
+            is computed in closed form then.
 
     Half-precision weights are converted: operators, vectors and sums are float32.
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
-    everything = blocks_of(model)
-    if blocks is None:
-        blocks = _trainable(model, everything)
-    layers = Layers(model, everything)
-    found = Batches(batches, micro_batch)
-    engine = Autodiff(model, objective_of(loss_fn), found, blocks, split, device, memory_limit, layers.sites)
-    if method == "autodiff":
+    checks.choice("hvp", hvp, ("autodiff", "difference"))
+    ranks = ranks_of(process_group)
+    with ranks.together():
+        everything = blocks_of(model)
+        if blocks is None:
+            blocks = _trainable(model, everything)
+        layers = Layers(model, everything)
+        found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
+        objective = objective_of(loss_fn)
+        products_only = ranks.size > 1 or hvp == "difference"
+        if method == "exact" and products_only:
+            raise ModelError(
+                "method", "got 'exact', but over several ranks, or with differences, there are products only"
+            )
+    kind = Differences if hvp == "difference" else Autodiff
+    engine = kind(model, objective, found, blocks, split, device, memory_limit, layers.sites, ranks)
+    if method == "autodiff" or products_only:
         return ModelHessian(engine)
     closed = ClosedForms(engine, layers, limited=method == "auto")
     if method == "exact":

@@ -160,7 +160,8 @@ def test_what_a_reader_sees(call, tmp_path):
     assert "2 sequences of 6 tokens from the package's corpus; tokens: one token a byte." in stdout
     for word in ("h.1.attn.Q", "outer", "functional", "λ max", "2/λ max = ", "critical learning rate", "Loss"):
         assert word in stdout
-    assert stdout.splitlines()[-2:] == [f"wrote {out / 'norms.png'}", f"wrote {out / 'table.json'}"]
+    written = ["norms.png", "heat_map.png", "report.html", "report.md", "table.json"]
+    assert stdout.splitlines()[-5:] == [f"wrote {out / name}" for name in written]
     with Image.open(out / "norms.png") as image:
         image.load()
         assert min(image.size) >= 700

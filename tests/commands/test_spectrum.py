@@ -79,8 +79,8 @@ def test_the_default_blocks_the_files_and_what_a_reader_sees(call, tmp_path):
     assert "3 five-digit additions" in stdout and "2/λ max = " in stdout
     names = [f"h.0.{name}" for name in PROJECTIONS]
     assert all(name in stdout for name in [*names, "whole Hessian"])
-    files = ["densities.png", "distances.png", "spectrum.json"]
-    assert stdout.splitlines()[-3:] == [f"wrote {tmp_path / 'out' / name}" for name in files]
+    files = ["densities.png", "distances.png", "report.html", "report.md", "spectrum.json"]
+    assert stdout.splitlines()[-5:] == [f"wrote {tmp_path / 'out' / name}" for name in files]
     for name in files[:2]:
         with Image.open(tmp_path / "out" / name) as image:
             image.load()

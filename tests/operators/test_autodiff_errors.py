@@ -295,3 +295,32 @@ def test_terms_must_be_given_by_a_callable_where_rows_are_not_what_is_meant():
     counted = MeanLoss(loss, lambda F, Y: int((Y != -100).sum()))
     assert relative(hessian(model, counted, apart) @ v, expected @ v) < 1e-12
     assert relative(hessian(model, loss, apart) @ v, expected @ v) > 0.1
+
+
+class _Once(torch.autograd.Function):
+    """x³, whose derivative cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+class _Cube(nn.Module):
+    def forward(self, x):
+        return _Once.apply(x)
+
+
+def test_a_function_without_a_second_derivative_is_not_left_out_silently():
+    model = nn.Sequential(nn.Linear(3, 4), _Cube(), nn.Linear(4, 2)).double()
+    H = hessian(model, nn.MSELoss(), [points()])
+    with pytest.raises(ModelError, match="once_differentiable.*hvp='difference'"):
+        H @ torch.ones(H.shape[0], dtype=torch.float64)
+    found = hessian(model, nn.MSELoss(), [points()], hvp="difference")
+    assert torch.isfinite(found @ torch.ones(H.shape[0], dtype=torch.float64)).all()

@@ -1,9 +1,9 @@
 """`curvoscope analyze`: the exact Hessian of the paper's single-block GPT-2, all of its layers."""
 
 import dataclasses
-import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -11,12 +11,18 @@ from rich.progress import Progress
 
 from curvoscope import __version__, checks, commands, data
 from curvoscope.analysis import PARTS, BlockRow, block_rows, headline, verdict
+from curvoscope.commands.document import REPORTS, write_run
 from curvoscope.models import GPT2
 from curvoscope.operators import BlockHessian
-from curvoscope.report import figures, tables
+from curvoscope.report import answers, figures, tables
+from curvoscope.report.heat_figures import pair_map
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32}
-_FIGURES = {"hessian.png": figures.hessian_figure, "histograms.png": figures.histogram_figure}
+_FIGURES = {
+    "heat_map.png": lambda H, rows: pair_map(rows, "Norms of the Hessian's blocks"),
+    "hessian.png": lambda H, rows: figures.hessian_figure(H, headline(rows)),
+    "histograms.png": lambda H, rows: figures.histogram_figure(H, headline(rows)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Configuration:
 
 
 def run(configuration: Configuration, out: Path, as_json: bool) -> None:
-    """Measure every block, print the table and what it shows; write two figures and table.json into `out`."""
+    """Measure every block, print the table and what it shows; write figures, reports and table.json into `out`."""
     size = 12 * configuration.d**2
     # The picture of the Hessian and what Matplotlib makes of it; the rest is done a block at a time.
     checks.fits(16 * size**2, None, f"the picture of a {size} x {size} Hessian", "take a smaller --d")
@@ -49,16 +55,16 @@ def run(configuration: Configuration, out: Path, as_json: bool) -> None:
             rows.append(row)
             progress.advance(task)
         progress.update(task, description="the figures")
+        drawn = {}
         for name, draw in _FIGURES.items():
-            commands.write(out / name, commands.png(draw(H, headline(rows))))
+            drawn[name] = commands.png(draw(H, rows))
             progress.advance(task)
-    document = _document(rows, configuration)
-    commands.write(out / "table.json", document.encode())  # last: a directory that has it has the figures too
+    document = write_run(out, "table.json", _facts(rows, configuration), drawn)
     if as_json:
         print(document, end="")
     else:
         _show(rows, configuration)
-        for name in (*_FIGURES, "table.json"):
+        for name in (*_FIGURES, *REPORTS, "table.json"):
             print(f"wrote {out / name}")
 
 
@@ -79,10 +85,13 @@ def _hessian(configuration: Configuration) -> BlockHessian:
     return model.stack().hessian(X, model.exact_loss(targets))
 
 
-def _document(rows: list[BlockRow], configuration: Configuration) -> str:
-    """table.json: what was measured, on what, and how to measure it again."""
+def _facts(rows: list[BlockRow], configuration: Configuration) -> dict[str, Any]:
+    """table.json: what was measured, on what, what it shows, and how to measure it again."""
     options = dataclasses.asdict(configuration)
-    document = {
+    return {
+        "kind": "analyze",
+        "title": "Curvature of a GPT-2 of one block",
+        "about": [_about(configuration)],
         "configuration": options,
         "command": " ".join(["curvoscope analyze", *(f"--{name} {value}" for name, value in options.items())]),
         "versions": {
@@ -92,19 +101,23 @@ def _document(rows: list[BlockRow], configuration: Configuration) -> str:
         },
         "seed": configuration.seed,
         "verdict": verdict(rows),
+        **answers.of_pairs(rows),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _about(configuration: Configuration) -> str:
+    return (
+        f"Exact Hessian of the Transformer block in a GPT-2 of one block: d = {configuration.d}, norm "
+        f"{configuration.norm}, {configuration.attention} attention, {configuration.sequences} five-digit "
+        f"additions, seed {configuration.seed}, {configuration.dtype}. Outer and functional part are split "
+        "at the model's output."
+    )
 
 
 def _show(rows: list[BlockRow], configuration: Configuration) -> None:
     console = Console(highlight=False)
-    console.print(
-        f"Exact Hessian of the Transformer block in a GPT-2 of one block: d = {configuration.d}, norm "
-        f"{configuration.norm}, {configuration.attention} attention, {configuration.sequences} five-digit "
-        f"additions, seed {configuration.seed}, {configuration.dtype}. Outer and functional part are split "
-        "at the model's output.\n"
-    )
+    console.print(_about(configuration) + "\n")
     console.print(tables.diagonal_table(rows))
     console.print(tables.off_diagonal_table(rows))
     console.print(verdict(rows) + "\n")

@@ -1,8 +1,8 @@
 """`curvoscope analyze MODEL`: the blocks of any model's Hessian, part by part, and the ends of its spectrum."""
 
 import dataclasses
-import json
 from pathlib import Path
+from typing import Any
 
 from curvoscope import commands
 from curvoscope.analysis.heterogeneity import PARTS
@@ -15,14 +15,23 @@ from curvoscope.analysis.measurements import (
     measurements,
     rounding_of,
 )
-from curvoscope.commands.document import as_estimate, common_facts, extremes_facts, show_extremes, show_subject
+from curvoscope.commands.document import (
+    REPORTS,
+    as_estimate,
+    common_facts,
+    extremes_facts,
+    show_extremes,
+    show_subject,
+    write_run,
+)
 from curvoscope.commands.progress import work
-from curvoscope.commands.subject import Request, Subject, select, subject_of
+from curvoscope.commands.subject import Request, select, subject_of
 from curvoscope.curvature import hessian
-from curvoscope.report import model_tables
+from curvoscope.report import answers, model_tables
 from curvoscope.report.block_figures import norm_figure
+from curvoscope.report.heat_figures import layer_map
 
-FIGURE = "norms.png"
+_FIGURES = {"norms.png": norm_figure, "heat_map.png": layer_map}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Options:
 
 
 def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
-    """Measure, print the table and what it shows; write a figure and table.json into `out`."""
+    """Measure, print the table and what it shows; write figures, reports and table.json into `out`."""
     effort = Effort(options.tolerance, options.matvecs)
     subject = subject_of(request)
     chosen = select(subject.blocks, options.blocks, layers_only=options.split == "layer")
@@ -55,10 +64,11 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
         del H  # its graphs and copies of the weights make room for those of the whole
         whole = hessian(subject.model, subject.loss, data, method="autodiff")
         ends = extremes(whole, effort, request.seed)
-        step("the figure")
-        commands.write(out / FIGURE, commands.png(norm_figure(rows, headline_of(rows, rounding), rounding)))
-    document = _document(rows, ends, {"loss": loss, "rounding": rounding}, subject, request, options)
-    commands.write(out / "table.json", document.encode())
+        step("the figures")
+        title = headline_of(rows, rounding)
+        figures = {name: commands.png(draw(rows, title, rounding)) for name, draw in _FIGURES.items()}
+    facts = common_facts("analyze MODEL", subject, request, options, loss) | _facts(request.model, rows, rounding, ends)
+    document = write_run(out, "table.json", facts, figures)
     if as_json:
         print(document, end="")
         return
@@ -66,19 +76,12 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
     show_subject(console, subject, loss)
     console.print(model_tables.block_table(rows, rounding))
     show_extremes(console, ends)
-    for name in (FIGURE, "table.json"):
+    for name in (*_FIGURES, *REPORTS, "table.json"):
         print(f"wrote {out / name}")
 
 
-def _document(
-    rows: list[Measurement],
-    ends: Extremes,
-    numbers: dict[str, float],
-    subject: Subject,
-    request: Request,
-    options: Options,
-) -> str:
-    """table.json: what was measured, on what, and how to measure it again."""
+def _facts(name: str, rows: list[Measurement], rounding: float, ends: Extremes) -> dict[str, Any]:
+    """table.json: what was measured, and what it shows."""
     found = [
         {
             "block": row.block,
@@ -91,9 +94,9 @@ def _document(
         }
         for row in rows
     ]
-    document = common_facts("analyze", subject, request, options) | {
-        **numbers,
+    return {
+        "rounding": rounding,
+        **answers.of_blocks(name, rows, rounding, ends),
         "rows": found,
         "hessian": extremes_facts(ends),
     }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"

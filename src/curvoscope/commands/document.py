@@ -1,16 +1,43 @@
-"""What the commands on models have in common to print: the model and its data, the ends of the spectrum, JSON."""
+"""What the commands on models have in common to print and write: the model and its data, the spectrum's ends, files."""
 
 import dataclasses
+import json
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from curvoscope import commands
 from curvoscope.analysis.measurements import Extremes
 from curvoscope.commands.subject import Request, Subject
 from curvoscope.estimate import Estimate
 from curvoscope.report import model_tables
+from curvoscope.report.contents import report_of
+
+REPORTS = ("report.html", "report.md")
+
+
+def write_run(out: Path, name: str, facts: dict[str, Any], figures: Mapping[str, bytes]) -> str:
+    """Write figures, reports and the document `name` into `out`; the document's text.
+
+    The document is the last: a directory that has it has the others too.
+    """
+    document = json.dumps(facts, indent=2, allow_nan=False) + "\n"
+    for figure, png in figures.items():
+        commands.write(out / figure, png)
+    write_report(out, document, figures)
+    commands.write(out / name, document.encode())
+    return document
+
+
+def write_report(out: Path, document: str, figures: Mapping[str, bytes]) -> None:
+    """Write report.html and report.md into `out`."""
+    report = report_of(document, figures)
+    for name, text in zip(REPORTS, (report.html(), report.markdown()), strict=True):
+        commands.write(out / name, text.encode())
 
 
 def show_subject(console: Console, subject: Subject, loss: float) -> None:
@@ -48,19 +75,23 @@ def extremes_facts(ends: Extremes) -> dict[str, Any]:
     }
 
 
-def common_facts(name: str, subject: Subject, request: Request, options: Any) -> dict[str, Any]:
+def common_facts(kind: str, subject: Subject, request: Request, options: Any, loss: float) -> dict[str, Any]:
     """What was looked at, and how to do it again: the part of the document that all commands share."""
     given = {key: value for key, value in _options(request, options).items() if key != "model"}
-    words = ["curvoscope", name, request.model]
+    words = ["curvoscope", kind.split()[0], request.model]
     for key, value in given.items():
         values = value if isinstance(value, tuple) else (value,)
         words += [word for one in values for word in (f"--{key}", str(one))]
     return {
+        "kind": kind,
+        "title": f"Curvature of {request.model}",
+        "about": [*subject.about, f"Loss {loss:.4g}."],
         "model": subject.facts,
         "configuration": {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()},
         "command": shlex.join(words),
         "versions": subject.versions,
         "seed": request.seed,
+        "loss": loss,
     }
 
 

@@ -1,22 +1,29 @@
 """`curvoscope spectrum [MODEL]`: the spectral densities of the blocks of a model's Hessian, and of the whole."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from curvoscope import commands
-from curvoscope.analysis.measurements import Effort, Extremes, extremes
-from curvoscope.analysis.spectra import BlockSpectrum, Distances, distances, spectra, whole_spectrum
+from curvoscope.analysis.measurements import Effort, extremes
+from curvoscope.analysis.spectra import BlockSpectrum, distances, spectra, whole_spectrum
 from curvoscope.blocks import Blocks
-from curvoscope.commands.document import as_estimate, common_facts, extremes_facts, show_extremes, show_subject
+from curvoscope.commands.document import (
+    REPORTS,
+    as_estimate,
+    common_facts,
+    extremes_facts,
+    show_extremes,
+    show_subject,
+    write_run,
+)
 from curvoscope.commands.progress import work
-from curvoscope.commands.subject import Request, Subject, is_bias, is_in_layer, select, subject_of
+from curvoscope.commands.subject import Request, is_bias, is_in_layer, select, subject_of
 from curvoscope.curvature import hessian
 from curvoscope.errors import RangeError
-from curvoscope.report import model_tables
+from curvoscope.report import answers, model_tables
 from curvoscope.report.density_figures import density_figure, distance_figure, headline_of
 
 _FIGURES = ("densities.png", "distances.png")
@@ -33,7 +40,7 @@ class Options:
 
 
 def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
-    """Find the densities, print the table; write two figures and spectrum.json into `out`."""
+    """Find the densities, print the table; write two figures, reports and spectrum.json into `out`."""
     if options.matvecs < _LEAST_MATVECS:
         raise RangeError("matvecs", f"got {options.matvecs}, expected at least {_LEAST_MATVECS}")
     subject = subject_of(request)
@@ -56,11 +63,19 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
         step("the figures")
         apart = distances(found)
         everything = [*found, density] if density is not None else found
-        figures = (density_figure(everything, headline_of(found)), distance_figure(apart))
-        for name, figure in zip(_FIGURES, figures, strict=True):
-            commands.write(out / name, commands.png(figure))
-    document = _document(found, density, apart, ends, loss, subject, request, options)
-    commands.write(out / "spectrum.json", document.encode())
+        drawn = (density_figure(everything, headline_of(found)), distance_figure(apart))
+        figures = dict(zip(_FIGURES, map(commands.png, drawn), strict=True))
+    facts = common_facts("spectrum", subject, request, options, loss) | {
+        **answers.of_spectra(request.model, found, apart, ends),
+        "blocks": [_facts(one) for one in found],
+        "jensen_shannon": {
+            "names": list(apart.names),
+            "distance": apart.values.tolist(),
+            "threshold": apart.threshold.tolist(),
+        },
+        "hessian": extremes_facts(ends) | {"spectrum": None if density is None else _facts(density)},
+    }
+    document = write_run(out, "spectrum.json", facts, figures)
     if as_json:
         print(document, end="")
         return
@@ -70,7 +85,7 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
     show_extremes(console, ends)
     if density is None:
         console.print("The density of the whole Hessian is left out: its Lanczos vectors do not fit in memory.\n")
-    for name in (*_FIGURES, "spectrum.json"):
+    for name in (*_FIGURES, *REPORTS, "spectrum.json"):
         print(f"wrote {out / name}")
 
 
@@ -78,30 +93,6 @@ def _projections(blocks: Blocks) -> Blocks:
     """The weights of attention and MLP in all layers; all weights of a model that has no known layers."""
     names = [name for name in blocks if is_in_layer(name) and not is_bias(name) and ".norm" not in name]
     return Blocks(blocks[name] for name in names) if names else select(blocks, ())
-
-
-def _document(
-    found: list[BlockSpectrum],
-    density: BlockSpectrum | None,
-    apart: Distances,
-    ends: Extremes,
-    loss: float,
-    subject: Subject,
-    request: Request,
-    options: Options,
-) -> str:
-    """spectrum.json: what was measured, on what, and how to measure it again."""
-    document = common_facts("spectrum", subject, request, options) | {
-        "loss": loss,
-        "blocks": [_facts(one) for one in found],
-        "jensen_shannon": {
-            "names": list(apart.names),
-            "distance": apart.values.tolist(),
-            "threshold": apart.threshold.tolist(),
-        },
-        "hessian": extremes_facts(ends) | {"spectrum": None if density is None else _facts(density)},
-    }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def _facts(one: BlockSpectrum) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What an estimator returns: a number or a vector with its standard error, its cost and its method."""
 
+import html
 import math
 from dataclasses import dataclass
 
@@ -33,6 +34,17 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.value:.4g} ± {self.stderr:.1g}"
+
+    def __rich__(self) -> object:
+        from rich.text import Text
+
+        return Text.assemble(str(self), (f" ({self._cost()})", "dim"))
+
+    def _repr_html_(self) -> str:
+        return f"<span>{self} <small>({html.escape(self._cost())})</small></span>"
+
+    def _cost(self) -> str:
+        return f"{self.method}, {self.matvecs:,} products" if self.matvecs else self.method
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
         """The two ends of the confidence interval.

@@ -59,19 +59,23 @@ class Autodiff:
             check_mode(model)
             blocks.check(model)
             self.device = device_of(model, device)
-            self.snapshot = Snapshot(model, blocks, self.device)
-            self.dtype = self.snapshot.dtype
-        if self.ranks.size > 1:
-            self.ranks.agree(self._facts(objective))
         with undisturbed(model, batches.generators):
+            with self.ranks.together():
+                self.snapshot = Snapshot(model, blocks, self.device)
+                self.dtype = self.snapshot.dtype
+            if self.ranks.size > 1:
+                self.ranks.agree(self._facts(objective))
             self.objective = objective or self._objective_of_model()
             self.survey = survey(self.snapshot, self.objective, batches, self.ranks)
 
     def _facts(self, objective: Objective | None) -> Facts:
         """What must be alike on all ranks."""
+        places = {
+            name: ", ".join(f"{piece.parameter}{piece}" for piece in block.pieces)
+            for name, block in self.blocks.items()
+        }
         return {
-            "blocks": {name: ", ".join(f"{piece.parameter}{piece}" for piece in b.pieces) for name, b in self.blocks.items()}
-            | {"their order": " ".join(self.blocks)},
+            "blocks": {**places, "their order": " ".join(places)},
             "split": {"split": self.split},
             "loss_fn": {"loss_fn": describe(objective)},
             "model": hashes(self.snapshot.tensors),

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from curvoscope.errors import ModelError
+
 Edges = list[GradientEdge | None]
+
+_NO_SECOND_DERIVATIVE = "torch::autograd::Error"
 
 _saved_names: dict[type, list[str]] = {}
 
@@ -130,6 +134,12 @@ def _saved_bytes(edges: Any, known: set[int]) -> int:
     storages: dict[int, int] = {}
     while stack:
         node = stack.pop()
+        if node.name() == _NO_SECOND_DERIVATIVE:
+            raise ModelError(
+                "model",
+                "has a function without a second derivative (once_differentiable), which torch would silently leave out; "
+                "write its derivative, or use hvp='difference'",
+            )
         kind = type(node)
         if kind not in _saved_names:
             _saved_names[kind] = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]

@@ -89,9 +89,9 @@ def survey(model: Snapshot, objective: Objective, batches: Iterable[Batch], rank
         losses, counts = _losses(model, objective, batches)
     summed = sum(value * count for value, count in zip(losses, counts, strict=True))
     shares = ranks.exchange((summed, sum(counts)))
-    total = sum(count for _, count in shares)
+    total = float(sum(count for _, count in shares))
     if not total:
-        raise EmptyError("batches", "every target is ignored: the mean has no terms")
+        raise EmptyError("batches", "every target is ignored, or no rank has batches: the mean has no terms")
     return Survey(sum(share for share, _ in shares) / total, tuple(counts), total)
 
 

@@ -1,6 +1,7 @@
 """Matrices of blocks: heads inside one weight (`Tiles`), weights of a layer (`BlockMatrix`), and its Hessian."""
 
 import difflib
+import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -247,6 +248,29 @@ class BlockHessian:
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {a}x{p}" for name, (a, p) in self.shapes.items())
         return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}: {blocks})"
+
+    def _summary(self) -> tuple[str, list[tuple[str, str, str]]]:
+        """A line on the whole, and name, shape and size of every block: nothing that needs computing."""
+        rows = [(name, f"{a} × {p}", f"{a * p:,}") for name, (a, p) in self.shapes.items()]
+        size, dtype = self.shape[0], str(self.total.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}, {size:,} × {size:,}, {dtype}: total = outer + functional", rows
+
+    def _repr_html_(self) -> str:
+        title, rows = self._summary()
+        lines = "".join(f"<tr><th scope='row'>{html.escape(n)}</th><td>{s}</td><td>{k}</td></tr>" for n, s, k in rows)
+        head = "".join(f"<th scope='col'>{word}</th>" for word in ("block", "shape", "size"))
+        return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+    def __rich__(self) -> object:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        title, rows = self._summary()
+        table = Table("block", "shape", "size")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        return Group(Text(title), table)
 
 
 def _added(

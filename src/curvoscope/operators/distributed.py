@@ -1,6 +1,6 @@
 """One Hessian over several processes (ranks): each has batches of its own, and products are summed over all of them.
 
-The loss is the mean over the terms of all ranks, L = sum_r n_r L_r / sum_r n_r, and so H v = sum_r (n_r / n) H_r v: each
+The loss is the mean over the n terms of all ranks, L = sum_r (n_r / n) L_r, and so H v = sum_r (n_r / n) H_r v: each
 rank makes its own summand, and one all-reduce adds them up. Every rank holds whole vectors, and makes the same calls in
 the same order with the same vectors; probes have seeds, so the estimators do that by themselves. It is checked: with
 each product goes a short note of what was asked, so that a mistake ends in an error on all ranks, never in a sum of
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvoscope.errors import CurvoscopeError
+from curvoscope.errors import CurvoscopeError, EmptyError
 from curvoscope.operators.objectives import CrossEntropy, MeanLoss, Objective
 
 Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
@@ -135,7 +135,8 @@ class Group(Ranks):
         unlike = ((table - table[0])[:, 2:].abs() > rounding * table[0, 2]).any(1).nonzero().flatten().tolist()
         if unlike:
             raise RankError(
-                "process_group", f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed"
+                "process_group",
+                f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed",
             )
 
 
@@ -185,6 +186,8 @@ def describe(objective: Objective | None) -> str:
 def common(objectives: Sequence[Objective | None]) -> Objective:
     """The loss that the ranks with batches found in the model."""
     found = {describe(objective): objective for objective in objectives if objective is not None}
+    if not found:
+        raise EmptyError("batches", "no rank has any")
     if len(found) > 1:
         raise RankError("loss_fn", f"is None, and the ranks found {' and '.join(sorted(found))}; give one of them")
     return next(iter(found.values()))

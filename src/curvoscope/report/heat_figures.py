@@ -1,0 +1,87 @@
+"""Heat maps of the norms of a Hessian's blocks, a panel a part."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from curvoscope.analysis.heterogeneity import PARTS, BlockRow, Part
+from curvoscope.analysis.measurements import Measurement
+from curvoscope.report.block_figures import OUTSIDE, short, split_name
+from curvoscope.report.tables import short as short_in_one_layer
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_ZERO = "#c8c8c8"
+_CELL = 0.3  # inches
+_TEXT, _HEADING = 9, 11
+
+Norms = dict[tuple[int, int], float]
+
+
+def pair_map(rows: Sequence[BlockRow], title: str) -> "matplotlib.figure.Figure":
+    """log10 |H(a, b)|_F for all pairs of blocks."""
+    names = list(dict.fromkeys(row.row for row in rows if row.diagonal))
+    panels: dict[Part, Norms] = {part: {} for part in PARTS}
+    for row in rows:
+        i, j = names.index(row.row), names.index(row.column)
+        panels[row.part][i, j] = panels[row.part][j, i] = row.frobenius_norm
+    labels = [short_in_one_layer(name) for name in names]
+    return _draw(panels, labels, labels, title, 0.0)
+
+
+def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> "matplotlib.figure.Figure":
+    """log10 |H(a, a)|_F of the diagonal blocks, a line a layer. Norms up to `rounding` count as zero."""
+    places = [split_name(row.block) for row in rows]
+    layers = sorted(dict.fromkeys(layer for layer, _ in places), key=lambda layer: layer == OUTSIDE)
+    kinds = list(dict.fromkeys(name for layer in layers for home, name in places if home == layer))
+    panels: dict[Part, Norms] = {part: {} for part in PARTS}
+    for row, (layer, name) in zip(rows, places, strict=True):
+        panels[row.part][layers.index(layer), kinds.index(name)] = row.frobenius_norm.value
+    lines = ["outside" if layer == OUTSIDE else layer.replace("h.", "layer ") for layer in layers]
+    return _draw(panels, lines, [short(kind) for kind in kinds], title, rounding)
+
+
+def _draw(
+    panels: Mapping[Part, Norms], lines: Sequence[str], columns: Sequence[str], title: str, rounding: float
+) -> "matplotlib.figure.Figure":
+    """One colour scale for all panels; zero is grey, what was not measured is white."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    seen = [value for norms in panels.values() for value in norms.values() if value > rounding]
+    low, high = (min(seen), max(seen)) if seen else (0.1, 1.0)
+    scale = LogNorm(low, high if high > low else 10 * low)
+    beside = len(columns) <= 2 * len(lines)
+    width, height = max(2.0, _CELL * len(columns)), max(0.6, _CELL * len(lines))
+    size = (2.6 + 3 * (width + 0.2), 2.4 + height) if beside else (2.8 + width, 2.6 + 3 * (height + 0.35))
+    figure = Figure(figsize=(max(size[0], 6.4), size[1]), layout="constrained")
+    grid = figure.subplots(*((1, 3) if beside else (3, 1)), sharex=True, sharey=True)
+    for axes, (part, norms) in zip(grid, panels.items(), strict=True):
+        table = np.full((len(lines), len(columns)), np.nan)
+        for place, value in norms.items():
+            table[place] = value if value > rounding else low / 10
+        colors = colormaps["viridis"].with_extremes(bad="white", under=_ZERO)
+        image = axes.imshow(table, cmap=colors, norm=scale, aspect="auto")
+        axes.set_title(part, size=_HEADING, loc="left")
+        axes.set_xticks(range(len(columns)), [_plain(label) for label in columns], size=_TEXT, rotation=90)
+        axes.set_yticks(range(len(lines)), [_plain(label) for label in lines], size=_TEXT)
+        axes.tick_params(length=0)
+    bar = figure.colorbar(image, ax=grid, aspect=25 if beside else 40)
+    bar.set_label("$\\|H\\|_F$", size=_HEADING)
+    bar.ax.tick_params(labelsize=_TEXT)
+    figure.suptitle(textwrap.fill(_plain(title), int(11 * figure.get_figwidth())), size=_HEADING + 1)
+    if any(value <= rounding for norms in panels.values() for value in norms.values()):
+        grey = Patch(facecolor=_ZERO, edgecolor="black", linewidth=0.5)
+        label = "zero to rounding" if rounding else "exactly zero"
+        figure.legend([grey], [label], loc="outside lower center", fontsize=_TEXT + 1, frameon=False)
+    return figure
+
+
+def _plain(text: str) -> str:
+    """A name is no mathematics, even with a dollar in it."""
+    return text.replace("$", "\\$")

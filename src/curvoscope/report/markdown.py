@@ -1,0 +1,49 @@
+"""The report as Markdown, with the figures as files beside it."""
+
+import re
+from itertools import chain
+
+from curvoscope.analysis.advice import Advice
+from curvoscope.report.contents import Report, Table
+
+
+def page(report: Report) -> str:
+    """Headings, tables and figures in the order of the HTML page."""
+    parts = [f"# {_text(report.title)}", f"**{_text(report.question)}**", _text(report.answer)]
+    parts += ["## What was measured", *map(_text, report.about)]
+    parts += ["## Advice", *(map(_advice, report.advice) if report.advice else ["The measurements bear none out."])]
+    parts += ["## Tables", *map(_table, report.tables)]
+    if report.figures:
+        figures = ((f"![{_text(one.alt)}]({one.file})", _text(one.caption)) for one in report.figures)
+        parts += ["## Figures", *chain.from_iterable(figures)]
+    versions = ", ".join(f"{_text(name)} {_text(version)}" for name, version in report.versions.items())
+    parts += ["## To repeat it", _code(report.command), f"Versions: {versions}"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _advice(one: Advice) -> str:
+    """A list item; its evidence and its settings belong to it."""
+    lines = [f"- **{_text(one.subject)}**: {_text(one.recommendation)}."]
+    lines.append(f"  Evidence: {_text(one.quantity)}: {one.value:.3g}; the threshold is {one.threshold:.3g}.")
+    if one.settings:
+        lines.append("  Set: " + ", ".join(f"{_text(name)} {value:.3g}" for name, value in one.settings.items()) + ".")
+    return "\n".join(lines)
+
+
+def _table(table: Table) -> str:
+    rules = ["---"] * table.words + ["---:"] * (len(table.columns) - table.words)
+    lines = [[_text(name) for name in table.columns], rules]
+    lines += [[_text(cell.text) for cell in row] for row in table.rows]
+    return "\n".join([f"### {_text(table.caption)}", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def _text(text: str) -> str:
+    """Text that stays text: on one line, without markup of Markdown or HTML."""
+    text = re.sub(r"([\\`*_{}\[\]|#~$])", r"\\\1", " ".join(text.split()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _code(text: str) -> str:
+    """A fence longer than any in the text."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}sh\n{text}\n{fence}"

@@ -1,0 +1,176 @@
+"""What each of several processes does in the tests of distributed Hessians; their answers come back in files."""
+
+import multiprocessing
+import os
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from autodiff_cases import GPT, MLP, points, tokens
+from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
+from curvoscope.errors import CurvoscopeError
+
+ROWS = 7  # of the data of all ranks; row 5 has no target that counts
+
+
+def launch(task, ranks, folder, *arguments, timeout=60.0):
+    """The answers of `ranks` processes that run task(rank, *arguments) in one gloo group; None for one that died."""
+    context = multiprocessing.get_context("forkserver")  # torch is loaded once, and nothing of this process is shared
+    context.set_forkserver_preload(["torch", "curvoscope.curvature"])
+    processes = [
+        context.Process(target=_run, args=(task, rank, ranks, folder, timeout, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 100
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            raise AssertionError("a process hangs")
+    files = [folder / f"{rank}.pt" for rank in range(ranks)]
+    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def _run(task, rank, ranks, folder, timeout, arguments):
+    torch.set_num_threads(1)
+    where = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    torch.save(task(rank, *arguments), folder / f"{rank}.pt")
+
+
+def shares(cuts):
+    """The rows of each rank: `cuts` says how many."""
+    return torch.arange(ROWS).split(list(cuts))
+
+
+def batches(data, rows, size=2):
+    """Batches of `size` of the rows, the last one smaller."""
+    return [(data[0][some], data[1][some]) for some in rows.split(size)] if len(rows) else []
+
+
+def answers(rank, cuts):
+    """All that can be asked of the Hessian of a small GPT, and of a network with the mean squared error."""
+    H = hessian(GPT(), CrossEntropy(), batches(tokens(ROWS), shares(cuts)[rank]), process_group="world")
+    group = dist.group.WORLD
+    other = hessian(
+        MLP(), MeanSquaredError(), batches(points(ROWS), shares(cuts)[rank], 3), split="layer", process_group=group
+    )
+    return summary(H) | {"layer": other.outer["up.weight"].dense(), "own loss": own_loss(cuts, rank)}
+
+
+def summary(H):
+    block = H["h.0.attn.Q"]
+    return {
+        "total": H.dense(),
+        "outer": H.outer.dense(),
+        "functional": H.functional.dense(),
+        "pair": H["h.0.attn.Q", "h.0.mlp.up"].dense(),
+        "loss": torch.tensor(H.loss),
+        "terms": torch.tensor(H.terms),
+        "trace": torch.tensor([H.total.trace(matvecs=20).value, H.outer.trace(matvecs=20).stderr]),
+        "norm": torch.tensor(float(H.total.frobenius_norm(matvecs=20))),
+        "diagonal": block.diagonal(matvecs=10).value,
+        "spectral norm": torch.tensor(float(H.total.spectral_norm())),
+        "eigenvalues": torch.tensor([float(e) for e in H.total.eigenvalues(k=3).values]),
+        "density": H.total.density(matvecs=60, seed=3).nodes,
+    }
+
+
+class Labelled(nn.Module):
+    """A model that computes its own loss from labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = GPT()
+
+    def forward(self, tokens, labels=None):
+        logits = self.gpt(tokens)
+        loss = None if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def own_loss(cuts, rank, group="world"):
+    found = [{"tokens": x, "labels": y} for x, y in batches(tokens(ROWS), shares(cuts)[rank])]
+    H = hessian(Labelled(), None, found, process_group=group)
+    return torch.tensor([H.loss, H.terms])
+
+
+def failures(rank):
+    """Each mistake on rank 1, one after the other: the group must survive them all."""
+    model, data = MLP(), points(ROWS)
+    mine = batches(data, shares((4, 3))[rank])
+    build = lambda **options: hessian(  # noqa: E731
+        **{"model": model, "loss_fn": MeanSquaredError(), "batches": mine, "process_group": "world"} | options
+    )
+    found = {"fine": _caught(build)}
+
+    shaken = MLP()
+    with torch.no_grad():
+        shaken.down.weight[0, 0] += 1e-12 * rank
+    found["parameters"] = _caught(lambda: build(model=shaken))
+    found["blocks"] = _caught(lambda: build(blocks=blocks_of(model).select("up.*" if rank else "*")))
+    found["order"] = _caught(lambda: build(blocks=blocks_of(model).select("up.weight" if rank else "down.weight")))
+    found["split"] = _caught(lambda: build(split="layer" if rank else "model"))
+    found["loss"] = _caught(lambda: build(loss_fn=CrossEntropy() if rank else MeanSquaredError()))
+    found["form"] = _caught(lambda: build(batches=[1, 2] if rank else mine))
+    nan = [(x * float("nan"), y) for x, y in mine]
+    found["nan"] = _caught(lambda: build(batches=nan if rank else mine))
+    found["empty"] = _caught(lambda: build(batches=[]))
+    found["exact"] = _caught(lambda: build(method="exact"))
+
+    H = build(memory_limit=1)  # no graphs are kept: each product reads the batches
+    v = torch.randn(H.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    found["vectors"] = _caught(lambda: H @ v)
+    found["calls"] = _caught(lambda: (H.outer if rank else H.total).trace(matvecs=4))
+    found["widths"] = _caught(lambda: H.total @ torch.ones(H.shape[0], 1 + rank, dtype=torch.float64))
+    found["curvatures"] = _caught(lambda: list(H.layer_curvatures()))
+    before = H @ torch.ones_like(v)
+    inputs = mine[0][0].clone()
+    if rank:
+        mine[0][0].add_(1)
+    found["changed"] = _caught(lambda: H @ torch.ones_like(v))
+    mine[0][0].copy_(inputs)
+    found["after"] = float((H @ torch.ones_like(v) - before).abs().max() / before.abs().max())
+
+    small = dist.new_group([0])
+    found["member"] = _caught(lambda: build(process_group=small))
+    return found
+
+
+def vanishing(rank, how):
+    """Rank 1 builds the Hessian and then is gone, or does nothing; how long until the others know."""
+    H = hessian(MLP(), MeanSquaredError(), [points()], process_group="world")
+    if rank == 1:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(6)
+        return None
+    start = time.monotonic()
+    try:
+        H.total.trace(matvecs=4)
+    except RankError as error:
+        return time.monotonic() - start, str(error)
+    return None
+
+
+def differences(rank, cuts):
+    """A product by central differences, and its error as estimated."""
+    H = hessian(
+        GPT(), CrossEntropy(), batches(tokens(ROWS), shares(cuts)[rank]), hvp="difference", process_group="world"
+    )
+    return H @ torch.linspace(-1, 1, H.shape[0], dtype=torch.float64), torch.tensor(H.difference_error)
+
+
+def _caught(call):
+    try:
+        call()
+    except CurvoscopeError as error:
+        return type(error).__name__, error.argument, str(error)
+    return None

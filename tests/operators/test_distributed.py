@@ -1,0 +1,136 @@
+"""Hessians over several processes: against one process, and against dense nested autodiff in float64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
+from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
+from distributed_workers import ROWS, answers, failures, launch, own_loss, summary, vanishing
+from reference import relative
+
+CUTS = [(7,), (4, 3), (1, 6), (3, 0, 2, 2)]  # in the last, a rank without batches and one with few terms
+
+
+@pytest.fixture(scope="module", params=CUTS, ids=str)
+def found(request, tmp_path_factory):
+    return launch(answers, len(request.param), tmp_path_factory.mktemp("ranks"), request.param)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return summary(hessian(GPT(), CrossEntropy(), [tokens(ROWS)], method="autodiff"))
+
+
+class TestAnyCut:
+    def test_dense_autodiff(self, found):
+        model, (inputs, targets) = GPT(), tokens(ROWS)
+        dense = truth(model, inputs, lambda F: cross_entropy(F, targets), blocks_of(model))
+        for answer in found:
+            for part in ("total", "outer", "functional"):
+                assert relative(answer[part], getattr(dense, part), dense.total) < 1e-10
+
+    def test_a_layer(self, found):
+        model, (inputs, targets) = MLP(), points(ROWS)
+        dense = truth(model, inputs, lambda F: (F - targets).square().mean(), blocks_of(model))
+        whole = hessian(model, MeanSquaredError(), [(inputs, targets)], split="layer", method="autodiff")
+        for answer in found:
+            # what acts behind the layer is linear, so the two cuts differ by the activation alone
+            assert relative(answer["layer"], whole.outer["up.weight"].dense(), dense.total) < 1e-10
+
+    def test_every_estimate_is_that_of_one_process(self, found, alone):
+        for answer in found:
+            for name, expected in alone.items():
+                assert relative(answer[name], expected) < 1e-9, name
+
+    def test_all_ranks_have_the_same_to_the_bit(self, found):
+        for answer in found[1:]:
+            for name, expected in found[0].items():
+                assert torch.equal(answer[name], expected), name
+
+    def test_the_loss_of_the_model_itself(self, found):
+        for answer in found:
+            assert relative(answer["own loss"], own_loss([ROWS], 0, None)) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    return launch(failures, 2, tmp_path_factory.mktemp("mistakes"))
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("name", "argument", "said"),
+        [
+            ("parameters", "model", "'down.weight' has other numbers on rank 1"),
+            ("blocks", "blocks", "'down.weight' is missing on rank 1"),
+            ("order", "blocks", "'up.weight' is missing on rank 0"),
+            ("split", "split", "'split' is model on rank 0 and layer on rank 1"),
+            ("loss", "loss_fn", "MeanSquaredError on rank 0 and CrossEntropy"),
+            ("vectors", "process_group", "rank 1 multiplied with other vectors than rank 0"),
+            ("calls", "process_group", "rank 1 asked for another product than rank 0"),
+            ("widths", "process_group", "rank 1 asked for another product than rank 0"),
+        ],
+    )
+    def test_what_differs_is_said_on_all_ranks(self, mistakes, name, argument, said):
+        for answer in mistakes:
+            kind, at, message = answer[name]
+            assert (kind, at) == ("RankError", argument) and said in message
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "said"),
+        [
+            ("form", "BatchError", "rank 1 failed with BatchError: batches: batch 0 is a int"),
+            ("nan", "NonFiniteError", "rank 1 failed with NonFiniteError: loss_fn: the loss is nan"),
+            ("changed", "BatchError", "rank 1 failed in a product"),
+        ],
+    )
+    def test_the_failure_of_one_is_told_to_the_others(self, mistakes, name, kind, said):
+        other, own = (answer[name] for answer in mistakes)
+        assert own[0] == kind
+        assert other[:2] == ("RankError", "process_group") and said in other[2]
+
+    def test_what_no_rank_can_have(self, mistakes):
+        for answer in mistakes:
+            assert answer["empty"][:2] == ("EmptyError", "batches") and "no rank has batches" in answer["empty"][2]
+            assert answer["exact"][:2] == ("ModelError", "method")
+            assert answer["curvatures"][:2] == ("ModelError", "process_group")
+
+    def test_the_group_goes_on_after_errors(self, mistakes):
+        for answer in mistakes:
+            assert answer["fine"] is None and answer["after"] == 0
+
+    def test_a_group_of_others(self, mistakes):
+        member, stranger = (answer["member"] for answer in mistakes)
+        assert member is None
+        assert stranger[:2] == ("RankError", "process_group") and "not a member" in stranger[2]
+
+
+@pytest.mark.parametrize(("how", "timeout", "most"), [("dies", 60.0, 20.0), ("sleeps", 2.0, 8.0)])
+def test_a_rank_that_is_gone_is_an_error_on_the_others(tmp_path, how, timeout, most):
+    found = launch(vanishing, 3, tmp_path, how, timeout=timeout)
+    for seconds, message in (found[0], found[2]):
+        assert seconds < most
+        assert message.startswith("process_group: another rank is gone, failed, or did not answer within the timeout")
+    assert found[1] is None
+
+
+class TestNoGroup:
+    @pytest.mark.parametrize("group", ["world", 7])
+    def test_not_initialised(self, group):
+        assert not dist.is_initialized()
+        with pytest.raises(RankError, match=r"process_group: .* is not initialised: call torch.distributed.init"):
+            hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
+
+    def test_something_else(self, tmp_path):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+        try:
+            with pytest.raises(RankError, match='got a list, expected "world" or a group'):
+                hessian(MLP(), MeanSquaredError(), [points()], process_group=[0, 1])
+            group = dist.group.WORLD
+            H = hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
+            assert H.method_of("up.weight") == hessian(MLP(), MeanSquaredError(), [points()]).method_of("up.weight")
+        finally:
+            dist.destroy_process_group()
+        with pytest.raises(RankError, match="not initialised"):
+            hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
