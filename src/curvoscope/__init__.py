@@ -1,6 +1,6 @@
 """Curvoscope: the loss Hessian of a Transformer, block by block."""
 
-from curvoscope import analysis, attention, exact, losses
+from curvoscope import analysis, attention, exact, losses, training
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.errors import CurvoscopeError
@@ -24,4 +24,5 @@ __all__ = [
     "exact",
     "hessian",
     "losses",
+    "training",
 ]

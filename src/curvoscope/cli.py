@@ -199,6 +199,28 @@ def spectrum(
 
 
 @app.command()
+def watch(
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
+    seed: Seed = 0,
+    d: Annotated[int, typer.Option(help="Width of the model.")] = 16,
+    norm: Annotated[Norm, typer.Option(help="LayerNorm: none, or before each branch.")] = Norm.pre,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam, block-sgd or block-adam.")] = "adam",
+    lr: Annotated[float, typer.Option(help="Learning rate; a cap for block-*.")] = 3e-3,
+    sequences: Annotated[int, typer.Option(help="Additions a batch.")] = 64,
+    every: Annotated[int, typer.Option(help="Steps between measurements, at least.")] = 10,
+    budget: Annotated[float, typer.Option(help="Share of the time for measurements.")] = 0.1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
+    out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("curvoscope-watch"),
+    as_json: AsJson = False,
+) -> None:
+    """Train the addition model with the curvature monitor on."""
+    from curvoscope.commands import watch as command
+
+    options = command.Options(steps, seed, d, norm.value, optimizer, lr, sequences, every, budget)
+    raise typer.Exit(command.run(options, out, resume, as_json))
+
+
+@app.command()
 def reproduce(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Figures (fig3a, ...), or all.")],
     quick: Annotated[bool, typer.Option("--quick", help="Few seeds: minutes.")] = False,

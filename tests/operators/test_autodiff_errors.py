@@ -320,7 +320,7 @@ class _Cube(nn.Module):
 def test_a_function_without_a_second_derivative_is_not_left_out_silently():
     model = nn.Sequential(nn.Linear(3, 4), _Cube(), nn.Linear(4, 2)).double()
     H = hessian(model, nn.MSELoss(), [points()])
-    with pytest.raises(ModelError, match="once_differentiable.*hvp='difference'"):
+    with pytest.raises(ModelError, match=r"once_differentiable.*hvp='difference'"):
         H @ torch.ones(H.shape[0], dtype=torch.float64)
     found = hessian(model, nn.MSELoss(), [points()], hvp="difference")
     assert torch.isfinite(found @ torch.ones(H.shape[0], dtype=torch.float64)).all()

@@ -137,7 +137,7 @@ def _saved_bytes(edges: Any, known: set[int]) -> int:
         if node.name() == _NO_SECOND_DERIVATIVE:
             raise ModelError(
                 "model",
-                "has a function without a second derivative (once_differentiable), which torch would silently leave out; "
+                "has a function without a second derivative (once_differentiable), which torch leaves out silently; "
                 "write its derivative, or use hvp='difference'",
             )
         kind = type(node)

@@ -1,0 +1,17 @@
+"""Curvature while a model is trained: the monitor, and an optimizer that steps by it."""
+
+from curvoscope.training.callbacks import lightning_callback, trainer_callback
+from curvoscope.training.monitor import CurvatureMonitor
+from curvoscope.training.optimizer import BlockCurvature
+from curvoscope.training.records import BlockNorms, Details, Incident, Record
+
+__all__ = [
+    "BlockCurvature",
+    "BlockNorms",
+    "CurvatureMonitor",
+    "Details",
+    "Incident",
+    "Record",
+    "lightning_callback",
+    "trainer_callback",
+]

@@ -1,0 +1,65 @@
+"""Entropy and spread of the attention rows of a model's layers, from one forward pass."""
+
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from curvoscope.analysis.propagation import AttentionSummary
+from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.moments import Moments
+from curvoscope.models.families import blocks_of
+from curvoscope.models.layer_sites import Layer, Record, layers_of
+from curvoscope.models.rebuilding import Reading, fitting, rebuild
+from curvoscope.operators.autodiff import Autodiff
+from curvoscope.operators.batches import Batch
+
+
+class AttentionRows:
+    """The attention layers of a model that can be rebuilt in closed form.
+
+    How a layer computes (mask, scale) is found at the first batch and kept; layers of no known form, or without
+    softmax, are left out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers = [layer for layer in layers_of(model, blocks_of(model)) if layer.kind == "attn"]
+        self._readings: dict[str, Reading] | None = None
+
+    def summaries(self, engine: Autodiff) -> dict[str, AttentionSummary]:
+        """By layer: the means over the batches of the engine, each weighted by its loss terms."""
+        if not self._layers:
+            return {}
+        totals: dict[str, tuple[float, float]] = {}
+
+        def visit(weight: float, batch: Batch) -> None:
+            for name, one in self._of_batch(engine, batch).items():
+                entropy, variance = totals.get(name, (0.0, 0.0))
+                totals[name] = entropy + weight * one.entropy, variance + weight * one.variance
+
+        engine.walk(visit)
+        return {name: AttentionSummary(*sums) for name, sums in totals.items()}
+
+    def _of_batch(self, engine: Autodiff, batch: Batch) -> dict[str, AttentionSummary]:
+        snapshot = engine.snapshot
+        weights = {name: snapshot.weights[path] for name, path in snapshot.paths.items()}
+        with torch.no_grad():
+            with ExitStack() as stack:
+                records = [(layer, stack.enter_context(Record(self._model, layer))) for layer in self._layers]
+                snapshot(snapshot.weights, batch)
+            if self._readings is None:
+                self._readings = {}
+                for layer, record in records:
+                    found = fitting(layer, weights, record)[0] if record.once else []
+                    if found and found[0].activation == "softmax":  # the rows of others are no distributions
+                        self._readings[layer.name] = found[0]
+            known = [(layer, record) for layer, record in records if layer.name in self._readings]
+            return {layer.name: self._summary(layer, weights, record) for layer, record in known}
+
+    def _summary(self, layer: Layer, weights: dict[str, torch.Tensor], record: Record) -> AttentionSummary:
+        assert self._readings is not None
+        rebuilt = rebuild(layer, weights, record, self._readings[layer.name])
+        assert isinstance(rebuilt.layer, SelfAttention)
+        passed = rebuilt.forward_pass(rebuilt.layer)
+        return AttentionSummary.of(Moments(rebuilt.X[:, None], passed.A))

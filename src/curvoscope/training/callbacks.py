@@ -1,0 +1,66 @@
+"""The monitor as a callback of Hugging Face's Trainer and of Lightning. Both are imported here, when asked for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from curvoscope.models.loading import MissingPackageError
+from curvoscope.training.monitor import CurvatureMonitor
+
+
+def trainer_callback(monitor: CurvatureMonitor) -> Any:
+    """A `transformers.TrainerCallback` that steps the monitor after each optimizer step.
+
+    The Trainer does not tell its callbacks the loss of a step: records have the probe's alone.
+    """
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise MissingPackageError("trainer_callback", "needs transformers: pip install 'curvoscope[hf]'") from error
+
+    class CurvatureCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        """Watches the Trainer's optimizer from the first step to the last."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor.watch(_inner(kwargs["optimizer"]))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor.step()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor.close()
+
+    return CurvatureCallback()
+
+
+def lightning_callback(monitor: CurvatureMonitor) -> Any:
+    """A `lightning.pytorch.Callback` that steps the monitor after each batch; of the optimizers the first counts."""
+    try:
+        from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise MissingPackageError(
+            "lightning_callback", "needs lightning: pip install 'curvoscope[lightning]'"
+        ) from error
+
+    class CurvatureCallback(Callback):  # type: ignore[misc,unused-ignore]
+        """Watches the first optimizer from the first batch to the last."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            monitor.watch(_inner(trainer.optimizers[0]))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            monitor.step(loss if isinstance(loss, Tensor) else None)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            monitor.close()
+
+    return CurvatureCallback()
+
+
+def _inner(optimizer: Any) -> Any:
+    """The torch optimizer inside the wrappers that accelerate and Lightning put around it: it has the hooks."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer

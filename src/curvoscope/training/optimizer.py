@@ -1,0 +1,287 @@
+"""`BlockCurvature`: SGD or Adam with a step size for each block of the model, from the curvature of that block."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvoscope import checks
+from curvoscope.blocks import Blocks
+from curvoscope.curvature import ModelHessian, _trainable, hessian
+from curvoscope.errors import ModelError, RangeError, ShapeError
+from curvoscope.estimate import lanczos
+from curvoscope.models.families import blocks_of
+from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.batches import Batches
+from curvoscope.operators.objectives import LossFunction
+from curvoscope.operators.safety import undisturbed
+
+BASES = ("sgd", "adam")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was measured of the blocks: λ_max and its eigenvector by block, and how many steps were made."""
+
+    steps: int = 0
+    curvatures: dict[str, float] = field(default_factory=dict)
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Preconditioned:
+    """P^-½ B P^-½ for a symmetric B (n, n) and the diagonal P^-½ (n,)."""
+
+    symmetric = True
+
+    def __init__(self, operator: LinearOperator, root: Tensor) -> None:
+        self._operator, self._root = operator, root.to(operator.dtype)
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        root = self._root if other.ndim == 1 else self._root[:, None]
+        return root * (self._operator @ (root * other))
+
+
+class BlockCurvature(torch.optim.Optimizer):
+    """SGD with momentum, or Adam, with the step size min(lr, safety · η_b) in block b, η_b = κ/λ_max(P^-½ H_bb P^-½).
+
+    H_bb is the Hessian of the probe's loss in block b. For "sgd" P = 1 and κ = 2 (1 + β), β the momentum: on a
+    quadratic in that block alone, descent is stable up to η_b. For "adam" P = diag(sqrt(v) + eps), the preconditioner,
+    and κ = 2 (1 + β₁)/(1 - β₁). `lr` is a cap: schedulers change it as they change that of any optimizer, and a block
+    of no positive curvature steps with it.
+
+    What it is not: the blocks are looked at one by one, and what couples them is not. With all blocks at their own
+    limits the whole may still be unstable, as the largest eigenvalue of a positive matrix may be the sum of those of
+    its diagonal blocks; `safety` is there for that. Nor does a step size from λ_max make progress along directions of
+    small curvature. Whether it trains faster than one well-tuned learning rate must be measured.
+
+    Args:
+        model, loss_fn, probe: as in `cv.hessian`; the curvature is that of the model in evaluation mode on the probe.
+        lr: the cap of the step size.
+        blocks: must hold every trainable parameter once; None: `cv.blocks_of(model)`.
+        base: "sgd" or "adam".
+        momentum: β of "sgd".
+        betas, eps: of "adam".
+        safety: the share of the stable step size to take.
+        every: steps between measurements. At first they come sooner, after 1, 2, 4, ... steps, as curvature then
+            changes fastest.
+        matvecs: products for each block and measurement; Lanczos starts from the last eigenvector.
+        seed: of Lanczos.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        probe: Iterable[Any],
+        lr: float = 1.0,
+        blocks: Blocks | None = None,
+        *,
+        base: str = "sgd",
+        momentum: float = 0.9,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        safety: float = 0.5,
+        every: int = 50,
+        matvecs: int = 4,
+        seed: int = 0,
+    ) -> None:
+        checks.choice("base", base, BASES)
+        for name, value in (("momentum", momentum), ("betas", betas[0]), ("betas", betas[1])):
+            if not 0 <= value < 1:
+                raise RangeError(name, f"got {value}, expected at least 0 and below 1")
+        for name, value in (("lr", lr), ("safety", safety), ("eps", eps)):
+            if not (value > 0 and math.isfinite(value)):
+                raise RangeError(name, f"got {value}, expected a positive number")
+        if every < 1:
+            raise RangeError("every", f"got {every}, expected at least 1 step")
+        if matvecs < 2:
+            raise RangeError("matvecs", f"got {matvecs}, expected at least 2 products")
+        self._model, self._loss_fn, self._probe = model, loss_fn, probe
+        self._generators = Batches(probe).generators
+        self._blocks = blocks if blocks is not None else _trainable(model, blocks_of(model))
+        self._blocks.check(model)
+        named = dict(model.named_parameters())
+        self._members = _members(self._blocks, named)
+        self._every, self._matvecs, self._seed = every, matvecs, seed
+        defaults = {"lr": lr, "base": base, "momentum": momentum, "betas": betas, "eps": eps, "safety": safety}
+        self._known = _Known()
+        super().__init__([named[name] for name in self._members], defaults)
+
+    @property
+    def curvatures(self) -> dict[str, float]:
+        """λ_max by block as last measured, its residual added: of H_bb, or of its preconditioned form."""
+        return dict(self._known.curvatures)
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The step size of each block."""
+        group = self.param_groups[0]
+        limit = group["safety"] * _stability(group)
+        found = {}
+        for name in self._blocks:
+            curvature = self._known.curvatures.get(name, 0.0)
+            found[name] = min(float(group["lr"]), limit / curvature if curvature > 0 else math.inf)
+        return found
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step from the gradients in `.grad`, or from those that the closure makes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        directions = self._directions()
+        steps = self._known.steps + 1
+        self._known = replace(self._known, steps=steps)
+        early = steps < self._every and steps & (steps - 1) == 0
+        if early or steps % self._every == 0:
+            self.measure()
+        rates = self.learning_rates
+        named = dict(self._model.named_parameters())
+        for name, direction in directions.items():
+            named[name].sub_(self._rates(name, named[name], rates) * direction)
+        return loss
+
+    def measure(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
+        """Find the curvature of each block now, on the probe or on other batches."""
+        curvatures, vectors, roots = dict[str, float](), dict[str, Tensor](), self._roots()
+        with undisturbed(self._model, self._generators):
+            for module in self._model.modules():
+                module.training = False
+            data = self._probe if batches is None else batches
+            H = hessian(self._model, self._loss_fn, data, self._blocks, method="autodiff")
+            for name in self._blocks:
+                curvatures[name], vectors[name] = self._largest(H, name, roots)
+        self._known = _Known(self._known.steps, curvatures, vectors)
+        return dict(curvatures)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of any optimizer, and under "curvature" what is known of the blocks."""
+        known = self._known
+        measured = {"steps": known.steps, "curvatures": dict(known.curvatures), "vectors": dict(known.vectors)}
+        return {**super().state_dict(), "curvature": measured}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of the same model and blocks."""
+        found = state_dict.get("curvature")
+        if found is None:
+            raise ModelError("state_dict", "has no 'curvature': it is of another optimizer")
+        sizes = {name: len(vector) for name, vector in found["vectors"].items()}
+        if sizes and sizes != self._blocks.sizes:
+            raise ModelError("state_dict", "is of another model, or of other blocks; make the optimizer as in that run")
+        super().load_state_dict(state_dict)
+        self._known = _Known(int(found["steps"]), dict(found["curvatures"]), dict(found["vectors"]))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after the start: the blocks hold all that is trained."""
+        if self.param_groups:
+            raise ModelError("param_group", "cannot be added: make the optimizer anew, with blocks that hold it")
+        super().add_param_group(param_group)
+
+    # ---- curvature
+
+    def _largest(self, H: ModelHessian, name: str, roots: Mapping[str, Tensor] | None) -> tuple[float, Tensor]:
+        """λ_max of a block and its eigenvector. The residual is added: few products find a value below λ_max."""
+        operator: LinearOperator | Preconditioned = H.total[name]
+        if roots is not None:
+            operator = Preconditioned(H.total[name], self._blocks[name].gather(roots))
+        found = lanczos(
+            operator,
+            1,
+            "LA",
+            matvecs=self._matvecs,
+            seed=self._seed + self._known.steps,
+            start=self._known.vectors.get(name),
+            vectors=True,
+        )
+        assert found.vectors is not None
+        return found[0].value + found[0].stderr, found.vectors[:, 0]
+
+    def _roots(self) -> dict[str, Tensor] | None:
+        """P^-½ by parameter; None for P = 1."""
+        group = self.param_groups[0]
+        if group["base"] == "sgd":
+            return None
+        named = dict(self._model.named_parameters())
+        return {name: _preconditioner(self.state[named[name]], named[name], group).rsqrt() for name in self._members}
+
+    # ---- steps
+
+    def _directions(self) -> dict[str, Tensor]:
+        """What is subtracted, times the step size, by parameter; the running means of the base move on."""
+        group, named = self.param_groups[0], dict(self._model.named_parameters())
+        found = {}
+        for name in self._members:
+            parameter = named[name]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise ModelError(name, "has a sparse gradient; use a dense embedding")
+            state = self.state[parameter]
+            if group["base"] == "sgd":
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                found[name] = state["momentum"].mul_(group["momentum"]).add_(gradient)
+                continue
+            first, second = group["betas"]
+            if "step" not in state:
+                state.update(step=torch.zeros(()), mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
+            state["step"] += 1
+            state["mean"].lerp_(gradient, 1 - first)
+            state["square"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            corrected = state["mean"] / (1 - first ** float(state["step"]))
+            found[name] = corrected / _preconditioner(state, parameter, group)
+        return found
+
+    def _rates(self, name: str, parameter: Tensor, rates: Mapping[str, float]) -> Tensor | float:
+        """The step size of a parameter: a number, or one for each entry where it holds several blocks."""
+        members = self._members[name]
+        if len(members) == 1:
+            return rates[members[0]]
+        found = torch.empty_like(parameter)
+        for member in members:
+            for piece in self._blocks[member].pieces:
+                if piece.parameter == name:
+                    piece.of(found).fill_(rates[member])
+        return found
+
+
+def _stability(group: Mapping[str, Any]) -> float:
+    """κ: on a quadratic of curvature λ, after preconditioning, the iteration is stable for step sizes below κ/λ."""
+    if group["base"] == "sgd":
+        return float(2 * (1 + group["momentum"]))
+    first = group["betas"][0]
+    return float(2 * (1 + first) / (1 - first))
+
+
+def _preconditioner(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """sqrt(v) + eps, v the mean square of the gradients corrected for its start; 1 where there was no gradient yet."""
+    if "square" not in state:
+        return torch.ones_like(parameter)
+    corrected = state["square"] / (1 - group["betas"][1] ** float(state["step"]))
+    return corrected.sqrt().add_(group["eps"])
+
+
+def _members(blocks: Blocks, named: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """The blocks that each trainable parameter is made of; an error where some entry is in no block or in two."""
+    members: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for name, block in blocks.items():
+        for piece in block.pieces:
+            held = members.setdefault(piece.parameter, [])
+            if name not in held:
+                held.append(name)
+            sizes[piece.parameter] = sizes.get(piece.parameter, 0) + piece.size
+    for name, parameter in named.items():
+        if parameter.requires_grad and sizes.get(name) != parameter.numel():
+            raise ShapeError(
+                "blocks",
+                f"hold {sizes.get(name, 0)} of the {parameter.numel()} entries of {name!r}; each trainable entry must "
+                "be in exactly one block: freeze what is not to be trained, or leave `blocks` out",
+            )
+    return members

@@ -1,0 +1,139 @@
+"""The numbers of one measurement, from the loss near the present weights (`analysis.surface.Surface`)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from curvoscope.analysis.scaling import _DENSE, _condition
+from curvoscope.analysis.surface import Surface
+from curvoscope.curvature import ModelHessian
+from curvoscope.estimate import Estimate, density, frobenius_norm, lanczos, trace
+from curvoscope.training.records import BlockNorms, Details
+
+RESIDUAL = 1e-3  # of λ_max, relative
+_BLOCK_PRODUCTS = 2  # a block's norm gets 1/2 of the products that the whole matrix gets
+_LEAST = 8  # products of a norm
+_DOUBLINGS = 12  # of the step, up or down, in which its critical length is sought
+_REFINEMENTS = 3
+
+
+def largest(H: ModelHessian, start: Tensor | None, seed: int) -> tuple[Estimate, Tensor]:
+    """λ_max and its eigenvector (P,), from an approximate one."""
+    found = lanczos(H.total, 1, "LA", tolerance=RESIDUAL, seed=seed, start=start, vectors=True)
+    assert found.vectors is not None
+    return found[0], found.vectors[:, 0]
+
+
+def smallest(H: ModelHessian, start: Tensor | None, matvecs: int, seed: int) -> tuple[Estimate, Tensor]:
+    """λ_min and its eigenvector (P,). By a budget: a residual relative to λ_max says little of a λ_min near zero."""
+    found = lanczos(H.total, 1, "SA", matvecs=matvecs, seed=seed, start=start, vectors=True)
+    assert found.vectors is not None
+    return found[0], found.vectors[:, 0]
+
+
+def details(H: ModelHessian, top: Estimate, bottom: Estimate, matvecs: int, seed: int) -> Details:
+    """All that takes many products: `matvecs` for each number, half of it for a block and part."""
+    norm = frobenius_norm(H.total, matvecs=matvecs, seed=seed)
+    small = max(_LEAST, matvecs // _BLOCK_PRODUCTS)
+    blocks = {
+        name: BlockNorms(*(frobenius_norm(part[name], matvecs=small, seed=seed) for part in (H.outer, H.functional)))
+        for name in H.names
+    }
+    return Details(
+        bottom,
+        trace(H.total, matvecs=matvecs, seed=seed),
+        norm,
+        _effective_rank(norm, max((top, bottom), key=lambda end: abs(end.value))),
+        _condition(H) if H.shape[0] <= _DENSE else None,
+        negative_share(H, 2 * matvecs, seed),
+        blocks,
+    )
+
+
+def _effective_rank(norm: Estimate, largest: Estimate) -> Estimate | None:
+    """|H|_F²/λ² with the error by the delta method."""
+    if not largest.value or not norm.value:
+        return None
+    value = (norm.value / largest.value) ** 2
+    relative = 2 * math.hypot(norm.stderr / norm.value, largest.stderr / largest.value)
+    return Estimate(value, value * relative, norm.matvecs + largest.matvecs, f"{norm.method}, {largest.method}")
+
+
+def negative_share(H: ModelHessian, matvecs: int, seed: int) -> Estimate | None:
+    """tr H₋ / tr |H| = Σ_{λ<0} |λ| / Σ |λ| by Lanczos quadrature; the error of the ratio by the delta method."""
+    found = density(H.total, matvecs=matvecs, seed=seed)
+    below = (found.weights * found.nodes.clamp(max=0).abs()).sum(1)  # (probes,)
+    both = (found.weights * found.nodes.abs()).sum(1)
+    mean = float(both.mean())
+    if not mean:
+        return None
+    share = float(below.mean()) / mean
+    stderr = float((below - share * both).std()) / (mean * found.probes**0.5) if found.probes > 1 else 0.0
+    degrees = found.probes - 1.0 if found.probes > 1 else math.inf
+    return Estimate(share, stderr, found.matvecs, found.method, degrees)
+
+
+def gradient_curvature(H: ModelHessian, gradient: Tensor) -> tuple[float, float | None]:
+    """|g| and g·Hg/g·g for a gradient (P,)."""
+    length = float(gradient.norm())
+    if not length:
+        return 0.0, None
+    unit = gradient / length
+    return length, float(unit @ (H.total @ unit.to(H.total.dtype)).double())
+
+
+def critical_sharpness(surface: Surface, step: Tensor, lr: float) -> Estimate | None:
+    """2/η_c along the step δ (P,) that an optimizer with learning rate `lr` made to come where the surface is.
+
+    With w the weights before the step, s_c is the smallest factor s > 0 found with L(w + s δ) ≥ L(w), and η_c = s_c lr.
+    So 2/η_c is to be compared with 2/lr; for gradient descent on a quadratic it is g·Hg/g·g. The slope
+    f(s) = (L(w + s δ) - L(w))/s, linear in s on a quadratic, has its root bracketed by doubling s from 1 up or down,
+    then refined by the secant. The error is the difference of the last two secants. None: no root within 2^±12.
+    """
+    if not bool(step.any()):
+        return None
+    step = step.to(torch.float64).cpu()
+    passes = 0
+
+    def loss(factor: float) -> float:  # w + s δ is (s - 1) δ from the present weights
+        nonlocal passes
+        passes += 1
+        return float(surface.losses((factor - 1) * step[None])[0])
+
+    start = loss(0.0)
+
+    def slope(factor: float) -> float:
+        value = (loss(factor) - start) / factor
+        return value if math.isfinite(value) else math.inf
+
+    inner = outer = 1.0
+    low = high = slope(1.0)
+    for _ in range(_DOUBLINGS):
+        if low < 0 <= high:
+            break
+        if high < 0:
+            inner, low, outer = outer, high, 2 * outer
+            high = slope(outer)
+        else:
+            outer, high, inner = inner, low, inner / 2
+            low = slope(inner)
+    if not low < 0 <= high:
+        return None
+    guesses = [_secant(inner, low, outer, high)]
+    for _ in range(_REFINEMENTS):
+        value = slope(guesses[-1])
+        if value < 0:
+            inner, low = guesses[-1], value
+        else:
+            outer, high = guesses[-1], value
+        guesses.append(_secant(inner, low, outer, high))
+    found = [2 / (guess * lr) for guess in guesses]
+    return Estimate(found[-1], abs(found[-1] - found[-2]), 0, f"{passes} forward passes")
+
+
+def _secant(inner: float, low: float, outer: float, high: float) -> float:
+    """The root of the line through two points on both sides of zero; their middle if one of them is infinite."""
+    if not math.isfinite(high):
+        return (inner + outer) / 2
+    return inner + (outer - inner) * low / (low - high)

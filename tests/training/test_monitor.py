@@ -1,0 +1,343 @@
+import logging
+import math
+import sys
+import types
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
+from curvoscope.curvature import CrossEntropy, blocks_of
+from curvoscope.errors import EmptyError, ModelError, RangeError
+from curvoscope.models.loading import MissingPackageError
+from curvoscope.operators.batches import BatchError
+from curvoscope.training import CurvatureMonitor, Record, lightning_callback, trainer_callback
+
+
+def gpt():
+    inputs, targets = tokens()
+    return GPT(), inputs, targets
+
+
+def descend(model, optimizer, inputs, targets, monitor=None, steps=5):
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if monitor is not None:
+            monitor.step(loss)
+    return losses
+
+
+def near(found, truth):
+    return abs(found.value - truth) <= max(0.02 * abs(truth), 3 * found.stderr)
+
+
+def test_against_dense_values_along_a_training_run():
+    model, inputs, targets = gpt()
+    blocks = blocks_of(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    monitor = CurvatureMonitor(model, CrossEntropy(), [(inputs, targets)], every=1, budget=1.0, matvecs=32)
+    monitor.watch(optimizer)
+    for point in range(4):
+        descend(model, optimizer, inputs, targets, monitor, steps=1)
+        record = monitor.records[point]
+        dense = truth(model, inputs, lambda F: cross_entropy(F, targets), blocks)
+        values = torch.linalg.eigvalsh(dense.total)
+        details = record.details
+        assert near(record.largest_eigenvalue, float(values[-1]))
+        assert near(details.smallest_eigenvalue, float(values[0]))
+        assert near(details.trace, float(dense.total.trace()))
+        assert near(details.frobenius_norm, float(dense.total.norm()))
+        assert near(details.effective_rank, float(dense.total.norm() ** 2 / values.abs().max() ** 2))
+        share = float(values.clamp(max=0).abs().sum() / values.abs().sum())
+        assert abs(details.negative_share.value - share) <= max(0.1 * share, 4 * details.negative_share.stderr)
+        start = 0
+        for name, size in blocks.sizes.items():
+            part = slice(start, start + size)
+            start += size
+            for kind in ("outer", "functional"):
+                expected = float(getattr(dense, kind)[part, part].norm())
+                low, high = getattr(details.blocks[name], kind).interval(0.9999)
+                assert low - 0.02 * expected - 1e-12 <= expected <= high + 0.02 * expected + 1e-12
+        parameters = dict(model.named_parameters())
+        loss = cross_entropy(model(inputs), targets)
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        g = blocks.gather(dict(zip(parameters, gradients, strict=True)))
+        assert record.gradient_norm == pytest.approx(float(g.norm()), rel=1e-9)
+        assert record.gradient_curvature == pytest.approx(float(g @ dense.total @ g / (g @ g)), rel=1e-8)
+        assert record.probe_loss == pytest.approx(float(loss.detach()), rel=1e-9)
+        assert record.edge == pytest.approx(100) and record.step == point + 1
+        assert record.edge_ratio == pytest.approx(record.largest_eigenvalue.value * 0.01)
+    assert monitor.incidents == []
+
+
+def test_attention_rows_against_the_formula():
+    model, inputs, targets = gpt()
+    monitor = CurvatureMonitor(model, CrossEntropy(), [(inputs, targets)])
+    found = monitor.measure(lr=0.1, details=False).attention["h.0.attn"]
+    with torch.no_grad():
+        x = model.h[0].ln_1(model.wte(inputs) + model.wpe.weight)
+        q, k, _ = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in model.h[0].attn.c_attn(x).chunk(3, -1))
+        scores = (q @ k.mT / math.sqrt(2)).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -math.inf)
+        A = scores.softmax(-1)
+        entropy = torch.distributions.Categorical(probs=A).entropy().mean()
+        far = (x[:, None, None] - (A @ x[:, None])[:, :, :, None]).square().sum(-1)  # |x_j - m_i|²
+        variance = (A * far).sum(-1).mean() / x.square().sum(-1).mean()
+    assert found.entropy == pytest.approx(float(entropy))
+    assert found.variance == pytest.approx(float(variance))
+
+
+class Bowl(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 2.0, -1.5], dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.w
+
+
+EIGENVALUES = torch.tensor([1.0, 4.0, 10.0], dtype=torch.float64)
+
+
+def half_squares(outputs, targets):
+    return 0.5 * (EIGENVALUES * outputs.square()).sum(-1).mean()
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.05, 0.5])
+def test_critical_sharpness_of_descent_on_a_quadratic(rate):
+    model, probe = Bowl(), [(torch.ones(1, 3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64))]
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    monitor = CurvatureMonitor(model, half_squares, probe, every=1)
+    monitor.watch(optimizer)
+    g = EIGENVALUES * model.w.detach()
+    loss = half_squares(model(probe[0][0]), None)
+    loss.backward()
+    optimizer.step()
+    record = monitor.step(loss)
+    assert float(record.critical_sharpness) == pytest.approx(float(g @ (EIGENVALUES * g) / (g @ g)), rel=1e-6)
+    assert float(record.largest_eigenvalue) == pytest.approx(10)
+    assert record.details.condition == pytest.approx(10)
+    assert float(record.details.negative_share) == 0
+    assert float(record.details.effective_rank) == pytest.approx(117 / 100)
+
+
+class Noisy(nn.Module):
+    """Dropout and batch norm: what draws random numbers, and what has a mode and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.norm, self.drop, self.down = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.down(self.drop(self.norm(self.up(x)).tanh()))
+
+
+def test_training_is_the_same_to_the_bit():
+    x, y = (values.float() for values in points(16))
+
+    def run(watched):
+        model = Noisy()
+        torch.manual_seed(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        monitor = CurvatureMonitor(model, nn.functional.mse_loss, [(x, y)], every=1, budget=1.0) if watched else None
+        if monitor is not None:
+            monitor.watch(optimizer)
+        for _ in range(5):
+            optimizer.zero_grad()
+            chosen = torch.randperm(16)[:8]
+            loss = nn.functional.mse_loss(model(x[chosen]), y[chosen])
+            loss.backward()
+            optimizer.step()
+            if monitor is not None:
+                monitor.step(loss)
+        assert all(module.training for module in model.modules())
+        assert monitor is None or (len(monitor.records) == 5 and monitor.incidents == [])
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return {**model.state_dict(), **{f"{name}.grad": g for name, g in gradients.items()}}, torch.get_rng_state()
+
+    (plain, state), (watched, after) = run(False), run(True)
+    assert torch.equal(state, after)
+    assert plain.keys() == watched.keys()
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+class Time:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("budget, seconds", [(0.05, 1.0), (0.3, 0.1)])
+def test_budget_with_a_clock_of_its_own(budget, seconds):
+    time = Time()
+    x, y = points()
+    model = MLP(nn.Tanh)
+
+    def loss_fn(outputs, targets):  # each forward pass of a measurement takes half a second
+        time.now += 0.5
+        return (outputs - targets).square().mean()
+
+    monitor = CurvatureMonitor(model, loss_fn, [(x, y)], every=3, budget=budget, clock=time)
+    for _ in range(800):
+        time.now += seconds
+        monitor.step(1.0, 0.1)
+    assert monitor.pace.share <= budget * 1.001
+    assert monitor.pace.share >= budget / 3  # and it is used
+    seen = [record.step for record in monitor.records]
+    assert len(seen) > 3 and min(b - a for a, b in pairwise(seen)) >= 3
+    assert sum(record.details is not None for record in monitor.records) > 1
+
+
+def mlp_monitor(**options):
+    x, y = points()
+    return CurvatureMonitor(MLP(nn.Tanh), nn.functional.mse_loss, [(x, y)], **{"every": 1, "budget": 1.0, **options})
+
+
+def test_a_loss_that_is_not_finite_pauses(caplog):
+    monitor = mlp_monitor()
+    with caplog.at_level(logging.WARNING):
+        assert monitor.step(1.0, 0.1) is not None
+        assert monitor.step(torch.tensor(math.nan), 0.1) is None
+        assert monitor.step(math.inf, 0.1) is None
+    assert monitor.paused and len(monitor.records) == 1
+    assert [(one.step, one.kind) for one in monitor.incidents] == [(2, "paused")]
+    assert "nan" in monitor.incidents[0].message and "paused at step 2" in caplog.text
+    assert monitor.step(1.0, 0.1) is not None
+    assert not monitor.paused and [one.kind for one in monitor.incidents] == ["paused", "resumed"]
+
+
+def test_weights_that_are_not_finite_pause_too():
+    monitor = mlp_monitor()
+    with torch.no_grad():
+        monitor._model.up.weight.fill_(math.nan)
+    for _ in range(3):
+        assert monitor.step(None, 0.1) is None
+    assert [one.kind for one in monitor.incidents] == ["paused"]
+
+
+def test_a_failure_is_logged_and_training_goes_on(caplog):
+    x, y = points()
+    probe = [(x, y)]
+    monitor = CurvatureMonitor(MLP(nn.Tanh), nn.functional.mse_loss, probe, every=1, budget=1.0)
+    probe[0] = (x[:2], y[:2])
+    with caplog.at_level(logging.WARNING):
+        assert monitor.step(1.0, 0.1) is None
+    assert "BatchError" in monitor.incidents[0].message and "failed at step 1" in caplog.text
+    probe[0] = (x, y)
+    assert monitor.step(1.0, 0.1) is not None
+
+
+def test_errors():
+    x, y = points()
+    for options, argument in (({"every": 0}, "every"), ({"budget": 0.0}, "budget"), ({"matvecs": 2}, "matvecs")):
+        with pytest.raises(RangeError, match=argument):
+            mlp_monitor(**options)
+    with pytest.raises(EmptyError, match="probe"):
+        CurvatureMonitor(MLP(), nn.functional.mse_loss, [])
+
+    class Shrinking:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter([(x[self.passes - 1 :], y[self.passes - 1 :])])
+
+    with pytest.raises(BatchError, match="differs"):
+        CurvatureMonitor(MLP(), nn.functional.mse_loss, Shrinking())
+    monitor = mlp_monitor()
+    with pytest.raises(RangeError, match="watch"):
+        monitor.step(1.0)
+    with pytest.raises(RangeError, match="lr"):
+        monitor.step(1.0, math.nan)
+    optimizer = torch.optim.SGD(MLP().parameters(), lr=0.1)
+    del optimizer.param_groups[0]["lr"]
+    with pytest.raises(RangeError, match="no 'lr'"):
+        monitor.watch(optimizer)
+
+
+def test_state_and_another_model(tmp_path):
+    monitor = mlp_monitor()
+    monitor.step(1.0, 0.1)
+    torch.save(monitor.state_dict(), tmp_path / "state.pt")
+    other = mlp_monitor()
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert other.records == monitor.records and other.steps == 1
+    warm, cold = other.step(1.0, 0.1), monitor.records[0]
+    assert float(warm.largest_eigenvalue) == pytest.approx(float(cold.largest_eigenvalue), rel=1e-3)
+    assert warm.largest_eigenvalue.matvecs <= cold.largest_eigenvalue.matvecs
+    x, y = points()
+    bowl = CurvatureMonitor(Bowl(), half_squares, [(x, y)])
+    with pytest.raises(ModelError, match="another model"):
+        bowl.load_state_dict(monitor.state_dict())
+    less = CurvatureMonitor(MLP(nn.Tanh), nn.functional.mse_loss, [(x[:3], y[:3])])
+    with pytest.raises(BatchError, match="another probe"):
+        less.load_state_dict(monitor.state_dict())
+
+
+def test_writer_gets_the_numbers_and_facts_come_back():
+    written = {}
+
+    class Writer:
+        def add_scalar(self, tag, scalar_value, global_step):
+            written[tag] = scalar_value, global_step
+
+    record = mlp_monitor(writer=Writer()).step(1.0, 0.1)
+    assert written["curvature/trace"] == (float(record.details.trace), 1)
+    assert written["curvature/edge"] == (20.0, 1)
+    assert Record.from_facts(record.facts()) == record
+
+
+def test_trainer_callback(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    rows = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    monitor = CurvatureMonitor(
+        model, CrossEntropy(shift=True), [{"input_ids": rows, "labels": rows}], every=1, budget=1.0, matvecs=8
+    )
+    options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-3, **options
+    )
+    callback = trainer_callback(monitor)
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    assert [record.step for record in monitor.records] == [1, 2] and monitor.incidents == []
+    assert monitor.records[0].critical_sharpness is not None
+    assert monitor.records[0].lr is not None and "h.0.attn" in monitor.records[0].attention
+
+
+def test_lightning_callback(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    with pytest.raises(MissingPackageError, match="lightning"):
+        lightning_callback(mlp_monitor())
+    package, inner = types.ModuleType("lightning"), types.ModuleType("lightning.pytorch")
+    inner.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, "lightning", package)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", inner)
+    monitor = mlp_monitor()
+    callback = lightning_callback(monitor)
+    optimizer = torch.optim.SGD(monitor._model.parameters(), lr=0.1)
+    trainer = types.SimpleNamespace(optimizers=[optimizer])
+    callback.on_train_start(trainer, None)
+    x, y = points()
+    loss = nn.functional.mse_loss(monitor._model(x), y)
+    loss.backward()
+    optimizer.step()
+    callback.on_train_batch_end(trainer, None, {"loss": loss}, None, 0)
+    callback.on_train_end(trainer, None)
+    assert monitor.records[0].loss == float(loss.detach()) and monitor.records[0].lr == 0.1
+    assert monitor.records[0].critical_sharpness is not None
