@@ -1,5 +1,7 @@
 import os
+import sys
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
@@ -14,3 +16,18 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("default")
+
+
+@pytest.fixture
+def call(monkeypatch, capfd):
+    """Run the entry point in this process: exit code, stdout and stderr."""
+    from curvoscope import cli  # here: the plugin that checks annotations must come before the package
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["curvoscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capfd.readouterr()
+        return stopped.value.code or 0, captured.out, captured.err
+
+    return run

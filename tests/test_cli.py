@@ -10,26 +10,12 @@ import torch
 from PIL import Image
 
 import curvoscope as cv
-from curvoscope import cli, commands
+from curvoscope import commands
 from curvoscope.data import addition, answer_targets
 from curvoscope.models import GPT2
 
 SMALL = ["--d", "4", "--sequences", "3", "--seed", "5"]
 WRITTEN = ["heat_map.png", "hessian.png", "histograms.png", "report.html", "report.md", "table.json"]
-
-
-@pytest.fixture
-def call(monkeypatch, capfd):
-    """Run the entry point in this process: exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["curvoscope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        captured = capfd.readouterr()
-        return stopped.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def files(directory):

@@ -29,6 +29,7 @@ __all__ = [
     "RankError",
     "blocks_of",
     "hessian",
+    "trainable",
 ]
 
 
@@ -124,7 +125,7 @@ def hessian(
     with ranks.together():
         everything = blocks_of(model)
         if blocks is None:
-            blocks = _trainable(model, everything)
+            blocks = trainable(model, everything)
         layers = Layers(model, everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)
@@ -155,7 +156,7 @@ def _check_closed(closed: ClosedForms, blocks: Blocks) -> None:
         raise ModelError("method", f"{found}. Leave them out with `select`, or use method='auto'")
 
 
-def _trainable(model: nn.Module, blocks: Blocks) -> Blocks:
+def trainable(model: nn.Module, blocks: Blocks) -> Blocks:
     """The blocks whose parameters are all trainable."""
     free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     chosen = [b for b in blocks.values() if all(piece.parameter in free for piece in b.pieces)]

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from PIL import Image
 from torch.func import functional_call
 
 from autodiff_cases import cross_entropy, truth_of
-from curvoscope import cli
 from curvoscope.commands.subject import Request, select, subject_of
 from curvoscope.data.text import corpus
 from curvoscope.models.families import blocks_of
@@ -20,20 +18,6 @@ from model_folders import make, saved
 pytest.importorskip("transformers")
 
 FAST = ["--sequences", "2", "--length", "6"]
-
-
-@pytest.fixture
-def call(monkeypatch, capfd):
-    """Run the entry point in this process: exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["curvoscope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        captured = capfd.readouterr()
-        return stopped.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from PIL import Image
 from torch.func import functional_call
 
 from autodiff_cases import cross_entropy, truth_of
-from curvoscope import cli
 from curvoscope.data import addition, answer_targets
 from curvoscope.models import GPT2
 from curvoscope.models.families import blocks_of
@@ -18,20 +16,6 @@ from model_folders import saved
 
 FAST = ["--sequences", "3"]
 PROJECTIONS = ["attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down"]
-
-
-@pytest.fixture
-def call(monkeypatch, capfd):
-    """Run the entry point in this process: exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["curvoscope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        captured = capfd.readouterr()
-        return stopped.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def test_the_papers_model_against_the_dense_hessian(call, tmp_path):

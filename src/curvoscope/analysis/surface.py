@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from curvoscope import checks
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import ModelHessian, _trainable
+from curvoscope.curvature import ModelHessian, trainable
 from curvoscope.errors import DtypeError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
 from curvoscope.models.families import blocks_of
@@ -50,7 +50,7 @@ class Surface:
         device: torch.device | str | None = None,
     ) -> None:
         if blocks is None:
-            blocks = _trainable(model, blocks_of(model))
+            blocks = trainable(model, blocks_of(model))
         self.engine = Autodiff(model, objective_of(loss_fn), Batches(batches), blocks, device=device)
         self.hessian = ModelHessian(self.engine)
         self.blocks, self.size = blocks, self.hessian.shape[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvoscope.analysis.surface import Surface
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import _trainable
+from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, ModelError, NonFiniteError, RangeError
 from curvoscope.models.families import blocks_of
 from curvoscope.operators.batches import BatchError, Batches
@@ -87,7 +87,7 @@ class CurvatureMonitor:
         self.incidents: list[Incident] = []
         self.paused = False
         self._model, self._loss_fn, self._probe = model, loss_fn, probe
-        self._blocks = blocks if blocks is not None else _trainable(model, blocks_of(model))
+        self._blocks = blocks if blocks is not None else trainable(model, blocks_of(model))
         self._blocks.check(model)
         self._batches = _batches(probe)
         self._attention = AttentionRows(model)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from curvoscope import checks
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import ModelHessian, _trainable, hessian
+from curvoscope.curvature import ModelHessian, hessian, trainable
 from curvoscope.errors import ModelError, RangeError, ShapeError
 from curvoscope.estimate import lanczos
 from curvoscope.models.families import blocks_of
@@ -102,7 +102,7 @@ class BlockCurvature(torch.optim.Optimizer):
             raise RangeError("matvecs", f"got {matvecs}, expected at least 2 products")
         self._model, self._loss_fn, self._probe = model, loss_fn, probe
         self._generators = Batches(probe).generators
-        self._blocks = blocks if blocks is not None else _trainable(model, blocks_of(model))
+        self._blocks = blocks if blocks is not None else trainable(model, blocks_of(model))
         self._blocks.check(model)
         named = dict(model.named_parameters())
         self._members = _members(self._blocks, named)
