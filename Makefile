@@ -11,10 +11,10 @@ demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
 	$(BIN)/curvoscope analyze --out demo
 
-test: $(VENV)/dev
+test: $(VENV)/dev $(VENV)/browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
-test-slow: $(VENV)/dev
+test-slow: $(VENV)/dev $(VENV)/browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 lint: $(VENV)/dev
@@ -33,7 +33,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/dev: $(VENV)/ready
-	$(PIP_INSTALL) --editable ".[dev,hf,lens,dask,parquet]"
+	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,digits,explore]"
+	@touch $@
+
+# What the tests of the pages drive: Debian's Chromium and axe-core. Without them those tests are skipped, and say so.
+$(VENV)/browser: $(VENV)/ready
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -qq -y chromium >/dev/null) || true
+	npm install --silent --no-save --prefix $(VENV) axe-core@4.14.0 || true
 	@touch $@
 
 # The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
