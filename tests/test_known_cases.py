@@ -1,6 +1,7 @@
 """Hessians known by hand: the analytic cases and random matrices that programs of this kind are tried on."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ class TestLinearNetworks:
     def test_blocks_of_the_gauss_newton_matrix(self):
         sizes = (5, 4, 3, 2)
         torch.manual_seed(0)
-        pairs = zip(sizes[:-1], sizes[1:], strict=True)
+        pairs = pairwise(sizes)
         model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairs)).double()
         X, Y = _gaussian(1, 9, 5), _gaussian(2, 9, 2)
         H = cv.hessian(model, mse_loss, [(X, Y)])
