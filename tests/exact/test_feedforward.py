@@ -20,6 +20,7 @@ from curvoscope.errors import (
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
 from curvoscope.theorems.autodiff import differentiate
+from loss_cases import Draws
 
 LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
 SMOOTH = ["gelu", "gelu_tanh", "silu"]
@@ -33,11 +34,11 @@ PRIMITIVES = {
 }
 
 
-class Case:
+class Case(Draws):
     """A layer, an input, a loss and what autodiff says of them."""
 
     def __init__(self, sizes, batch, activation="gelu", kind="mse", gated=False, absent=(), seed=0):
-        self.generator = torch.Generator().manual_seed(seed)
+        super().__init__(seed)
         d, f, m = sizes
         self.activation, self.gated = activation, gated
         every = {
@@ -53,23 +54,6 @@ class Case:
         self.layer = cv.exact.FeedForward(**given, activation=activation)
         self.X = self.normal(*batch, d)
         self.loss = self.make_loss(kind, (*batch, m))
-
-    def normal(self, *shape):
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-
-    def make_loss(self, kind, shape):
-        Y = self.normal(*shape)
-        if kind == "mse":
-            return cv.losses.MSE(Y)
-        if kind == "cross-entropy":
-            targets = torch.randint(0, 5, shape[:-1], generator=self.generator)
-            return cv.losses.CrossEntropy(targets, self.normal(shape[-1], 5))
-        return {
-            "token": lambda F: ((F * Y).sum(-1).sin() + F.pow(3).sum(-1)).mean(),
-            "sequence": lambda F: (F * Y).sum((-1, -2)).pow(3).mean() + F.pow(4).mean(),
-            "batch": lambda F: (F * Y).sum().sin() + F.square().mean(),
-            "linear": lambda F: (F * Y).sum(),
-        }[kind]
 
     def network(self, p):
         x, phi = p.get("X", self.X), PRIMITIVES[self.activation]

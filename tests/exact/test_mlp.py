@@ -9,38 +9,22 @@ import curvoscope as cv
 from curvoscope.errors import DtypeError, EmptyError, LossError, MemoryLimitError, NonFiniteError, ShapeError
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
 from curvoscope.theorems.autodiff import differentiate
+from loss_cases import Draws
 
 LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
 TOLERANCE = 1e-10
 
 
-class Case:
+class Case(Draws):
     """A network, an input, a loss and what autodiff says of them."""
 
     def __init__(self, widths, batch, kind, seed=0):
-        self.generator = torch.Generator().manual_seed(seed)
+        super().__init__(seed)
         self.weights = [self.normal(a, b) / a**0.5 for a, b in itertools.pairwise(widths)]
         self.X = self.normal(*batch, widths[0])
         self.layer = cv.exact.LinearMLP(self.weights)
         self.loss = self.make_loss(kind, (*batch, widths[-1]))
         self.kind = kind
-
-    def normal(self, *shape):
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-
-    def make_loss(self, kind, shape):
-        Y = self.normal(*shape)
-        if kind == "mse":
-            return cv.losses.MSE(Y)
-        if kind == "cross-entropy":
-            targets = torch.randint(0, 5, shape[:-1], generator=self.generator)
-            return cv.losses.CrossEntropy(targets, self.normal(shape[-1], 5))
-        return {
-            "token": lambda F: ((F * Y).sum(-1).exp() + F.pow(3).sum(-1)).mean(),
-            "sequence": lambda F: (F * Y).sum((-1, -2)).pow(3).mean() + F.pow(4).mean(),
-            "batch": lambda F: (F * Y).sum().sin() + F.square().mean(),
-            "linear": lambda F: (F * Y).sum(),
-        }[kind]
 
     def truth(self, wrt_input=False):
         parameters = {f"W{i + 1}": weight for i, weight in enumerate(self.weights)}

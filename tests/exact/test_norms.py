@@ -18,6 +18,7 @@ from curvoscope.errors import (
 )
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
 from curvoscope.theorems.autodiff import differentiate
+from loss_cases import Draws
 
 LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
 NORMS = ["layer", "layer without beta", "rms"]
@@ -30,11 +31,11 @@ def normalised(x, centred, eps):
     return c / (c.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-class Case:
+class Case(Draws):
     """A norm, an input, a loss and what autodiff says of them."""
 
     def __init__(self, d, batch, norm="layer", kind="mse", eps=1e-2, seed=0, constant=False):
-        self.generator = torch.Generator().manual_seed(seed)
+        super().__init__(seed)
         self.centred, self.eps = norm != "rms", eps
         self.parameters = {"gamma": self.normal(d)}
         if norm == "layer":
@@ -48,23 +49,6 @@ class Case:
             "rms": lambda: cv.exact.RMSNorm(self.parameters["gamma"], eps),
         }[norm]()
         self.loss = self.make_loss(kind, (*batch, d))
-
-    def normal(self, *shape):
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-
-    def make_loss(self, kind, shape):
-        Y = self.normal(*shape)
-        if kind == "mse":
-            return cv.losses.MSE(Y)
-        if kind == "cross-entropy":
-            targets = torch.randint(0, 5, shape[:-1], generator=self.generator)
-            return cv.losses.CrossEntropy(targets, self.normal(shape[-1], 5))
-        return {
-            "token": lambda F: ((F * Y).sum(-1).sin() + F.pow(3).sum(-1)).mean(),
-            "sequence": lambda F: (F * Y).sum((-1, -2)).pow(3).mean() + F.pow(4).mean(),
-            "batch": lambda F: (F * Y).sum().sin() + F.square().mean(),
-            "linear": lambda F: (F * Y).sum(),
-        }[kind]
 
     def network(self, p):
         return p["gamma"] * normalised(p.get("X", self.X), self.centred, self.eps) + p.get("beta", 0.0)
