@@ -107,6 +107,8 @@ class Scores(Core):
         rows, shared = self._left.rows, self._seen.shared
         if shared is None or not (self._same and rows.softmax and rows is self._right.rows):
             return super().trace(start, stop)
+        if len(rows.sharp(start, stop)):
+            return super().trace(start, stop)  # the differences below would leave nothing of a small one
         n, last = start // rows.length, -(-stop // rows.length)
         values, features = self._left.value.values[n:last], self._left.feature.values[n:last]
         kernel, other = values @ shared @ self._right.value.values[n:last].mT, features @ features.mT
@@ -130,6 +132,8 @@ class Scores(Core):
         kernel = kernel.expand(last - n, length, length, length).flatten(0, 1)[skip]
         a, b = (_row_weights(rows)[n:last].flatten(0, 1)[skip] for rows in (left, right))
         if left.softmax:
+            if len(left.sharp(start, stop)) or len(right.sharp(start, stop)):
+                kernel = _about_tops(kernel, left, right, start, stop)
             kernel_b = (kernel @ b[:, :, None])[..., 0]
             a_kernel = (a[:, None, :] @ kernel)[:, 0]
             constant = (a * kernel_b).sum(1)
@@ -139,6 +143,15 @@ class Scores(Core):
     def _matrices(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         left = self._left.matrix(start, stop)
         return left, left if self._same else self._right.matrix(start, stop)
+
+
+def _about_tops(kernel: Tensor, left: Rows, right: Rows, start: int, stop: int) -> Tensor:
+    """v_j S v'_l (t, L, L) as (v_j - v_top) S (v'_l - v'_top'), top and top' the keys of largest weight: their row and
+    their column are zero to the bit."""
+    top, other = (rows.tops(start, stop)[:, :, None] for rows in (left, right))
+    length = kernel.shape[-1]
+    kernel = kernel - kernel.gather(1, top.expand(-1, 1, length))
+    return kernel - kernel.gather(2, other.expand(-1, length, 1))
 
 
 def _row_weights(rows: Rows) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
+from curvoscope.exact.moments import about, softmax_derivative
 from curvoscope.losses import LossAt
 
 Directions = dict[str, Tensor]
@@ -35,11 +36,12 @@ class AttentionProduct:
         self._open = passed.open_keys
         if self._open is not None:
             self._open = self._open.expand_as(passed.A).unflatten(1, groups)
+        self._top = self._A.argmax(-1, keepdim=True) if self._open is None else None
         if loss is None:
             return
         self._G = loss.gradient
         self._Gh = layer.to_heads(self._G).unflatten(1, groups)
-        self._u = self._Gh @ self._v.mT
+        self._u = about(self._Gh @ self._v.mT, self._top)
         self._P = self._derivative(self._u)
         s = layer.scale
         self._gradients = {  # at the projections X W + b, which the direction of X meets again
@@ -159,7 +161,7 @@ class AttentionProduct:
     def _derivative(self, u: Tensor) -> Tensor:
         if self._open is not None:
             return self._open * u
-        return self._A * (u - (self._A * u).sum(-1, keepdim=True))
+        return softmax_derivative(self._A, about(u, self._top))
 
     def _merged(self, values: Tensor, turn: bool) -> Tensor:
         """(..., G, share or 1, L, w) -> (..., L, heads*w), back through the rotation."""

@@ -7,6 +7,10 @@ Row i of A is a distribution over keys j. For features f_j, g_j of the keys,
     Third_i     = f^T (diag(p) - p a^T - a p^T) g  p = P_i = D_i u_i: the third central moment, contracted with u
 
 Without softmax A = T where the mask allows: D_i = diag(mask_i), and the third moment is zero.
+
+Of a row that puts all but δ of its weight on one key, these moments are of order δ. They come out with all their digits
+because they are taken about that key: D_i 1 = 0, so any shift may be chosen, and the mean would leave an error of
+order one in the last digit.
 """
 
 from dataclasses import dataclass
@@ -17,6 +21,7 @@ from torch import Tensor
 from curvoscope.operators.cores import Core, TokenForm
 
 _KEPT_NUMBERS = 2**23
+_SHARP = 2.0**-10  # δ below which a covariance taken about the mean of the sequence loses more than ten bits
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Rows:
         """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax."""
         self.A, self.open_keys = A, open_keys
         self.sequences, self.length = A.shape[0], A.shape[1]
+        weight, self._top = A.max(-1, keepdim=True)
+        self._sharp = (weight > 1 - _SHARP).flatten() & (open_keys is None)
         self._kept: dict[tuple[int, int], tuple[Feature, Feature, Tensor]] = {}
         self._last: tuple[Feature, Feature, tuple[int, int], Tensor] | None = None
 
@@ -51,6 +58,14 @@ class Rows:
     def softmax(self) -> bool:
         """Whether a softmax was taken over the keys."""
         return self.open_keys is None
+
+    def sharp(self, start: int, stop: int) -> Tensor:
+        """Which of the tokens start to stop attend to almost one key alone: their indices, from `start` on."""
+        return self._sharp[start:stop].nonzero()[:, 0]
+
+    def tops(self, start: int, stop: int) -> Tensor:
+        """The key of largest weight of each of the tokens start to stop, (t, 1)."""
+        return _tokens(self._top, start, stop)
 
     def feature(self, values: Tensor, source: tuple[Feature, Tensor] | None = None) -> Feature:
         """Prepare features (N, L, p) for `covariance` and `third`."""
@@ -62,7 +77,7 @@ class Rows:
         """D_i u_i for every row: (..., N, L, L) -> (..., N, L, L)."""
         if self.open_keys is not None:
             return self.open_keys * u
-        return self.A * (u - (self.A * u).sum(-1, keepdim=True))
+        return softmax_derivative(self.A, about(u, self._top))
 
     def covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         """Cov_i[f, g] for tokens start to stop: (t, p, q). Small ones are kept: several blocks share them."""
@@ -80,7 +95,19 @@ class Rows:
         if f.source is not None and f.source[0] is g and g.width <= self.length:
             return (self.covariance(g, g, start, stop) @ f.source[1]).mT  # W^T Cov_i[g, g], fewer multiplications
         f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)
-        return self._second(self.A, f, g, start, stop).addcmul_(f_mean[:, :, None], g_mean[:, None, :], value=-1)
+        found = self._second(self.A, f, g, start, stop).addcmul_(f_mean[:, :, None], g_mean[:, None, :], value=-1)
+        sharp = self.sharp(start, stop)
+        for at in sharp.split(max(1, _KEPT_NUMBERS // (self.length * (f.width + g.width)))):
+            found[at] = self._about_top(f, g, at + start)
+        return found
+
+    def _about_top(self, f: Feature, g: Feature, tokens: Tensor) -> Tensor:
+        """Cov_i[f, g] of the tokens, (t, p, q), from the differences to the features of their key of largest weight."""
+        sequence, top = tokens // self.length, self._top.flatten()[tokens]
+        a = self.A.flatten(0, 1)[tokens]
+        from_f, from_g = (x.values[sequence] - x.values[sequence, top][:, None] for x in (f, g))
+        weighted = a[:, :, None] * from_f
+        return weighted.mT @ from_g - weighted.sum(1)[:, :, None] * (a[:, None, :] @ from_g)
 
     def third(self, P: Tensor, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         """sum_j P_ij (f_j - mean)(g_j - mean)^T for tokens start to stop: (t, p, q). The rows of P sum to zero."""
@@ -93,8 +120,11 @@ class Rows:
         """The matrices D_i, (t, L, L)."""
         if self.open_keys is not None:
             return torch.diag_embed(_tokens(self.open_keys.expand_as(self.A), start, stop))
-        a = _tokens(self.A, start, stop)
-        return torch.diag_embed(a) - a[:, :, None] * a[:, None, :]
+        a, top = _tokens(self.A, start, stop), self.tops(start, stop)
+        rest = (1 - a).scatter_(-1, top, a.scatter(-1, top, 0).sum(-1, keepdim=True))  # 1 - a_top, without a difference
+        found = -a[:, :, None] * a[:, None, :]
+        found.diagonal(dim1=1, dim2=2).copy_(a * rest)
+        return found
 
     def inner_third(self, P: Tensor, start: int, stop: int) -> Tensor:
         """diag(p) - p a^T - a p^T, (t, L, L)."""
@@ -127,6 +157,16 @@ class Rows:
             return (weights[n:last] @ pairs).view(stop - start, f.width, g.width)
         rows = weights[n, first : first + stop - start]
         return (rows[:, :, None] * f.values[n]).mT @ g.values[n]
+
+
+def about(u: Tensor, top: Tensor | None) -> Tensor:
+    """u (..., L, L) less its entry at each row's key of largest weight, `top` (..., L, 1): D_i sees no shift."""
+    return u if top is None else u - u.gather(-1, top.expand(*u.shape[:-1], 1))
+
+
+def softmax_derivative(A: Tensor, u: Tensor) -> Tensor:
+    """D_i u_i for every row of A, (..., L, L): to relative precision when u is taken `about` the largest weight."""
+    return A * (u - (A * u).sum(-1, keepdim=True))
 
 
 def _tokens(values: Tensor, start: int, stop: int) -> Tensor:
