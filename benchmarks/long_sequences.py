@@ -9,15 +9,13 @@ import math
 import resource
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import in_own_process, in_turns, once
+from benchmarks.measure import exponent, in_own_process, in_turns, once, peak_gib, resident_peak_starts_anew
 from curvoscope.attention import sdpa
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -64,19 +62,12 @@ def one_length(kernel: str, L: int, limit_gib: float) -> dict[str, object]:
     Layer(64).product(kernel)  # what is loaded at the first call does not belong to the product
     if limit_gib:
         resource.setrlimit(resource.RLIMIT_AS, (int(limit_gib * 2**30),) * 2)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
-    before = _status("VmHWM")
+    before = resident_peak_starts_anew()
     try:
         seconds = once(lambda: Layer(L).product(kernel))
     except RuntimeError as error:
         return {"fails": str(error).split("\n")[0], "limit_gib": limit_gib}
-    return {"seconds": seconds, "peak_mib": (_status("VmHWM") - before) / 2**20}
-
-
-def _status(field: str) -> int:
-    """A number of bytes that the kernel knows of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    return {"seconds": seconds, "peak_mib": (peak_gib() - before) * 1024}
 
 
 def growth() -> dict[str, object]:
@@ -89,9 +80,9 @@ def growth() -> dict[str, object]:
     return {
         "ours": ours,
         "math": theirs,
-        "memory_exponent_ours": _exponent(measured["ours"]),
-        "memory_exponent_math": _exponent(measured["math"]),
-        "time_exponent_ours": _exponent(_column(ours, "seconds")),
+        "memory_exponent_ours": exponent(measured["ours"]),
+        "memory_exponent_math": exponent(measured["math"]),
+        "time_exponent_ours": exponent(_column(ours, "seconds")),
         "math_predicted_gib": {L: last * (L / LONGEST_MATH) ** 2 / 1024 for L in LENGTHS if L > LONGEST_MATH},
         f"math, L={LENGTHS[-1]} within {LIMIT_GIB} GiB": own("math", LENGTHS[-1], LIMIT_GIB),
     }
@@ -99,11 +90,6 @@ def growth() -> dict[str, object]:
 
 def _column(rows: dict[int, dict[str, object]], field: str) -> dict[int, float]:
     return {L: float(str(row[field])) for L, row in rows.items()}
-
-
-def _exponent(values: dict[int, float]) -> float:
-    """Slope of log value by log L."""
-    return float(np.polyfit(np.log(list(values)), np.log(list(values.values())), 1)[0])
 
 
 def speed(L: int = 1024) -> dict[str, object]:

@@ -1,11 +1,12 @@
 """Timing and memory, as ratios that survive a noisy machine: what is compared is measured in turns, in one process."""
 
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
@@ -33,6 +34,18 @@ def peak_gib() -> float:
     """The largest resident memory of this program so far; getrusage would count the process that started it too."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
+
+
+def resident_peak_starts_anew() -> float:
+    """From here on `peak_gib` tells of what comes after; returns what is resident now, in GiB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_gib()
+
+
+def exponent(values: Mapping[float, float]) -> float:
+    """The slope of log value by log size, by least squares."""
+    x, y = [math.log(size) for size in values], [math.log(value) for value in values.values()]
+    return statistics.linear_regression(x, y).slope
 
 
 def in_own_process(module: str, *arguments: str) -> dict[str, object]:
