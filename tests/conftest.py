@@ -31,3 +31,17 @@ def call(monkeypatch, capfd):
         return stopped.value.code or 0, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium that Playwright drives; skipped where one of the two is missing."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="the tests of pages need playwright")
+    from browser_cases import CHROMIUM, CHROMIUM_FLAGS
+
+    if CHROMIUM is None:
+        pytest.skip("the tests of pages need the program chromium")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+        yield started
+        started.close()

@@ -1,0 +1,66 @@
+"""What the figures share: colours, layout, axes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from dash import Patch
+
+Blank = dict[str, Any]
+
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
+
+
+def layout(x: Blank, y: Blank, legend: bool = False, right: int = 10) -> Blank:
+    """White, with fixed margins: to fit them to the text would draw everything twice."""
+    return {
+        "margin": {"l": 58, "r": right, "t": 8, "b": 92 if legend else 58, "autoexpand": False},
+        "font": {"family": "system-ui, sans-serif", "size": 11, "color": "#1b1b1b"},
+        "paper_bgcolor": "#ffffff",
+        "plot_bgcolor": "#ffffff",
+        "showlegend": legend,
+        "legend": {
+            "orientation": "h",
+            "y": -0.23,
+            "yanchor": "top",
+            "x": -0.08,
+            "entrywidthmode": "fraction",
+            "entrywidth": 0.5,
+        },
+        "hovermode": "closest",
+        "uirevision": "kept",
+        "xaxis": x,
+        "yaxis": y,
+    }
+
+
+def axis(title: str, **options: Any) -> Blank:
+    """An axis with its title."""
+    line = {"gridcolor": "#e4e4e4", "zerolinecolor": "#b0b0b0", "linecolor": "#b0b0b0", "automargin": False}
+    return {"title": {"text": title, "standoff": 6}, **line, **options}
+
+
+def rows(values: np.ndarray) -> list[list[float | None]]:
+    """As JSON, which has no NaN."""
+    return [[None if math.isnan(value) else value for value in row] for row in values.tolist()]
+
+
+def positive(values: Sequence[float] | np.ndarray) -> list[float | None]:
+    """For a logarithmic axis."""
+    return [float(value) if value > 0 else None for value in values]
+
+
+def set_log_range(patch: Patch, values: Sequence[float]) -> None:
+    """The y axis from the smallest to the largest value, with at most some seven powers of ten named."""
+    seen = [math.log10(value) for value in values if value > 0] or [-1.0, 0.0]
+    pad = 0.3 + 0.04 * (max(seen) - min(seen))
+    axis, reach = patch["layout"]["yaxis"], max(seen) - min(seen) + 2 * pad
+    axis["range"] = [min(seen) - pad, max(seen) + pad]
+    axis["dtick"] = "D2" if reach < 1.5 else math.ceil(reach / 7)
+
+
+def upright(x: float) -> Blank:
+    """A dotted line at x."""
+    line = {"color": GREY, "width": 1.5, "dash": "dot"}
+    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}

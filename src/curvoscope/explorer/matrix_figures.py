@@ -1,0 +1,106 @@
+"""The attention map and the pictures of the Hessian: a blank Plotly figure each, sent once, and what a state writes
+into it, sent with every move."""
+
+from itertools import pairwise
+
+import numpy as np
+from dash import Patch
+
+from curvoscope.explorer import drawing, pictures
+from curvoscope.explorer.compute import Matrices
+from curvoscope.explorer.drawing import Blank
+
+_LONG = {"Q": "query", "K": "key", "V": "value"}
+
+
+def blank() -> dict[str, Blank]:
+    """The figures without data, by name."""
+    return {"attention": _attention(), "hessian": _matrix(scale=True), "outer": _matrix(), "functional": _matrix()}
+
+
+def fill(found: Matrices) -> list[Patch]:
+    """What to write into them, in their order."""
+    top = max(float(np.abs(values).max()) for values in found.dense.values()) or 1.0
+    return [_fill_attention(found), *(_fill_matrix(found, part, top) for part in ("total", "outer", "functional"))]
+
+
+def _attention() -> Blank:
+    heat = {
+        "type": "heatmap",
+        "hovertemplate": "query %{y}, %{x}<br>weight %{z:.4f}<extra></extra>",
+        "colorbar": {"thickness": 12, "outlinewidth": 0},
+    }
+    x, y = drawing.axis("key", type="category"), drawing.axis("query", range=[1.5, 0.5])
+    return {"data": [heat], "layout": drawing.layout(x, y, right=52)}
+
+
+def _fill_attention(found: Matrices) -> Patch:
+    heads, L, _ = found.attention.shape
+    gap = np.full((L, 1), np.nan)
+    tiles = [tile for head in found.attention for tile in (gap, head)][1:]
+    names = [f"key {j + 1}" if heads == 1 else f"head {h + 1}, key {j + 1}" for h in range(heads) for j in range(L)]
+    columns: list[str] = []
+    for h in range(heads):
+        columns += ([" " * h] if h else []) + names[h * L : (h + 1) * L]
+    patch = Patch()
+    heat = patch["data"][0]
+    heat["z"] = drawing.rows(np.concatenate(tiles, 1))
+    heat["x"], heat["y"] = columns, list(range(1, L + 1))
+    most = float(np.abs(found.attention).max()) or 1.0
+    linear = found.state.attention == "linear"
+    heat["zmin"], heat["zmax"] = (-most, most) if linear else (0.0, 1.0)
+    heat["colorscale"] = (
+        [[0, drawing.ORANGE], [0.5, "#ffffff"], [1, drawing.BLUE]] if linear else [[0, "#ffffff"], [1, "#003a5c"]]
+    )
+    shown = names[:: max(1, L // 4)] if heads == 1 else names[L // 2 :: L]
+    words = [str(1 + i * max(1, L // 4)) for i in range(len(shown))]
+    patch["layout"]["yaxis"]["range"] = [L + 0.5, 0.5]
+    patch["layout"]["xaxis"]["range"] = [-0.5, len(columns) - 0.5]
+    patch["layout"]["xaxis"]["tickvals"] = shown
+    patch["layout"]["xaxis"]["ticktext"] = words if heads == 1 else [f"head {h + 1}" for h in range(heads)]
+    return patch
+
+
+def _matrix(scale: bool = False) -> Blank:
+    picture = {"type": "image", "hoverinfo": "skip", "x0": 0, "y0": 0, "dx": 1, "dy": 1}
+    marker = {
+        "size": 0.01,
+        "color": [0.0],
+        "cmin": -pictures.DECADES,
+        "cmax": pictures.DECADES,
+        "colorscale": pictures.colour_scale(),
+        "showscale": True,
+        "colorbar": {"orientation": "h", "y": -0.08, "yanchor": "top", "thickness": 10, "outlinewidth": 0},
+    }
+    colours = {"type": "scatter", "x": [0], "y": [0], "mode": "markers", "marker": marker, "hoverinfo": "skip"}
+    x = drawing.axis("", range=[0, 1], showgrid=False, zeroline=False, constrain="domain")
+    y = drawing.axis(
+        "", range=[1, 0], showgrid=False, zeroline=False, scaleanchor="x", constrain="domain", tickangle=-90
+    )
+    return {"data": [picture, colours] if scale else [picture], "layout": drawing.layout(x, y)}
+
+
+def _fill_matrix(found: Matrices, part: str, top: float) -> Patch:
+    n, step = found.borders[-1], pictures.pooling(found.borders[-1])
+    patch = Patch()
+    picture = patch["data"][0]
+    picture["source"] = pictures.address(found.dense[part], top)
+    picture["x0"] = picture["y0"] = (step - 1) / 2
+    picture["dx"] = picture["dy"] = step
+    if part == "total":
+        bar = patch["data"][1]["marker"]["colorbar"]
+        bar["tickvals"], bar["ticktext"] = pictures.ticks(top)
+    middles = [(start + stop - 1) / 2 for start, stop in pairwise(found.borders)]
+    names = [_LONG[name] for name in found.names]
+    for axis, ends in (("xaxis", [-0.5, n - 0.5]), ("yaxis", [n - 0.5, -0.5])):
+        patch["layout"][axis]["range"] = ends
+        patch["layout"][axis]["tickvals"], patch["layout"][axis]["ticktext"] = middles, names
+    patch["layout"]["shapes"] = [
+        {"type": "line", "x0": x0, "x1": x1, "y0": y0, "y1": y1, "line": {"color": drawing.GREY, "width": 1.5}}
+        for border in found.borders
+        for x0, x1, y0, y1 in (
+            (border - 0.5, border - 0.5, -0.5, n - 0.5),
+            (-0.5, n - 0.5, border - 0.5, border - 0.5),
+        )
+    ]
+    return patch

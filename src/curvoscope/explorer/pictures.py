@@ -1,0 +1,107 @@
+"""A large matrix as a small picture: the entries of largest magnitude, coloured on a signed logarithmic scale.
+
+An entry v is drawn at sign(v) log10(|v|/floor) with floor = 10^-DECADES of the largest magnitude; what is below has
+the colour of zero.
+"""
+
+import base64
+import struct
+import zlib
+
+import numpy as np
+
+DECADES = 6
+MOST_CELLS = 192
+
+_POSITIVE, _NEGATIVE = ((0, 114, 178), (0, 38, 66)), ((213, 94, 0), (74, 28, 0))  # Okabe and Ito's, and darker
+_LEVELS = 127
+
+
+def pooling(n: int) -> int:
+    """Entries along a side of a cell, so that n of them need at most `MOST_CELLS`."""
+    return -(-n // MOST_CELLS)
+
+
+def pooled(matrix: np.ndarray) -> np.ndarray:
+    """Of each `pooling(n)`-sided square of an (n, n) matrix, the entry of largest magnitude with its sign."""
+    step = pooling(len(matrix))
+    high = low = matrix
+    for axis in (0, 1):
+        high, low = _strided(high, step, axis, np.maximum), _strided(low, step, axis, np.minimum)
+    return np.where(high >= -low, high, low)
+
+
+def _strided(values: np.ndarray, step: int, axis: int, better: np.ufunc) -> np.ndarray:
+    """`better` over each `step` neighbours along an axis; the last ones may be fewer. Strides are the fastest way."""
+    rows = values if axis == 0 else values.T
+    found = rows[::step].copy()
+    for shift in range(1, step):
+        other = rows[shift::step]
+        better(found[: len(other)], other, out=found[: len(other)])
+    return found if axis == 0 else found.T
+
+
+def signed_log(values: np.ndarray, top: float) -> np.ndarray:
+    """sign(v) log10(|v|/floor), 0 below the floor: from -DECADES to DECADES."""
+    with np.errstate(divide="ignore"):
+        depth = np.log10(np.abs(values) / top) + DECADES
+    return np.sign(values) * np.clip(depth, 0.0, DECADES)
+
+
+def ticks(top: float) -> tuple[list[float], list[str]]:
+    """Places and words of the powers of ten on such a scale, and of its zero."""
+    highest = int(np.floor(np.log10(top)))
+    powers = [power for power in range(highest, highest - DECADES, -2) if power - np.log10(top) + DECADES > 0.7]
+    places = {power: power - float(np.log10(top)) + DECADES for power in powers}
+    rising = sorted(places)
+    return (
+        [-places[power] for power in powers] + [0.0] + [places[power] for power in rising],
+        [f"−10{_raised(power)}" for power in powers] + ["0"] + [f"10{_raised(power)}" for power in rising],
+    )
+
+
+def colours() -> list[tuple[int, int, int]]:
+    """From the most negative over white at zero to the most positive: 2 _LEVELS + 1 of them."""
+    return [*(_blend(i / _LEVELS, _NEGATIVE) for i in range(_LEVELS, 0, -1)), (255, 255, 255), *_upwards()]
+
+
+def colour_scale(steps: int = 12) -> list[list[object]]:
+    """The same colours as a Plotly scale."""
+    palette = colours()
+    chosen = np.linspace(0, len(palette) - 1, 2 * steps + 1).astype(int)
+    return [[i / (2 * steps), "rgb({}, {}, {})".format(*palette[place])] for i, place in enumerate(chosen)]
+
+
+def address(matrix: np.ndarray, top: float) -> str:
+    """The picture of a matrix as a data: address of a PNG, a pixel for each cell."""
+    level = np.rint(signed_log(pooled(matrix), top) * (_LEVELS / DECADES)).astype(np.int16) + _LEVELS
+    return "data:image/png;base64," + base64.b64encode(_png(level.astype(np.uint8))).decode()
+
+
+def _png(levels: np.ndarray) -> bytes:
+    """A PNG of palette entries (h, w)."""
+    height, width = levels.shape
+    rows = np.concatenate([np.zeros((height, 1), dtype=np.uint8), levels], 1)  # filter 0 before each row
+    palette = bytes(channel for colour in colours() for channel in colour)
+    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"PLTE", palette), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
+def _upwards() -> list[tuple[int, int, int]]:
+    return [_blend(i / _LEVELS, _POSITIVE) for i in range(1, _LEVELS + 1)]
+
+
+def _blend(share: float, ends: tuple[tuple[int, int, int], tuple[int, int, int]]) -> tuple[int, int, int]:
+    """White at 0, the first colour at 5/6, the second at 1."""
+    first, second = ends
+    white = (255, 255, 255)
+    start, stop, along = (white, first, 1.2 * share) if share <= 5 / 6 else (first, second, 6 * share - 5)
+    red, green, blue = (round(a + along * (b - a)) for a, b in zip(start, stop, strict=True))
+    return red, green, blue
+
+
+def _raised(power: int) -> str:
+    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
