@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint bench docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -26,6 +26,10 @@ lint: $(VENV)/dev
 bench: $(VENV)/bench
 	$(BIN)/python -m benchmarks
 
+# Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
+docs: $(VENV)/dev $(VENV)/mathjax
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -E -q -b html docs docs/_build/html
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
@@ -42,10 +46,15 @@ $(VENV)/browser: $(VENV)/ready
 	npm install --silent --no-save --prefix $(VENV) axe-core@4.14.0 || true
 	@touch $@
 
+# In a folder of its own: npm would remove what else it has put in $(VENV).
+$(VENV)/mathjax: $(VENV)/ready
+	npm install --silent --no-save --prefix $(VENV)/share/mathjax mathjax@3.2.2
+	@touch $@
+
 # The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
 $(VENV)/bench: $(VENV)/dev benchmarks/peers.txt
 	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo build dist docs/_build docs/gallery src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

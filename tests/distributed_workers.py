@@ -14,6 +14,7 @@ from torch.nn import functional
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
 from curvoscope.errors import CurvoscopeError
+from curvoscope.operators import rank_sum
 
 ROWS = 7  # of the data of all ranks; row 5 has no target that counts
 
@@ -102,6 +103,27 @@ def own_loss(cuts, rank, group="world"):
     return torch.tensor([H.loss, H.terms])
 
 
+class Once(torch.autograd.Function):
+    """tanh, without a second derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, direction):
+        (y,) = ctx.saved_tensors
+        return direction * (1 - y.square())
+
+
+class OnceTanh(nn.Module):
+    def forward(self, x):
+        return Once.apply(x)
+
+
 def failures(rank):
     """Each mistake on rank 1, one after the other: the group must survive them all."""
     model, data = MLP(), points(ROWS)
@@ -109,38 +131,38 @@ def failures(rank):
     build = lambda **options: hessian(  # noqa: E731
         **{"model": model, "loss_fn": MeanSquaredError(), "batches": mine, "process_group": "world"} | options
     )
-    found = {"fine": _caught(build)}
+    found = {"fine": caught(build)}
 
     shaken = MLP()
     with torch.no_grad():
         shaken.down.weight[0, 0] += 1e-12 * rank
-    found["parameters"] = _caught(lambda: build(model=shaken))
-    found["blocks"] = _caught(lambda: build(blocks=blocks_of(model).select("up.*" if rank else "*")))
-    found["order"] = _caught(lambda: build(blocks=blocks_of(model).select("up.weight" if rank else "down.weight")))
-    found["split"] = _caught(lambda: build(split="layer" if rank else "model"))
-    found["loss"] = _caught(lambda: build(loss_fn=CrossEntropy() if rank else MeanSquaredError()))
-    found["form"] = _caught(lambda: build(batches=[1, 2] if rank else mine))
+    found["parameters"] = caught(lambda: build(model=shaken))
+    found["blocks"] = caught(lambda: build(blocks=blocks_of(model).select("up.*" if rank else "*")))
+    found["order"] = caught(lambda: build(blocks=blocks_of(model).select("up.weight" if rank else "down.weight")))
+    found["split"] = caught(lambda: build(split="layer" if rank else "model"))
+    found["loss"] = caught(lambda: build(loss_fn=CrossEntropy() if rank else MeanSquaredError()))
+    found["form"] = caught(lambda: build(batches=[1, 2] if rank else mine))
     nan = [(x * float("nan"), y) for x, y in mine]
-    found["nan"] = _caught(lambda: build(batches=nan if rank else mine))
-    found["empty"] = _caught(lambda: build(batches=[]))
-    found["exact"] = _caught(lambda: build(method="exact"))
+    found["nan"] = caught(lambda: build(batches=nan if rank else mine))
+    found["empty"] = caught(lambda: build(batches=[]))
+    found["exact"] = caught(lambda: build(method="exact"))
 
     H = build(memory_limit=1)  # no graphs are kept: each product reads the batches
     v = torch.randn(H.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    found["vectors"] = _caught(lambda: H @ v)
-    found["calls"] = _caught(lambda: (H.outer if rank else H.total).trace(matvecs=4))
-    found["widths"] = _caught(lambda: H.total @ torch.ones(H.shape[0], 1 + rank, dtype=torch.float64))
-    found["curvatures"] = _caught(lambda: list(H.layer_curvatures()))
+    found["vectors"] = caught(lambda: H @ v)
+    found["calls"] = caught(lambda: (H.outer if rank else H.total).trace(matvecs=4))
+    found["widths"] = caught(lambda: H.total @ torch.ones(H.shape[0], 1 + rank, dtype=torch.float64))
+    found["curvatures"] = caught(lambda: list(H.layer_curvatures()))
     before = H @ torch.ones_like(v)
     inputs = mine[0][0].clone()
     if rank:
         mine[0][0].add_(1)
-    found["changed"] = _caught(lambda: H @ torch.ones_like(v))
+    found["changed"] = caught(lambda: H @ torch.ones_like(v))
     mine[0][0].copy_(inputs)
     found["after"] = float((H @ torch.ones_like(v) - before).abs().max() / before.abs().max())
 
     small = dist.new_group([0])
-    found["member"] = _caught(lambda: build(process_group=small))
+    found["member"] = caught(lambda: build(process_group=small))
     return found
 
 
@@ -168,7 +190,41 @@ def differences(rank, cuts):
     return H @ torch.linspace(-1, 1, H.shape[0], dtype=torch.float64), torch.tensor(H.difference_error)
 
 
-def _caught(call):
+def closed(rank, cuts):
+    """Blocks in closed form, each rank having tokens of its own; the norm by both of its routes."""
+    model = GPT()
+    H = hessian(
+        model, CrossEntropy(), batches(tokens(ROWS), shares(cuts)[rank]), _layers(model), "exact", process_group="world"
+    )
+    found = closed_summary(H)
+    rank_sum._FEW = 0  # as if there were too many entries
+    found |= {f"gathered {name}": torch.tensor(H[name].frobenius_norm(), dtype=torch.float64) for name in H.names}
+    estimate = H["h.0.attn.Q"].frobenius_norm(memory_limit=1)
+    return found | {"estimate": torch.tensor([estimate.value, estimate.stderr], dtype=torch.float64)}
+
+
+def closed_summary(H):
+    found = {"pair": H["h.0.attn.Q", "h.0.attn.K"].dense(), "transposed": H["h.0.attn.K", "h.0.attn.Q"].dense()}
+    for part in ("total", "outer", "functional"):
+        for name in H.names:
+            block = getattr(H, part)[name]
+            ramp = torch.linspace(-1, 1, block.shape[1], dtype=torch.float64)
+            found |= {
+                f"{part} {name} dense": block.dense(),
+                f"{part} {name} trace": torch.tensor(block.trace(), dtype=torch.float64),
+                f"{part} {name} diagonal": block.diagonal(),
+                f"{part} {name} norm": torch.tensor(block.frobenius_norm(), dtype=torch.float64),
+                f"{part} {name} largest": block.eigenvalues(k=2),
+                f"{part} {name} product": block @ ramp,
+            }
+    return found
+
+
+def _layers(model):
+    return blocks_of(model).select("*.attn.[QKV]", "*.mlp.up")
+
+
+def caught(call):
     try:
         call()
     except CurvoscopeError as error:

@@ -15,7 +15,9 @@ from curvoscope.data import addition, answer_targets
 from curvoscope.models import GPT2
 
 SMALL = ["--d", "4", "--sequences", "3", "--seed", "5"]
-WRITTEN = ["heat_map.png", "hessian.png", "histograms.png", "report.html", "report.md", "table.json"]
+FIGURES = ["heat_map", "densities", "histograms", "hessian", "depth"]
+SHOWN = [*(f"{name}.png" for name in FIGURES), "report.html", "report.md", "table.json"]
+WRITTEN = sorted([*SHOWN, *(f"{name}.svg" for name in FIGURES)])
 
 
 def files(directory):
@@ -27,7 +29,7 @@ def test_analyze_prints_the_table_the_sentence_and_the_files(call, tmp_path):
     code, stdout, stderr = call("analyze", *SMALL, "--out", out)
     assert code == 0 and stderr == ""
     assert files(out) == WRITTEN
-    assert stdout.splitlines()[-6:] == [f"wrote {out / name}" for name in WRITTEN]
+    assert stdout.splitlines()[-8:] == [f"wrote {out / name}" for name in SHOWN]
     table = json.loads((out / "table.json").read_text())
     assert table["verdict"] in " ".join(stdout.split())
     matrices = {f"h.0.{name}" for name in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down")}
@@ -169,7 +171,7 @@ def test_interrupted_quietly(call, monkeypatch, tmp_path):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(analyze, "_hessian", interrupted)
+    monkeypatch.setattr(analyze, "_measure", interrupted)
     assert call("analyze", "--out", tmp_path) == (130, "", "")
 
 

@@ -202,22 +202,24 @@ def spectrum(
 def watch(
     steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
     seed: Seed = 0,
+    task: Annotated[str, typer.Option(help="addition, or text: the next byte of the package's corpus.")] = "addition",
     d: Annotated[int, typer.Option(help="Width of the model.")] = 16,
     norm: Annotated[Norm, typer.Option(help="LayerNorm: none, or before each branch.")] = Norm.pre,
     optimizer: Annotated[str, typer.Option(help="sgd, adam, block-sgd or block-adam.")] = "adam",
     lr: Annotated[float, typer.Option(help="Learning rate; a cap for block-*.")] = 3e-3,
-    sequences: Annotated[int, typer.Option(help="Additions a batch.")] = 64,
+    sequences: Annotated[int | None, typer.Option(help="Additions or texts a batch.")] = None,
     every: Annotated[int, typer.Option(help="Steps between measurements, at least.")] = 10,
-    budget: Annotated[float, typer.Option(help="Share of the time for measurements.")] = 0.1,
+    budget: Annotated[float, typer.Option(help="Share of the time for measurements.")] = 0.25,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events into OUT/tensorboard.")] = False,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("curvoscope-watch"),
     as_json: AsJson = False,
 ) -> None:
-    """Train the addition model with the curvature monitor on."""
+    """Train a small GPT-2 on additions or on text, with the curvature monitor on."""
     from curvoscope.commands import watch as command
 
-    options = command.Options(steps, seed, d, norm.value, optimizer, lr, sequences, every, budget)
-    raise typer.Exit(command.run(options, out, resume, as_json))
+    options = command.Options(steps, seed, task, d, norm.value, optimizer, lr, sequences, every, budget)
+    raise typer.Exit(command.run(options, out, resume, as_json, tensorboard))
 
 
 @app.command()
@@ -259,6 +261,21 @@ def report(
     from curvoscope.commands import report as command
 
     command.run(run)
+
+
+@app.command()
+def explore(
+    port: Annotated[int, typer.Option(help="Port; a free one where it is taken.")] = 8050,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on, behind a token. (default: loopback)", show_default=False),
+    ] = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """The interactive page: the exact Hessian of an attention layer, at once, as its sizes and scales are moved."""
+    from curvoscope.commands import explore as command
+
+    command.run(host, port, open_browser)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from curvoscope import checks
 from curvoscope.blocks import Blocks
@@ -16,9 +17,12 @@ from curvoscope.operators.autodiff import Autodiff
 from curvoscope.operators.batches import BatchError, Batches
 from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.differences import Differences
-from curvoscope.operators.distributed import RankError, ranks_of
+from curvoscope.operators.distributed import Mesh, RankError, ranks_of, sharded_ranks
 from curvoscope.operators.matrix_free import AutodiffMatrix
 from curvoscope.operators.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
+from curvoscope.operators.sharded import Aligned, Sharded, ShardedDifferences
+from curvoscope.operators.sharded_model import mesh_of
+from curvoscope.operators.sharded_operators import ShardedMatrix
 
 __all__ = [
     "BatchError",
@@ -42,20 +46,24 @@ class ModelHessian(BlockHessian):
 
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None) -> None:
         known = None if closed is None else closed.block
-        self.outer = AutodiffMatrix(engine, "outer", engine.blocks, known)
-        self.functional = AutodiffMatrix(engine, "functional", engine.blocks, known)
-        self.total = AutodiffMatrix(engine, "total", engine.blocks, known)
+        self.outer, self.functional, self.total = (
+            ShardedMatrix(engine, part, engine.blocks)
+            if isinstance(engine, Sharded)
+            else AutodiffMatrix(engine, part, engine.blocks, known)
+            for part in ("outer", "functional", "total")
+        )
         self.loss = engine.survey.loss
         self.terms = engine.survey.total
         self._blocks, self._closed = engine.blocks, closed
         self._engine = engine
 
     def method_of(self, name: str) -> str:
-        """How the diagonal block `name` is computed: "exact" or "autodiff"."""
+        """How the diagonal block `name` is computed: "exact", "autodiff" or "difference"."""
         if name not in self._blocks:
             raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
         exact = self._closed is not None and self._closed.reason(self._blocks[name]) is None
-        return "exact" if exact else "autodiff"
+        by_products = "difference" if isinstance(self._engine, Differences) else "autodiff"
+        return "exact" if exact else by_products
 
     @property
     def difference_error(self) -> float | None:
@@ -108,20 +116,31 @@ def hessian(
             None: a part of what is free.
         process_group: the processes whose batches count, a group of torch.distributed, or "world" for its default one.
             Each of them gives batches of its own, as many as it has (also none), for the same model and blocks, and
-            then makes the same calls: each product is summed over all, every estimate is the same everywhere. A call
-            fails on all when it fails on one. Blocks are computed by products then, never in closed form. None: this
-            process alone; so is `torch.distributed.group.WORLD` before it is initialised, where "world" is an error.
-            A `DistributedSampler` repeats rows to give all ranks as many: those would count twice.
+            then makes the same calls: products and closed forms are summed over all, every answer is the same
+            everywhere. A call fails on all when it fails on one. None: this process alone; so is
+            `torch.distributed.group.WORLD` before it is initialised, where "world" is an error. A `DistributedSampler`
+            repeats rows to give all ranks as many: those would count twice. For a sharded model: see below.
         hvp: how products are made. "autodiff": exactly, by a second derivative. "difference": by central differences
             of gradients, for models that have no second derivative in autograd; the step follows from the precision
             and the lengths of weights and vector, and `difference_error` tells how far off the products are. Nothing
             is computed in closed form then.
 
     Half-precision weights are converted: operators, vectors and sums are float32.
+
+    A model whose parameters are DTensors (`torch.distributed.fsdp.fully_shard`) is known by them, and the ranks are
+    those of its mesh; each gives batches of its own. Vectors are spread like the parameters: `H @ v` takes and gives,
+    block by block, the entries whose parameters the rank holds, and no rank ever holds a whole vector. Parameters are
+    gathered module by module, as they are for training; second derivatives are exact. Traces, norms, eigenvalues and
+    densities are Estimates, the same on all ranks and, to rounding, the same as of the model in one piece; `dense()`,
+    `diagonal()` and closed forms raise. Should the model fail on one rank in the middle of a pass, the others know when
+    that process ends or when the timeout of the group is over.
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference"))
-    ranks = ranks_of(process_group)
+    if isinstance(model, DistributedDataParallel):
+        raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
+    mesh = mesh_of(model)
+    ranks = ranks_of(process_group) if mesh is None else sharded_ranks(mesh, process_group)
     with ranks.together():
         everything = blocks_of(model)
         if blocks is None:
@@ -129,13 +148,17 @@ def hessian(
         layers = Layers(model, everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)
-        products_only = ranks.size > 1 or hvp == "difference"
+        products_only = mesh is not None or hvp == "difference"
         if method == "exact" and products_only:
             raise ModelError(
-                "method", "got 'exact', but over several ranks, or with differences, there are products only"
+                "method", "got 'exact', but for sharded models, or with differences, there are products only"
             )
+    place = split, device, memory_limit, layers.sites, ranks
+    if isinstance(ranks, Mesh):
+        spread = ShardedDifferences if hvp == "difference" else Sharded
+        return ModelHessian(spread(model, objective, Aligned(found, ranks), blocks, *place))
     kind = Differences if hvp == "difference" else Autodiff
-    engine = kind(model, objective, found, blocks, split, device, memory_limit, layers.sites, ranks)
+    engine = kind(model, objective, found, blocks, *place)
     if method == "autodiff" or products_only:
         return ModelHessian(engine)
     closed = ClosedForms(engine, layers, limited=method == "auto")

@@ -144,8 +144,8 @@ def test_what_a_reader_sees(call, tmp_path):
     assert "2 sequences of 6 tokens from the package's corpus; tokens: one token a byte." in stdout
     for word in ("h.1.attn.Q", "outer", "functional", "λ max", "2/λ max = ", "critical learning rate", "Loss"):
         assert word in stdout
-    written = ["norms.png", "heat_map.png", "report.html", "report.md", "table.json"]
-    assert stdout.splitlines()[-5:] == [f"wrote {out / name}" for name in written]
+    written = ["norms.png", "pairs.png", "histograms.png", "heads.png", "report.html", "report.md", "table.json"]
+    assert stdout.splitlines()[-7:] == [f"wrote {out / name}" for name in written]
     with Image.open(out / "norms.png") as image:
         image.load()
         assert min(image.size) >= 700
@@ -238,7 +238,7 @@ class TestErrors:
             (["gpt2-tiny", "--norm", "pre"], "error: norm: has a meaning only without a MODEL"),
             (["--tolerance", "0.1"], "error: tolerance: has a meaning only with a MODEL"),
             (["--blocks", "*"], "error: blocks: has a meaning only with a MODEL"),
-            (["gpt2-tiny", "--blocks", "h.0.atn.Q"], "error: patterns: 'h.0.atn.Q' matches none of 31 blocks; nearest"),
+            (["gpt2-tiny", "--blocks", "h.0.atn.Q"], "error: blocks: 'h.0.atn.Q' matches none of 31 blocks; nearest"),
             (["gpt2-tiny", "--tolerance", "2"], "error: tolerance: got 2"),
             (["gpt2-tiny", "--tolerance", "0.1", "--matvecs", "8"], "error: tolerance: got both"),
             (["gpt2-tiny", "--matvecs", "1"], "error: matvecs: got 1"),

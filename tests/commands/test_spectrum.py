@@ -98,7 +98,7 @@ def test_a_folder(call, tmp_path):
     [
         (["--matvecs", "4"], "error: matvecs: got 4, expected at least 8"),
         (["--length", "5"], "error: length: is for language models; addition reads none"),
-        (["--blocks", "h.7.*"], "error: patterns: 'h.7.*' matches none"),
+        (["--blocks", "h.7.*"], "error: blocks: 'h.7.*' matches none"),
         (["adition"], "error: model: 'adition' is no folder and none of addition"),
     ],
 )

@@ -3,10 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
-from distributed_workers import ROWS, answers, failures, launch, own_loss, summary, vanishing
+from curvoscope.errors import ModelError
+from distributed_workers import ROWS, answers, closed, closed_summary, failures, launch, own_loss, summary, vanishing
 from reference import relative
 
 CUTS = [(7,), (4, 3), (1, 6), (3, 0, 2, 2)]  # in the last, a rank without batches and one with few terms
@@ -51,6 +55,48 @@ class TestAnyCut:
     def test_the_loss_of_the_model_itself(self, found):
         for answer in found:
             assert relative(answer["own loss"], own_loss([ROWS], 0, None)) < 1e-12
+
+
+@pytest.fixture(scope="module", params=CUTS, ids=str)
+def closed_forms(request, tmp_path_factory):
+    return launch(closed, len(request.param), tmp_path_factory.mktemp("closed"), request.param)
+
+
+@pytest.fixture(scope="module")
+def closed_alone():
+    model = GPT()
+    blocks = blocks_of(model).select("*.attn.[QKV]", "*.mlp.up")
+    return closed_summary(hessian(model, CrossEntropy(), [tokens(ROWS)], blocks, "exact"))
+
+
+class TestClosedForms:
+    def test_all_that_one_process_says(self, closed_forms, closed_alone):
+        for answer in closed_forms:
+            for name, expected in closed_alone.items():
+                assert relative(answer[name], expected) < 1e-9, name
+
+    def test_dense_autodiff(self, closed_forms):
+        model, (inputs, targets) = GPT(), tokens(ROWS)
+        blocks = blocks_of(model).select("*.attn.[QKV]", "*.mlp.up")
+        dense = truth(model, inputs, lambda F: cross_entropy(F, targets), blocks)
+        for part in ("total", "outer", "functional"):
+            start = 0
+            for name, size in blocks.sizes.items():
+                expected = getattr(dense, part)[start : start + size, start : start + size]
+                start += size
+                for answer in closed_forms:
+                    assert relative(answer[f"{part} {name} dense"], expected, dense.total) < 1e-10
+                    assert relative(answer[f"{part} {name} norm"], expected.norm(), dense.total) < 1e-10
+
+    def test_the_norm_from_the_terms_of_all_ranks(self, closed_forms, closed_alone):
+        for answer in closed_forms:
+            for name in ("h.0.attn.Q", "h.0.attn.K", "h.0.attn.V", "h.0.mlp.up"):
+                assert relative(answer[f"gathered {name}"], closed_alone[f"total {name} norm"]) < 1e-9
+
+    def test_the_norm_without_memory_is_an_estimate(self, closed_forms, closed_alone):
+        for answer in closed_forms:
+            value, stderr = answer["estimate"].tolist()
+            assert abs(value - float(closed_alone["total h.0.attn.Q norm"])) <= 4 * stderr + 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +173,37 @@ class TestNoGroup:
         try:
             with pytest.raises(RankError, match='got a list, expected "world" or a group'):
                 hessian(MLP(), MeanSquaredError(), [points()], process_group=[0, 1])
-            group = dist.group.WORLD
+            group, v = dist.group.WORLD, torch.ones(sum(p.numel() for p in MLP().parameters()), dtype=torch.float64)
             H = hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
             assert H.method_of("up.weight") == hessian(MLP(), MeanSquaredError(), [points()]).method_of("up.weight")
+            wrapped = DistributedDataParallel(MLP())
+            with pytest.raises(ModelError, match=r"model: is wrapped in DistributedDataParallel; give model\.module"):
+                hessian(wrapped, MeanSquaredError(), [points()], process_group="world")
+            sharded = fully_shard(MLP(), mesh=init_device_mesh("cpu", (1,)))
+            for hvp, close in (("autodiff", 1e-12), ("difference", 1e-8)):  # in this process, where hints are checked
+                one = hessian(sharded, MeanSquaredError(), [points()], hvp=hvp)
+                assert relative(one @ v, H @ v) < close
+                for ask in (_trace, _norm, _largest, _nodes):
+                    assert relative(ask(one.total), ask(H.total)) < 1e3 * close
         finally:
             dist.destroy_process_group()
         with pytest.raises(RankError, match="not initialised"):
             hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
+        with pytest.raises(RankError, match="whose process group is destroyed"):
+            hessian(sharded, MeanSquaredError(), [points()])
+
+
+def _trace(operator):
+    return torch.tensor(operator.trace(matvecs=8).value, dtype=torch.float64)
+
+
+def _norm(operator):
+    return torch.tensor(operator.frobenius_norm(matvecs=8).value, dtype=torch.float64)
+
+
+def _largest(operator):
+    return operator.eigenvalues(k=2).tensor()
+
+
+def _nodes(operator):
+    return operator.density(matvecs=8, steps=2).nodes

@@ -1,6 +1,5 @@
 """The HTML report: its numbers are those of the JSON, it is whole by itself, and text from outside stays text."""
 
-import base64
 import itertools
 import json
 import re
@@ -31,6 +30,10 @@ def read(run):
 def test_the_numbers_are_those_of_the_document(run):
     _, page, document = read(run)
     rows = page.tables[0]["rows"][1:]
+    if document["kind"] in ("watch", "reproduce"):
+        check = watched if document["kind"] == "watch" else reproduced
+        check(page, document)
+        return
     if document["kind"] == "analyze":
         expected = [row for row in document["rows"] if row["row"] == row["column"]]
         names = ("frobenius_norm", "trace", "largest_eigenvalue", "smallest_eigenvalue", "negative_share")
@@ -38,7 +41,7 @@ def test_the_numbers_are_those_of_the_document(run):
             assert [cell[0] for cell in shown[:2]] == [row["row"], row["part"]]
             assert [cell[1] for cell in shown[2:]] == [row[name] for name in (*names, "median_absolute")]
         others = [row for row in document["rows"] if row["row"] != row["column"]]
-        found = [(*(cell[0] for cell in shown[:3]), shown[3][1]) for shown in page.tables[1]["rows"][1:]]
+        found = [(*(cell[0] for cell in shown[:3]), shown[3][1]) for shown in table(page, "Off-diagonal")]
         assert found == [(row["row"], row["column"], row["part"], row["frobenius_norm"]) for row in others]
     elif document["kind"] == "analyze MODEL":
         for shown, row in zip(rows, document["rows"], strict=True):
@@ -47,6 +50,12 @@ def test_the_numbers_are_those_of_the_document(run):
             assert [cell[1:] for cell in shown[3:]] == expected
             for text, value, _ in shown[3:]:
                 assert text in ("0", "~0") or float(text.split()[0]) == pytest.approx(value, rel=0.06)
+        found = [(*(cell[0] for cell in shown[:3]), *shown[3][1:]) for shown in table(page, "Off-diagonal")]
+        norms = [one["frobenius_norm"] for one in document["pairs"]]
+        names = [(one["row"], one["column"], one["part"]) for one in document["pairs"]]
+        assert found == [(*name, norm["value"], norm["stderr"]) for name, norm in zip(names, norms, strict=True)]
+        found = [(shown[0][0], shown[1][0], shown[2][1]) for shown in table(page, "Entries")]
+        assert found == [(one["block"], one["part"], one["median"]) for one in document["histograms"]]
     else:
         for shown, one in zip(rows, document["blocks"], strict=True):
             quantiles = [one["quantiles"][share] for share in ("0.05", "0.5", "0.95")]
@@ -55,9 +64,51 @@ def test_the_numbers_are_those_of_the_document(run):
             assert shown[0][0] == one["block"]
             assert [cell[1] for cell in shown[1:9]] == [one["size"], ends[0], *quantiles, ends[1], *shares]
     if "hessian" in document:
-        whole = next(table for table in page.tables if "whole Hessian" in table["caption"])["rows"][1:]
         names = ("largest_eigenvalue", "smallest_eigenvalue", "critical_learning_rate")
-        assert [row[1][1] for row in whole] == [document["hessian"][name]["value"] for name in names]
+        whole = [row[1][1] for row in table(page, "The whole Hessian")]
+        assert whole == [document["hessian"][name]["value"] for name in names]
+    moments = ("entropy", "first", "second", "third")
+    shown = [(row[0][0], row[1][0], *(cell[1] for cell in row[2:])) for row in table(page, "Attention moments")]
+    heads = document["attention"]
+    assert shown == [(one["layer"], str(one["head"]), *(one[name]["value"] for name in moments)) for one in heads]
+    assert len(heads) == 1
+    if document["kind"] == "analyze":
+        assert [row[0][0] for row in table(page, "Curvature at")] == [one["layer"] for one in document["depth"]]
+        assert [row[1][1] for row in table(page, "Curvature at")] == [
+            one["spectral"]["value"] for one in document["depth"]
+        ]
+
+
+def table(page, beginning):
+    """The rows of the table whose caption begins so."""
+    return next(one for one in page.tables if one["caption"].startswith(beginning))["rows"][1:]
+
+
+def watched(page, document):
+    rows = table(page, "Measurements")
+    assert len(rows) == len(document["records"]) == 4
+    for shown, one in zip(rows, document["records"], strict=True):
+        top, lr = one["largest_eigenvalue"], one["lr"]
+        assert shown[0][0] == str(one["step"]) and shown[2][1:] == (top["value"], top["stderr"])
+        assert [shown[i][1] for i in (1, 3, 6)] == [one["probe_loss"], 2 / lr, one["gradient_norm"]]
+        assert shown[4][1] == pytest.approx(top["value"] * lr / 2)
+        assert (shown[8][1] is None) == (one["details"] is None)
+    blocks = document["records"][-1]["details"]["blocks"]
+    found = {row[0][0]: (row[1][1], row[2][1]) for row in table(page, "Diagonal blocks at step 31")}
+    assert found == {name: (one["outer"]["value"], one["functional"]["value"]) for name, one in blocks.items()}
+    assert [cell[0] for cell in table(page, "What kept")[0]] == ["12", "paused", "the loss is <nan>"]
+    assert "beyond the edge of plain gradient descent, 2/lr, in 2 of 4 measurements" in document["answer"]
+    assert "1.5 of it, at step 31" in document["answer"]
+
+
+def reproduced(page, document):
+    (one,) = document["figures"]
+    words = {True: "agrees", False: "DISAGREES", None: "no prediction"}
+    for shown, verdict in zip(table(page, "toy"), one["verdicts"], strict=True):
+        assert [cell[0] for cell in shown[:2]] == [verdict["statement"], words[verdict["agrees"]]]
+        assert [cell[1] for cell in shown[2:]] == [verdict[name] for name in ("predicted", "fitted", "low", "high")]
+    assert "Of 2 predictions in 1 figure, 1 agree" in document["answer"] and "toy: grows as σ^3" in document["answer"]
+    assert "How does a square grow?" in page.text and "A remark." in page.text
 
 
 def test_words_command_and_advice(run):
@@ -70,19 +121,24 @@ def test_words_command_and_advice(run):
     for one in document["advice"]:
         assert one["recommendation"] in page.text and f"{one['quantity']}: {one['value']:.3g}" in page.text
     subjects = {one["subject"] for one in document["advice"]}
-    assert ("learning-rate cap" in subjects) == ("hessian" in document)  # of what was measured, and of nothing else
+    # of what was measured, and of nothing else
+    assert ("learning-rate cap" in subjects) == ("hessian" in document or document["kind"] == "watch")
+    assert all(line in page.text for line in document.get("missing", []))
+    assert document["seed"] is None or f"Seed: {document['seed']}" in page.text
 
 
 def test_one_file_that_asks_for_no_other(run):
     text, page, _ = read(run)
     assert len(text.encode()) < 5e6
-    for _, attributes in page.tags:
-        assert "href" not in attributes and attributes.get("src", "data:").startswith("data:")
-    assert not re.search(r"https?:|@import|url\(", text)
+    for tag, attributes in page.tags:
+        assert attributes.get("src", "data:").startswith("data:")
+        assert tag in ("use", "image") or "href" not in attributes
+        assert attributes.get("href", "#").startswith(("#", "data:image/png;base64,"))
+    assert not re.search(r"https?:|@import|url\((?!#f\d)", text)
     policy = next(one for one in page.all("meta") if "http-equiv" in one)["content"]
     assert policy.startswith("default-src 'none'")
-    files = {path.read_bytes() for path in run[0].glob("*.png")}
-    assert {base64.b64decode(image["src"].partition(",")[2]) for image in page.all("img")} == files and files
+    assert len(page.all("figure")) == len(page.all("svg")) == len(list(run[0].glob("*.png"))) > 0
+    assert not page.all("img")
 
 
 def test_for_keyboard_and_screen_reader(run):
@@ -90,8 +146,8 @@ def test_for_keyboard_and_screen_reader(run):
     assert page.all("html") == [{"lang": "en"}] and len(page.all("title")) == len(page.all("h1")) == 1
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1 and all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert all(len(image["alt"]) > 30 for image in page.all("img"))
-    assert len(page.all("figcaption")) == len(page.all("img"))
+    assert all(one["role"] == "img" and len(one["aria-label"]) > 30 for one in page.all("svg"))
+    assert len(page.all("figcaption")) == len(page.all("svg"))
     assert all(table["caption"] for table in page.tables)
     columns = [one for one in page.all("th") if one["scope"] == "col"]
     assert all(one["aria-sort"] == "none" for one in columns) and len(page.all("button")) == len(columns)
@@ -114,7 +170,7 @@ def test_the_contrast_is_that_of_wcag_aa(run):
     assert len(schemes) == 3  # light, dark, print
     for scheme in schemes:
         colors = dict(re.findall(r"--(\w+): (#\w{6})", scheme))
-        for front in ("text", "soft", "mark"):
+        for front in ("text", "soft", "mark", "blue"):
             for back in ("page", "band"):
                 low, high = sorted(luminance(colors[name]) for name in (front, back))
                 assert (high + 0.05) / (low + 0.05) >= 4.5

@@ -36,6 +36,7 @@ def test_the_same_tables_words_and_figures_as_in_html(kind, tmp_path):
     named = re.findall(r"!\[[^]]+\]\((.*)\)", text)
     assert sorted(named) == sorted(path.name for path in out.glob("*.png"))
     assert all(one["recommendation"] in plain(text) for one in document["advice"])
+    assert all(line in plain(text) for line in document.get("missing", []))
 
 
 def test_names_stay_text(tmp_path):

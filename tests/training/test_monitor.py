@@ -1,19 +1,18 @@
+import json
 import logging
 import math
-import sys
-import types
 from itertools import pairwise
 
 import pytest
+import scipy.stats
 import torch
 from torch import nn
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
 from curvoscope.curvature import CrossEntropy, blocks_of
 from curvoscope.errors import EmptyError, ModelError, RangeError
-from curvoscope.models.loading import MissingPackageError
 from curvoscope.operators.batches import BatchError
-from curvoscope.training import CurvatureMonitor, Record, lightning_callback, trainer_callback
+from curvoscope.training import CurvatureMonitor, Record
 
 
 def gpt():
@@ -38,33 +37,39 @@ def near(found, truth):
     return abs(found.value - truth) <= max(0.02 * abs(truth), 3 * found.stderr)
 
 
-def test_against_dense_values_along_a_training_run():
+def beyond(found):
+    """How likely a correct estimate is off by more than 3 standard errors, which are estimates themselves."""
+    return 2 * scipy.stats.t.sf(3, found.degrees) if found.stderr else 0.0
+
+
+def test_against_dense_values_at_20_points_of_a_training_run():
+    """The truth is jacfwd of grad in float64, at the weights that the run has come to; the monitor has its defaults."""
     model, inputs, targets = gpt()
     blocks = blocks_of(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    monitor = CurvatureMonitor(model, CrossEntropy(), [(inputs, targets)], every=1, budget=1.0, matvecs=32)
+    monitor = CurvatureMonitor(model, CrossEntropy(), [(inputs, targets)], every=3, budget=1.0)
     monitor.watch(optimizer)
-    for point in range(4):
-        descend(model, optimizer, inputs, targets, monitor, steps=1)
-        record = monitor.records[point]
+    norms, losses = [], []
+    for point in range(20):
+        losses += descend(model, optimizer, inputs, targets, monitor, steps=1 if point == 0 else 3)
+        record, details = monitor.records[point], monitor.records[point].details
+        assert record.step == len(losses) and record.loss == losses[-1]
         dense = truth(model, inputs, lambda F: cross_entropy(F, targets), blocks)
         values = torch.linalg.eigvalsh(dense.total)
-        details = record.details
         assert near(record.largest_eigenvalue, float(values[-1]))
         assert near(details.smallest_eigenvalue, float(values[0]))
         assert near(details.trace, float(dense.total.trace()))
         assert near(details.frobenius_norm, float(dense.total.norm()))
         assert near(details.effective_rank, float(dense.total.norm() ** 2 / values.abs().max() ** 2))
         share = float(values.clamp(max=0).abs().sum() / values.abs().sum())
-        assert abs(details.negative_share.value - share) <= max(0.1 * share, 4 * details.negative_share.stderr)
+        low, high = details.negative_curvature_share.interval(0.999)
+        assert low - 0.04 <= share <= high + 0.04  # the quadrature's own error
         start = 0
         for name, size in blocks.sizes.items():
             part = slice(start, start + size)
             start += size
             for kind in ("outer", "functional"):
-                expected = float(getattr(dense, kind)[part, part].norm())
-                low, high = getattr(details.blocks[name], kind).interval(0.9999)
-                assert low - 0.02 * expected - 1e-12 <= expected <= high + 0.02 * expected + 1e-12
+                norms.append((getattr(details.blocks[name], kind), float(getattr(dense, kind)[part, part].norm())))
         parameters = dict(model.named_parameters())
         loss = cross_entropy(model(inputs), targets)
         gradients = torch.autograd.grad(loss, list(parameters.values()))
@@ -72,9 +77,19 @@ def test_against_dense_values_along_a_training_run():
         assert record.gradient_norm == pytest.approx(float(g.norm()), rel=1e-9)
         assert record.gradient_curvature == pytest.approx(float(g @ dense.total @ g / (g @ g)), rel=1e-8)
         assert record.probe_loss == pytest.approx(float(loss.detach()), rel=1e-9)
-        assert record.edge == pytest.approx(100) and record.step == point + 1
+        assert record.edge == pytest.approx(100)
         assert record.edge_ratio == pytest.approx(record.largest_eigenvalue.value * 0.01)
-    assert monitor.incidents == []
+    assert monitor.incidents == [] and losses[-1] < losses[0] / 2
+    # of some 150 norms that are no exact numbers, one or two may be off by more than 3 standard errors
+    estimated = [(found, expected) for found, expected in norms if found.method != "exact"]
+    assert len(norms) == 680 and len(estimated) > 100
+    exact = [pair for pair in norms if pair[0].method == "exact"]
+    assert all(found.value == pytest.approx(expected, rel=1e-9, abs=1e-12) for found, expected in exact)
+    misses = sum(not near(found, expected) for found, expected in estimated)
+    assert misses <= scipy.stats.poisson.ppf(0.999, sum(beyond(found) for found, _ in estimated))
+    for found, expected in estimated:
+        low, high = found.interval(0.9999)
+        assert low - 0.02 * expected <= expected <= high + 0.02 * expected
 
 
 def test_attention_rows_against_the_formula():
@@ -123,7 +138,7 @@ def test_critical_sharpness_of_descent_on_a_quadratic(rate):
     assert float(record.critical_sharpness) == pytest.approx(float(g @ (EIGENVALUES * g) / (g @ g)), rel=1e-6)
     assert float(record.largest_eigenvalue) == pytest.approx(10)
     assert record.details.condition == pytest.approx(10)
-    assert float(record.details.negative_share) == 0
+    assert float(record.details.negative_curvature_share) == 0
     assert float(record.details.effective_rank) == pytest.approx(117 / 100)
 
 
@@ -285,59 +300,46 @@ def test_state_and_another_model(tmp_path):
         less.load_state_dict(monitor.state_dict())
 
 
-def test_writer_gets_the_numbers_and_facts_come_back():
-    written = {}
+def test_tensorboard_gets_the_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
 
-    class Writer:
-        def add_scalar(self, tag, scalar_value, global_step):
-            written[tag] = scalar_value, global_step
-
-    record = mlp_monitor(writer=Writer()).step(1.0, 0.1)
-    assert written["curvature/trace"] == (float(record.details.trace), 1)
-    assert written["curvature/edge"] == (20.0, 1)
-    assert Record.from_facts(record.facts()) == record
-
-
-def test_trainer_callback(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-    rows = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    monitor = CurvatureMonitor(
-        model, CrossEntropy(shift=True), [{"input_ids": rows, "labels": rows}], every=1, budget=1.0, matvecs=8
-    )
-    options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-3, **options
-    )
-    callback = trainer_callback(monitor)
-    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
-    assert [record.step for record in monitor.records] == [1, 2] and monitor.incidents == []
-    assert monitor.records[0].critical_sharpness is not None
-    assert monitor.records[0].lr is not None and "h.0.attn" in monitor.records[0].attention
+    with SummaryWriter(str(tmp_path)) as writer:
+        monitor = mlp_monitor(writer=writer)
+        for _ in range(2):
+            monitor.step(1.0, 0.1)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    trace = [(event.step, event.value) for event in events.Scalars("curvature/trace")]
+    assert trace == [(record.step, pytest.approx(float(record.details.trace))) for record in monitor.records]
+    assert events.Scalars("curvature/edge")[0].value == pytest.approx(20)
+    tags = {f"curvature/{name}" for name in monitor.records[0].scalars()}
+    assert set(events.Tags()["scalars"]) == tags and "curvature/outer_norm/up.weight" in tags
+    assert monitor.incidents == []
 
 
-def test_lightning_callback(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    with pytest.raises(MissingPackageError, match="lightning"):
-        lightning_callback(mlp_monitor())
-    package, inner = types.ModuleType("lightning"), types.ModuleType("lightning.pytorch")
-    inner.Callback = type("Callback", (), {})
-    monkeypatch.setitem(sys.modules, "lightning", package)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", inner)
-    monitor = mlp_monitor()
-    callback = lightning_callback(monitor)
-    optimizer = torch.optim.SGD(monitor._model.parameters(), lr=0.1)
-    trainer = types.SimpleNamespace(optimizers=[optimizer])
-    callback.on_train_start(trainer, None)
-    x, y = points()
-    loss = nn.functional.mse_loss(monitor._model(x), y)
-    loss.backward()
-    optimizer.step()
-    callback.on_train_batch_end(trainer, None, {"loss": loss}, None, 0)
-    callback.on_train_end(trainer, None)
-    assert monitor.records[0].loss == float(loss.detach()) and monitor.records[0].lr == 0.1
-    assert monitor.records[0].critical_sharpness is not None
+def test_facts_come_back():
+    record = mlp_monitor().step(1.0, 0.1)
+    assert Record.from_facts(json.loads(json.dumps(record.facts(), allow_nan=False))) == record
+
+
+class Broken:
+    """A writer that fails until it is repaired."""
+
+    def __init__(self):
+        self.repaired, self.steps = False, []
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        if not self.repaired:
+            raise OSError("no space left")
+        self.steps.append(global_step)
+
+
+def test_a_writer_that_fails_is_an_incident_and_the_record_stays():
+    writer, seen = Broken(), []
+    monitor = mlp_monitor(writer=writer, on_record=seen.append)
+    assert monitor.step(1.0, 0.1) is not None and monitor.step(1.0, 0.1) is not None
+    assert [one.message for one in monitor.incidents] == ["writer: OSError: no space left"]  # once, not at each record
+    writer.repaired = True
+    monitor.step(1.0, 0.1)
+    assert writer.steps and set(writer.steps) == {3} and seen == monitor.records and len(seen) == 3

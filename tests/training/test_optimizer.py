@@ -34,23 +34,28 @@ def slices(blocks):
 def test_step_sizes_against_dense_eigenvalues(base):
     model, loss, probe = case()
     inputs, targets = probe[0]
-    blocks = blocks_of(model)
-    optimizer = BlockCurvature(model, loss, probe, lr=1e9, base=base, matvecs=200, safety=0.5, every=1)
+    blocks, cap = blocks_of(model), 1e3
+    optimizer = BlockCurvature(model, loss, probe, lr=cap, base=base, matvecs=200, safety=0.5, every=1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     H = truth(model, inputs, lambda F: cross_entropy(F, targets), blocks).total
     run(model, optimizer, probe, 1)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     g = blocks.gather(gradients)
     D = torch.ones_like(g) if base == "sgd" else g.abs() + 1e-8  # at the first step v = g²
-    limit = 2 * 1.9 if base == "sgd" else 2 * 1.9 / 0.1
+    limit = 0.5 * (2 * 1.9 if base == "sgd" else 2 * 1.9 / 0.1)
     moved = blocks.gather({name: before[name] - p.detach() for name, p in model.named_parameters()})
-    for name, part in slices(blocks).items():
-        root = D[part].rsqrt()
-        top = float(torch.linalg.eigvalsh(root[:, None] * H[part, part] * root)[-1])
-        if top < 1e-6 * float(H.norm()):  # rounding: a key's bias has no curvature
-            continue
-        assert optimizer.curvatures[name] == pytest.approx(top, rel=1e-5)
-        rate = min(1e9, 0.5 * limit / top)
+    scaled = D.rsqrt()[:, None] * H * D.rsqrt()
+    places, alone, rates = slices(blocks), {}, torch.empty_like(g)
+    for name, part in places.items():
+        top = float(torch.linalg.eigvalsh(scaled[part, part])[-1])
+        flat = top < 1e-6 * float(H.norm())  # rounding: a key's bias has no curvature
+        assert flat or optimizer.curvatures[name] == pytest.approx(top, rel=1e-5)
+        alone[name] = cap if flat else min(cap, limit / top)
+        rates[part] = alone[name]
+    coupling = float(torch.linalg.eigvalsh(rates.sqrt()[:, None] * scaled * rates.sqrt())[-1]) / limit
+    assert coupling > 1.5 and optimizer.coupling == pytest.approx(coupling, rel=1e-5)
+    for name, part in places.items():
+        rate = alone[name] / coupling
         assert optimizer.learning_rates[name] == pytest.approx(rate, rel=1e-5)
         torch.testing.assert_close(moved[part], rate * g[part] / D[part], rtol=1e-5, atol=1e-12)
 
@@ -121,6 +126,71 @@ def test_each_block_steps_by_its_own_curvature():
     assert float(model.a.detach()) == pytest.approx(3e-3, rel=1e-6)
     assert float(model.b.detach()) == pytest.approx(2e-3, rel=1e-6)
     assert optimizer.learning_rates == pytest.approx({"a": 0.9, "b": 0.009}, rel=1e-6)
+
+
+class Quadratic(nn.Module):
+    """L = ½ w^T A w with w in three blocks of two: with the summed squares of the outputs A^½ w as loss."""
+
+    def __init__(self, A):
+        super().__init__()
+        values, vectors = torch.linalg.eigh(A)
+        self.root = (vectors * values.sqrt()) @ vectors.T * 0.5**0.5
+        self.blocks = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
+
+    def forward(self, x):
+        return x * (self.root @ torch.cat(list(self.blocks)))
+
+
+def descend(A, steps, **options):
+    """The largest entry of w after so many steps, and the optimizer; the cap binds no block."""
+    model, x = Quadratic(A), torch.ones(1, 6, dtype=torch.float64)
+
+    def loss(outputs, targets):
+        return outputs.square().sum(-1).mean()
+
+    optimizer = BlockCurvature(model, loss, [(x, x)], lr=1e6, matvecs=20, every=10**6, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(x), x).backward()
+        optimizer.step()
+    return max(float(weight.detach().abs().max()) for weight in model.blocks), optimizer
+
+
+def coupled(seed):
+    """Positive definite (6, 6), its blocks of curvature about 1, 100 and 10 000, strongly coupled."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    scale = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64).repeat_interleave(2)
+    return scale[:, None] * (draw @ draw.T + 4 * torch.ones(6, 6, dtype=torch.float64)) * scale
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_coupled_blocks_are_stable_up_to_the_limit_and_not_beyond(momentum, seed):
+    A = coupled(seed)
+    below, optimizer = descend(A, 400, momentum=momentum, safety=0.98)
+    above, _ = descend(A, 400, momentum=momentum, safety=1.02)
+    assert optimizer.coupling > 1.2  # without it the safety of 0.98 would be above 1
+    assert below <= 1.5 and above > 100
+    rates = torch.tensor(list(optimizer.learning_rates.values()), dtype=torch.float64).repeat_interleave(2)
+    largest = torch.linalg.eigvals(rates[:, None] * A).real.max()
+    assert float(largest) == pytest.approx(0.98 * 2 * (1 + momentum), rel=1e-6)
+
+
+def test_blocks_without_coupling_keep_their_own_limits():
+    A = torch.diag(torch.tensor([1.0, 0.5, 100.0, 30.0, 1e4, 1e3], dtype=torch.float64))
+    _, optimizer = descend(A, 1, momentum=0.0, safety=0.5)
+    assert optimizer.coupling == pytest.approx(1.0, rel=1e-6)
+    assert list(optimizer.learning_rates.values()) == pytest.approx([1.0, 1e-2, 1e-4], rel=1e-6)
+
+
+def test_a_lower_cap_stays_stable():
+    A = coupled(3)
+    _, optimizer = descend(A, 1, momentum=0.0, safety=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = sorted(optimizer.learning_rates.values())[1]
+    rates = torch.tensor(list(optimizer.learning_rates.values()), dtype=torch.float64).repeat_interleave(2)
+    assert float(torch.linalg.eigvals(rates[:, None] * A).real.max()) <= 2 * (1 + 1e-9)
 
 
 def test_leaves_mode_gradients_and_randomness():

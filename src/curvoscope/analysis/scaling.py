@@ -16,7 +16,7 @@ from curvoscope.estimate import Estimate, frobenius_norm, lanczos, trace
 from curvoscope.operators.objectives import LossFunction
 
 _RESIDUAL = 1e-6  # of an eigenvalue, relative
-_DENSE = 400  # weights up to which the condition is computed, from all eigenvalues
+_MOST_WEIGHTS = 400  # up to which the condition is computed
 
 Subject = tuple[nn.Module, LossFunction | None, Iterable[Any]]
 Builder = Callable[[Any, int], Subject]
@@ -54,14 +54,16 @@ def summary(H: ModelHessian, matvecs: int = 100, seed: int = 0) -> CurvatureSumm
     return CurvatureSummary(
         top,
         trace(H.total, matvecs=matvecs, seed=seed),
-        _condition(H) if H.shape[0] <= _DENSE else None,
+        condition(H),
         _ratio(norms[0], largest),
         _share(norms[1], norms[2]),
     )
 
 
-def _condition(H: ModelHessian) -> float | None:
-    """From all eigenvalues in float64; None for the zero matrix."""
+def condition(H: ModelHessian) -> float | None:
+    """|H|_2 |H⁺|_2 of the total, from all eigenvalues in float64; None for zero, and for more than 400 weights."""
+    if H.shape[0] > _MOST_WEIGHTS:
+        return None
     dense = H.total.dense().double()
     sizes = torch.linalg.eigvalsh((dense + dense.T) / 2).abs()
     most = float(sizes.max())

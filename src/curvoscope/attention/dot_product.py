@@ -35,7 +35,7 @@ def sdpa(
     First and second derivatives, in reverse and forward mode in any order and under vmap, by `torch.autograd` and
     `torch.func`. float16 and bfloat16 are computed in float32.
     """
-    _check(query, key, value, attn_mask, dropout_p, is_causal)
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
     lead, heads, shared = _heads(query, key, value, enable_gqa)
     L, K = query.shape[-2], key.shape[-2]
     axes = max(query.ndim, key.ndim, value.ndim)
@@ -89,7 +89,13 @@ def _masks(mask: Tensor, scores: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not x.is_floating_point():
@@ -106,6 +112,8 @@ def _check(
         raise ShapeError("key", f"has {key.shape[-1]} features, the query {query.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ShapeError("value", f"has length {value.shape[-2]}, the key {key.shape[-2]}")
+    if scale is not None and not math.isfinite(scale):
+        raise RangeError("scale", f"got {scale}, expected a number")
     if dropout_p:
         raise RangeError("dropout_p", f"got {dropout_p}, expected 0: with dropout the derivatives are random")
     if attn_mask is None:

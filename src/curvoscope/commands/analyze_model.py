@@ -1,10 +1,13 @@
 """`curvoscope analyze MODEL`: the blocks of any model's Hessian, part by part, and the ends of its spectrum."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
 from curvoscope import commands
+from curvoscope.analysis.attention_heads import HeadMoments, head_moments
+from curvoscope.analysis.entries import EntryHistogram, entry_histograms
 from curvoscope.analysis.heterogeneity import PARTS
 from curvoscope.analysis.measurements import (
     Effort,
@@ -15,23 +18,32 @@ from curvoscope.analysis.measurements import (
     measurements,
     rounding_of,
 )
+from curvoscope.analysis.pair_norms import PairNorm, pair_norms
+from curvoscope.analysis.propagation import Propagation, propagation
+from curvoscope.analysis.scales import input_scales
 from curvoscope.commands.document import (
     REPORTS,
     as_estimate,
     common_facts,
+    depth_facts,
     extremes_facts,
+    heads_facts,
+    pictures,
     show_extremes,
     show_subject,
+    shown_files,
     write_run,
 )
 from curvoscope.commands.progress import work
-from curvoscope.commands.subject import Request, select, subject_of
-from curvoscope.curvature import hessian
-from curvoscope.report import answers, model_tables
+from curvoscope.commands.subject import Request, Subject, is_in_layer, select, subject_of
+from curvoscope.curvature import ModelHessian, hessian
+from curvoscope.report import answers, depth_figures, entry_figures, head_figures, model_tables
 from curvoscope.report.block_figures import norm_figure
-from curvoscope.report.heat_figures import layer_map
+from curvoscope.report.heat_figures import layer_map, model_pair_map
 
-_FIGURES = {"norms.png": norm_figure, "heat_map.png": layer_map}
+_DEPTH_TOLERANCE = 0.1
+_DEPTH_LIMIT = 2_000_000  # parameters, above which curvature through depth takes longer than all the rest
+_SAMPLED = 16  # columns of a block for the histogram of its entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,29 +57,49 @@ class Options:
     matvecs: int | None = None
 
 
+@dataclasses.dataclass
+class Found:
+    """What was measured; `missing` says why not, for what was not."""
+
+    rows: list[Measurement]
+    rounding: float
+    loss: float
+    ends: Extremes
+    pairs: list[PairNorm] = dataclasses.field(default_factory=list)
+    histograms: list[EntryHistogram] = dataclasses.field(default_factory=list)
+    heads: list[HeadMoments] = dataclasses.field(default_factory=list)
+    depth: Propagation | None = None
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)
+    missing: list[str] = dataclasses.field(default_factory=list)
+
+
 def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
     """Measure, print the table and what it shows; write figures, reports and table.json into `out`."""
     effort = Effort(options.tolerance, options.matvecs)
     subject = subject_of(request)
     chosen = select(subject.blocks, options.blocks, layers_only=options.split == "layer")
     commands.make_directory(out)
-    data = [subject.batch]
-    rows = []
-    with work(len(chosen) * len(PARTS) + 2) as step:
-        H = hessian(subject.model, subject.loss, data, chosen, options.method, options.split)
+    with work(len(chosen) * len(PARTS) + 4) as step:
+        H = hessian(subject.model, subject.loss, [subject.batch], chosen, options.method, options.split)
         labels = (f"{name}, {part}" for name in chosen for part in PARTS)
         step(next(labels))
+        rows = []
         for row in measurements(H, effort, request.seed):
             rows.append(row)
-            step(next(labels, "the whole Hessian"))
+            step(next(labels, "pairs of blocks"))
         loss, rounding = H.loss, rounding_of(rows, H.total.dtype)
+        pairs, histograms, missing = _whole_products(H, options, request.seed)
+        step("the whole Hessian")
         del H  # its graphs and copies of the weights make room for those of the whole
-        whole = hessian(subject.model, subject.loss, data, method="autodiff")
+        whole = hessian(subject.model, subject.loss, [subject.batch], method="autodiff")
         ends = extremes(whole, effort, request.seed)
+        del whole
+        step("its layers")
+        found = Found(rows, rounding, loss, ends, pairs, histograms, missing=missing)
+        _layers(found, subject, options, request)
         step("the figures")
-        title = headline_of(rows, rounding)
-        figures = {name: commands.png(draw(rows, title, rounding)) for name, draw in _FIGURES.items()}
-    facts = common_facts("analyze MODEL", subject, request, options, loss) | _facts(request.model, rows, rounding, ends)
+        figures = _draw(found)
+    facts = common_facts("analyze MODEL", subject, request, options, loss) | _facts(request.model, found)
     document = write_run(out, "table.json", facts, figures)
     if as_json:
         print(document, end="")
@@ -76,13 +108,74 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
     show_subject(console, subject, loss)
     console.print(model_tables.block_table(rows, rounding))
     show_extremes(console, ends)
-    for name in (*_FIGURES, *REPORTS, "table.json"):
+    for name in (*shown_files(figures), *REPORTS, "table.json"):
         print(f"wrote {out / name}")
 
 
-def _facts(name: str, rows: list[Measurement], rounding: float, ends: Extremes) -> dict[str, Any]:
+def _whole_products(
+    H: ModelHessian, options: Options, seed: int
+) -> tuple[list[PairNorm], list[EntryHistogram], list[str]]:
+    """What takes products with the matrix of all chosen blocks: off-diagonal norms, entries, and why not."""
+    if options.split == "layer":
+        return [], [], ["Off-diagonal blocks and entries: split at the layers, the parts exist within one layer only."]
+    missing = []
+    pairs = [pair for column in pair_norms(H, seed=seed) for pair in column]
+    if not pairs:
+        missing.append("Off-diagonal blocks: only one block was asked for.")
+    sampled = [next((name for name in H.names if name.rpartition(".")[2] == role), None) for role in ("Q", "V")]
+    histograms = entry_histograms(H, [name for name in sampled if name is not None], _SAMPLED, seed)
+    if not histograms:
+        missing.append("Histograms of the entries: no query or value block is among those that were asked for.")
+    return pairs, histograms, missing
+
+
+def _layers(found: Found, subject: Subject, options: Options, request: Request) -> None:
+    """Attention by head, the scale of the layers' inputs, and curvature through depth unless it would take long."""
+    data = [subject.batch]
+    size = sum(parameter.numel() for parameter in subject.model.parameters())
+    found.heads = head_moments(subject.model, subject.batch)
+    found.scales = input_scales(subject.model, data)
+    if not found.heads:
+        found.missing.append("Attention moments by head: no attention layer of a known form was found.")
+    depth = "Curvature through depth"
+    if not any(is_in_layer(name) for name in subject.blocks):
+        found.missing.append(f"{depth}: the model has no layers of a known form.")
+    elif options.blocks:
+        found.missing.append(f"{depth}: it is of the whole model, and only some blocks were asked for.")
+    elif size > _DEPTH_LIMIT:
+        found.missing.append(
+            f"{depth}: left out above {_DEPTH_LIMIT:,} parameters for the time it takes; "
+            "curvoscope.analysis.propagation measures it."
+        )
+    else:
+        found.depth = propagation(
+            subject.model, subject.batch, subject.loss, tolerance=_DEPTH_TOLERANCE, seed=request.seed
+        )
+    name = shlex.quote(request.model)
+    found.missing.append(f"Spectra by block: they take a command of their own, curvoscope spectrum {name}.")
+
+
+def _draw(found: Found) -> dict[str, bytes]:
+    """The files of the figures, of what was measured."""
+    title, rounding = headline_of(found.rows, found.rounding), found.rounding
+    figures: dict[str, Any] = {"norms": norm_figure(found.rows, title, rounding)}
+    if found.pairs:
+        figures["pairs"] = model_pair_map(found.rows, found.pairs, title, rounding)
+    else:
+        figures["heat_map"] = layer_map(found.rows, title, rounding)
+    if found.histograms:
+        figures["histograms"] = entry_figures.entry_figure(found.histograms, "Entries of a query and a value block")
+    if len(found.heads) > 1:
+        figures["heads"] = head_figures.head_figure(found.heads, head_figures.headline_of(found.heads))
+    if found.depth is not None:
+        growth = f"From the last layer to the first |S| grows by a factor of {found.depth.growth():.3g}"
+        figures["depth"] = depth_figures.propagation_figure({"this model": found.depth}, growth)
+    return {name: content for key, figure in figures.items() for name, content in pictures(key, figure).items()}
+
+
+def _facts(name: str, found: Found) -> dict[str, Any]:
     """table.json: what was measured, and what it shows."""
-    found = [
+    rows = [
         {
             "block": row.block,
             "part": row.part,
@@ -92,11 +185,20 @@ def _facts(name: str, rows: list[Measurement], rounding: float, ends: Extremes) 
             "trace": as_estimate(row.trace),
             "largest_eigenvalue": as_estimate(row.largest_eigenvalue),
         }
-        for row in rows
+        for row in found.rows
+    ]
+    pairs = [
+        {"row": one.row, "column": one.column, "part": one.part, "frobenius_norm": as_estimate(one.frobenius_norm)}
+        for one in found.pairs
     ]
     return {
-        "rounding": rounding,
-        **answers.of_blocks(name, rows, rounding, ends),
-        "rows": found,
-        "hessian": extremes_facts(ends),
+        "rounding": found.rounding,
+        **answers.of_blocks(name, found.rows, found.rounding, found.ends, found.scales),
+        "rows": rows,
+        "hessian": extremes_facts(found.ends),
+        "pairs": pairs,
+        "histograms": [dataclasses.asdict(one) for one in found.histograms],
+        "attention": heads_facts(found.heads),
+        "depth": [] if found.depth is None else depth_facts(found.depth),
+        "missing": found.missing,
     }

@@ -3,21 +3,37 @@
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from curvoscope import commands
+from curvoscope.analysis.attention_heads import HeadMoments
 from curvoscope.analysis.measurements import Extremes
+from curvoscope.analysis.propagation import Propagation
 from curvoscope.commands.subject import Request, Subject
 from curvoscope.estimate import Estimate
 from curvoscope.report import model_tables
 from curvoscope.report.contents import report_of
+from curvoscope.report.vector import svg
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 REPORTS = ("report.html", "report.md")
+
+
+def pictures(name: str, figure: "matplotlib.figure.Figure") -> dict[str, bytes]:
+    """The two files of a figure: PNG for people, SVG for the report."""
+    return {f"{name}.png": commands.png(figure), f"{name}.svg": svg(figure)}
+
+
+def shown_files(figures: Mapping[str, bytes]) -> list[str]:
+    """The files of figures that a user is told of: not the SVG, which are for the report."""
+    return [name for name in figures if not name.endswith(".svg")]
 
 
 def write_run(out: Path, name: str, facts: dict[str, Any], figures: Mapping[str, bytes]) -> str:
@@ -63,6 +79,25 @@ def as_estimate(estimate: Estimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
     return {key: getattr(estimate, key) for key in ("value", "stderr", "matvecs", "method")}
+
+
+def heads_facts(heads: Iterable[HeadMoments]) -> list[dict[str, Any]]:
+    """Attention moments for JSON."""
+    return [
+        {"layer": one.layer, "head": one.head}
+        | {key: as_estimate(getattr(one, key)) for key in ("entropy", "first", "second", "third")}
+        for one in heads
+    ]
+
+
+def depth_facts(found: Propagation) -> list[dict[str, Any]]:
+    """Curvature through depth for JSON."""
+    return [
+        {"layer": one.name}
+        | {key: as_estimate(getattr(one, key)) for key in ("spectral", "functional_spectral", "jacobian")}
+        | {"largest_block": as_estimate(max(one.blocks.values(), key=lambda norm: norm.value, default=None))}
+        for one in found.layers
+    ]
 
 
 def extremes_facts(ends: Extremes) -> dict[str, Any]:

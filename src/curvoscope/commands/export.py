@@ -8,8 +8,10 @@ from typing import Any
 
 from curvoscope import checks, commands
 from curvoscope.commands.reproduce import STORE
+from curvoscope.database import RUNS, application_of
 from curvoscope.errors import RangeError
 from curvoscope.experiments import Store
+from curvoscope.training import RunStore
 
 FORMATS = ("csv", "parquet")
 
@@ -17,15 +19,14 @@ FORMATS = ("csv", "parquet")
 def run(source: Path, kind: str, out: Path | None) -> None:
     """Write the table of `source`, a store or the directory of a run, to `out`; without `out`, CSV goes to stdout.
 
-    The coordinates of the points become columns of their own, empty where a figure has none of that name.
+    Of experiments (`reproduce`), the coordinates of the points become columns of their own, empty where a figure has
+    none of that name. Of monitored runs (`watch`), a row is one number of one record.
     """
     checks.choice("format", kind, FORMATS)
     path = source / STORE if source.is_dir() else source
     if not path.is_file():
         raise RangeError("RUN", f"there is no store at {path}; give the directory or the store of a run")
-    with Store(path) as store:
-        names, rows = store.table()
-    columns, table = _flattened(names, rows)
+    columns, table = _table(path)
     if kind == "csv":
         text = _csv(columns, table)
         if out is None:
@@ -38,6 +39,15 @@ def run(source: Path, kind: str, out: Path | None) -> None:
         content = _parquet(columns, table)
     commands.write(out, content)
     print(f"wrote {out}, {len(table)} rows")
+
+
+def _table(path: Path) -> tuple[list[str], list[list[Any]]]:
+    if application_of(path) == RUNS:
+        with RunStore(path) as runs:
+            columns, rows = runs.table()
+        return columns, [list(row) for row in rows]
+    with Store(path) as store:
+        return _flattened(*store.table())
 
 
 def _flattened(names: list[str], rows: list[tuple[object, ...]]) -> tuple[list[str], list[list[Any]]]:

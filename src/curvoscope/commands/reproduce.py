@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from curvoscope import commands, experiments
+from curvoscope.commands import reproduce_report
+from curvoscope.commands.document import REPORTS
 from curvoscope.experiments import Figure, Row, Store, Task, Verdict
 from curvoscope.report import experiment_figures
 
@@ -36,6 +38,11 @@ def run(
     and nothing else does.
     """
     figures = experiments.find(names)
+    if "all" in names and experiments.left_out():
+        absent = ", ".join(experiments.left_out())
+        Console(stderr=True, highlight=False).print(
+            Text(f"all without {absent}: scikit-learn is missing, pip install curvoscope[digits]"), soft_wrap=True
+        )
     commands.make_directory(out)
     with Store(store_path or out / STORE) as store:
         if not resume:
@@ -51,8 +58,12 @@ def run(
         document[figure.name] = _document(rows, verdicts)
         if not as_json:
             _show(figure, verdicts, written)
+    reproduce_report.write_report(out, found, figures, quick, names)
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        for name in REPORTS:
+            print(f"wrote {out / name}")
 
 
 def _measure(figures: Sequence[Figure], store: Store, quick: bool, jobs: int, dask: str | None) -> None:

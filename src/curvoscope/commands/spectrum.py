@@ -1,12 +1,14 @@
 """`curvoscope spectrum [MODEL]`: the spectral densities of the blocks of a model's Hessian, and of the whole."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from curvoscope import commands
+from curvoscope.analysis.attention_heads import head_moments
 from curvoscope.analysis.measurements import Effort, extremes
 from curvoscope.analysis.spectra import BlockSpectrum, distances, spectra, whole_spectrum
 from curvoscope.blocks import Blocks
@@ -15,18 +17,20 @@ from curvoscope.commands.document import (
     as_estimate,
     common_facts,
     extremes_facts,
+    heads_facts,
+    pictures,
     show_extremes,
     show_subject,
+    shown_files,
     write_run,
 )
 from curvoscope.commands.progress import work
 from curvoscope.commands.subject import Request, is_bias, is_in_layer, select, subject_of
 from curvoscope.curvature import hessian
 from curvoscope.errors import RangeError
-from curvoscope.report import answers, model_tables
+from curvoscope.report import answers, head_figures, model_tables
 from curvoscope.report.density_figures import density_figure, distance_figure, headline_of
 
-_FIGURES = ("densities.png", "distances.png")
 _LEAST_MATVECS = 8
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -63,8 +67,11 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
         step("the figures")
         apart = distances(found)
         everything = [*found, density] if density is not None else found
-        drawn = (density_figure(everything, headline_of(found)), distance_figure(apart))
-        figures = dict(zip(_FIGURES, map(commands.png, drawn), strict=True))
+        heads = head_moments(subject.model, subject.batch)
+        figures = pictures("densities", density_figure(everything, headline_of(found)))
+        figures |= pictures("distances", distance_figure(apart))
+        if len(heads) > 1:
+            figures |= pictures("heads", head_figures.head_figure(heads, head_figures.headline_of(heads)))
     facts = common_facts("spectrum", subject, request, options, loss) | {
         **answers.of_spectra(request.model, found, apart, ends),
         "blocks": [_facts(one) for one in found],
@@ -74,6 +81,8 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
             "threshold": apart.threshold.tolist(),
         },
         "hessian": extremes_facts(ends) | {"spectrum": None if density is None else _facts(density)},
+        "attention": heads_facts(heads),
+        "missing": _missing(request.model, density is None, not heads),
     }
     document = write_run(out, "spectrum.json", facts, figures)
     if as_json:
@@ -85,8 +94,19 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
     show_extremes(console, ends)
     if density is None:
         console.print("The density of the whole Hessian is left out: its Lanczos vectors do not fit in memory.\n")
-    for name in (*_FIGURES, *REPORTS, "spectrum.json"):
+    for name in (*shown_files(figures), *REPORTS, "spectrum.json"):
         print(f"wrote {out / name}")
+
+
+def _missing(model: str, no_density: bool, no_heads: bool) -> list[str]:
+    """What the report has no section for, and why."""
+    command = f"curvoscope analyze {shlex.quote(model)}"
+    lines = [f"Norms of the blocks' parts, histograms of entries, curvature through depth: measured by {command}."]
+    if no_density:
+        lines.append("The density of the whole Hessian: its Lanczos vectors do not fit in memory.")
+    if no_heads:
+        lines.append("Attention moments by head: no attention layer of a known form was found.")
+    return lines
 
 
 def _projections(blocks: Blocks) -> Blocks:

@@ -12,7 +12,7 @@ from curvoscope import __version__, data
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import CrossEntropy, blocks_of
 from curvoscope.data import text
-from curvoscope.errors import RangeError
+from curvoscope.errors import BlockNameError, RangeError
 from curvoscope.models import configs, loading
 from curvoscope.models.tokenizer import tokenizer
 
@@ -84,7 +84,10 @@ def select(blocks: Blocks, patterns: tuple[str, ...], layers_only: bool = False)
     Outside of the layers a tied embedding acts at both ends of the model, where no layer's output can split it.
     """
     if patterns:
-        return blocks.select(*patterns)
+        try:
+            return blocks.select(*patterns)
+        except BlockNameError as error:
+            raise BlockNameError("blocks", str(error).removeprefix("patterns: ")) from error
     names = [name for name in blocks if not is_bias(name) and (not layers_only or is_in_layer(name))]
     return Blocks(blocks[name] for name in names or blocks)
 

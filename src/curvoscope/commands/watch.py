@@ -1,142 +1,131 @@
-"""`curvoscope watch`: train the addition model with the monitor on; stop at any time, go on with --resume."""
+"""`curvoscope watch`: train a small model with the monitor on; stop at any time, go on with --resume."""
 
 import dataclasses
-import json
+import shlex
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from curvoscope import checks, commands, data
-from curvoscope.curvature import CrossEntropy
-from curvoscope.errors import EmptyError, ModelError, RangeError
-from curvoscope.models.gpt2_block import GPT2
-from curvoscope.report.training_figures import training_figure
-from curvoscope.training import BlockCurvature, CurvatureMonitor, Record
+from curvoscope import commands
+from curvoscope.commands.document import REPORTS
+from curvoscope.commands.reproduce import STORE
+from curvoscope.commands.versions import versions
+from curvoscope.commands.watch_report import DOCUMENT, write_report
+from curvoscope.commands.watch_run import Options, TrainingRun, load, save
+from curvoscope.database import StoreError
+from curvoscope.errors import EmptyError
+from curvoscope.models.loading import MissingPackageError
+from curvoscope.training import Incident, Record, RunStore, StoredRun
 
-RECORDS, CHECKPOINT, FIGURE = "records.jsonl", "checkpoint.pt", "watch.png"
-_DATA_SEEDS = 1_000_000  # apart: those of the training batches begin here, the probe's is the run's own
+CHECKPOINT, EVENTS = "checkpoint.pt", "tensorboard"
 _SHOWN = 20  # rows of the live table
-_OPTIMIZERS = ("sgd", "adam", "block-sgd", "block-adam")
+_FEW = 3  # records that make no curve
+_SAVED_EVERY = 20.0  # seconds from one checkpoint to the next, at most
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is trained and how it is watched. The names are those of the options; all but `steps` belong to a run."""
+def run(options: Options, out: Path, resume: bool, as_json: bool, tensorboard: bool = False) -> int:
+    """Train, showing a live table; write store.sqlite, checkpoint.pt, watch.json, figures and a report into `out`.
 
-    steps: int = 2000
-    seed: int = 0
-    d: int = 16
-    norm: str = "pre"
-    optimizer: str = "adam"
-    lr: float = 3e-3
-    sequences: int = 64
-    every: int = 10
-    budget: float = 0.1
-
-    def __post_init__(self) -> None:
-        checks.choice("optimizer", self.optimizer, _OPTIMIZERS)
-        if self.steps < 1:
-            raise RangeError("steps", f"got {self.steps}, expected at least 1")
-        if not 0 <= self.seed < 1000:
-            raise RangeError("seed", f"got {self.seed}, expected 0 to 999")
-        if not 0 < self.lr < float("inf"):
-            raise RangeError("lr", f"got {self.lr}, expected a positive number")
-
-
-class _Run:
-    """Model, optimizer and monitor; batch t is a function of the seed and of t, so a resumed run is the same run."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.model = GPT2(d=options.d, norm=options.norm, seed=options.seed, dtype=torch.float32)
-        self.loss = CrossEntropy()
-        probe = [self._batch(options.seed)]
-        kind, lr, weights = options.optimizer, options.lr, self.model.parameters()
-        self.optimizer: torch.optim.Optimizer
-        if kind == "sgd":
-            self.optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9)
-        elif kind == "adam":
-            self.optimizer = torch.optim.Adam(weights, lr=lr)
-        else:
-            self.optimizer = BlockCurvature(self.model, self.loss, probe, lr, base=kind.removeprefix("block-"))
-        self.monitor = CurvatureMonitor(
-            self.model, self.loss, probe, every=options.every, budget=options.budget, seed=options.seed
-        )
-        self.monitor.watch(self.optimizer)
-
-    def _batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = data.addition(self.options.sequences, seed=seed)
-        return tokens[:, :-1], data.answer_targets(tokens)
-
-    def step(self) -> Record | None:
-        """One training step, watched."""
-        inputs, targets = self._batch(_DATA_SEEDS * (self.options.seed + 1) + self.monitor.steps)
-        self.optimizer.zero_grad()
-        loss = self.loss(self.model(inputs), targets)
-        loss.backward()
-        self.optimizer.step()
-        return self.monitor.step(loss)
-
-    def state(self) -> dict[str, Any]:
-        """All that is needed to go on."""
-        return {
-            "options": dataclasses.asdict(self.options),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "monitor": self.monitor.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state, once it is known to be of such a run."""
-        mine = dataclasses.asdict(self.options)
-        for name, value in state["options"].items():
-            if name != "steps" and mine[name] != value:
-                raise ModelError(name, f"is {mine[name]}, and was {value} in the run to resume; give --{name} {value}")
-        self.monitor.load_state_dict(state["monitor"])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
-def run(options: Options, out: Path, resume: bool, as_json: bool) -> int:
-    """Train, showing a live table; write records.jsonl, checkpoint.pt and watch.png into `out`.
-
-    Ctrl-C ends the run after the step at hand, and everything is written. The exit code is then 130.
+    Records go into the store one by one, and the checkpoint is written now and then: a run that is killed can be
+    resumed, and ends with the weights that it would have had. Ctrl-C ends the run after the step at hand, and
+    everything is written. The exit code is then 130. With `tensorboard` the numbers go into `out`/tensorboard too.
     """
-    found = _Run(options)
     commands.make_directory(out)
-    if resume:
-        found.load(_checkpoint(out / CHECKPOINT))
-    records = found.monitor.records
-    commands.write(out / RECORDS, "".join(_line(record) for record in records).encode())
+    state = load(out / CHECKPOINT) if resume else None
+    with RunStore(out / STORE) as store, _events(out / EVENTS, tensorboard) as writer:
+        name = _next_name(store) if state is None else state["run"]
+        stored = StoredRun(store, name)
+        training = TrainingRun(options, stored, writer)
+        if state is not None:
+            training.load(state)
+        store.run(name, {"configuration": dataclasses.asdict(options), "versions": versions()})
+        _restore(stored, training)
+        stopped = _train(training, name, out / CHECKPOINT)
+        records, incidents = _measured(stored, training)
+    if not records:
+        raise EmptyError("records", f"nothing was measured in {training.monitor.steps} steps; give a larger --budget")
+    document = write_report(out, _facts(training, name, records, incidents))
+    if as_json:
+        print(document, end="")
+    else:
+        _show(training, records, incidents, out, stopped)
+    return 130 if stopped else 0
+
+
+def _train(training: TrainingRun, name: str, checkpoint: Path) -> bool:
+    """Steps until the last one or Ctrl-C, whether it was that."""
+    monitor, steps = training.monitor, training.options.steps
     stderr = Console(stderr=True, highlight=False)
     live = Live(console=stderr, auto_refresh=False, transient=True)
-    with _interruptible() as stopped, live if stderr.is_terminal else _silent(), (out / RECORDS).open("a") as file:
+
+    def keep() -> float:
+        save(checkpoint, {"run": name, **training.state()})
+        return time.monotonic()
+
+    with _interruptible() as stopped, live if stderr.is_terminal else nullcontext():
+        saved = keep()
         try:
-            while found.monitor.steps < options.steps and not stopped.is_set():
-                record = found.step()
-                if record is not None:
-                    file.write(_line(record))
-                    file.flush()
-                    if live.is_started:
-                        live.update(_table(records[-_SHOWN:]), refresh=True)
+            while monitor.steps < steps and not stopped.is_set():
+                record = training.step()
+                if record is not None and live.is_started:
+                    live.update(_table(monitor.records[-_SHOWN:]), refresh=True)
+                if (record is not None and record.details is not None) or time.monotonic() - saved > _SAVED_EVERY:
+                    saved = keep()
         finally:
-            _save(out / CHECKPOINT, found.state())
-    if not records:
-        raise EmptyError("records", f"nothing was measured in {found.monitor.steps} steps; give a larger --budget")
-    commands.write(out / FIGURE, commands.png(training_figure(records)))
-    if as_json:
-        print(_document(found))
-    else:
-        _show(found, out, stopped.is_set())
-    return 130 if stopped.is_set() else 0
+            keep()
+        return stopped.is_set()
+
+
+# ---- what is kept
+
+
+def _next_name(store: RunStore) -> str:
+    """ "run 1", "run 2", ...: a new run in an old directory leaves what is there."""
+    return f"run {len(store.names) + 1}"
+
+
+def _restore(stored: StoredRun, training: TrainingRun) -> None:
+    """What the checkpoint has, in case the store has lost it. What the store has beyond the checkpoint stays: the
+    resumed run comes by the same weights."""
+    for record in training.monitor.records:
+        stored.add(record)
+    for incident in training.monitor.incidents:
+        stored.note(incident)
+
+
+def _measured(stored: StoredRun, training: TrainingRun) -> tuple[list[Record], list[Incident]]:
+    """Of the store and of this process, which has more where the store failed."""
+    kept: tuple[list[Record], list[Incident]] = [], []
+    try:
+        kept = stored.records(), stored.incidents()
+    except StoreError as error:
+        kept[1].append(Incident(training.monitor.steps, "failed", str(error)))
+    records = {one.step: one for one in (*kept[0], *training.monitor.records)}
+    incidents = dict.fromkeys((*kept[1], *training.monitor.incidents))
+    return sorted(records.values(), key=lambda one: one.step), sorted(incidents, key=lambda one: one.step)
+
+
+@contextmanager
+def _events(path: Path, wanted: bool) -> Iterator[Any]:
+    """A TensorBoard writer, if wanted."""
+    if not wanted:
+        yield None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        message = "needs the package: pip install 'curvoscope[tensorboard]', or leave --tensorboard out"
+        raise MissingPackageError("tensorboard", message) from error
+    with SummaryWriter(str(path)) as writer:
+        yield writer
 
 
 @contextmanager
@@ -159,33 +148,7 @@ def _interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    yield
-
-
-def _line(record: Record) -> str:
-    return json.dumps(record.facts(), allow_nan=False) + "\n"
-
-
-def _save(path: Path, state: dict[str, Any]) -> None:
-    """Beside the old one and renamed, so that a run that dies here can still be resumed."""
-    beside = path.with_name(f".{path.name}")
-    try:
-        torch.save(state, beside)
-        beside.replace(path)
-    except (OSError, RuntimeError) as error:
-        raise commands.OutputError("out", f"cannot write {path}: {error}") from error
-
-
-def _checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-    except FileNotFoundError:
-        raise ModelError("resume", f"there is no {path}; start a run without --resume") from None
-    except Exception as error:
-        raise ModelError("resume", f"{path} cannot be read: {error}") from error
-    return state
+# ---- what is shown
 
 
 def _table(records: list[Record]) -> Table:
@@ -209,25 +172,36 @@ def _table(records: list[Record]) -> Table:
     return table
 
 
-def _document(found: _Run) -> str:
-    document = {
-        "configuration": dataclasses.asdict(found.options),
-        "steps": found.monitor.steps,
-        "share_of_time": found.monitor.pace.share,
-        "records": [record.facts() for record in found.monitor.records],
-        "incidents": [incident.facts() for incident in found.monitor.incidents],
+def _facts(training: TrainingRun, name: str, records: list[Record], incidents: list[Incident]) -> dict[str, Any]:
+    options = {key: value for key, value in dataclasses.asdict(training.options).items() if value is not None}
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    return {
+        "kind": "watch",
+        "title": f"Curvature while training on {options['task']}",
+        "about": training.about,
+        "run": name,
+        "configuration": options,
+        "command": shlex.join(["curvoscope", "watch", *words]),
+        "versions": versions(),
+        "seed": options["seed"],
+        "steps": training.monitor.steps,
+        "share_of_time": training.monitor.pace.share,
+        "records": [record.facts() for record in records],
+        "incidents": [incident.facts() for incident in incidents],
     }
-    return json.dumps(document, indent=1, allow_nan=False)
 
 
-def _show(found: _Run, out: Path, stopped: bool) -> None:
-    console, monitor = commands.console(), found.monitor
-    console.print(_table(monitor.records[-_SHOWN:]))
+def _show(training: TrainingRun, records: list[Record], incidents: list[Incident], out: Path, stopped: bool) -> None:
+    console, monitor = commands.console(), training.monitor
+    for line in training.about:
+        console.print(line, markup=False)
+    console.print(_table(records[-_SHOWN:]))
     share = monitor.pace.share
-    console.print(f"{len(monitor.records)} measurements in {monitor.steps} steps, {share:.0%} of the time.")
-    for incident in monitor.incidents:
+    more = "; give a larger --budget for more" if len(records) < _FEW else ""
+    console.print(f"{len(records)} measurements in {monitor.steps} steps, {share:.0%} of the time{more}.")
+    for incident in incidents:
         console.print(f"step {incident.step}: {incident.kind} {incident.message}", markup=False)
     if stopped:
         console.print("Stopped; the same command with --resume goes on.")
-    for name in (FIGURE, RECORDS, CHECKPOINT):
+    for name in (*REPORTS, STORE, CHECKPOINT, DOCUMENT):
         print(f"wrote {out / name}")

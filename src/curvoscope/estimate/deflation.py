@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvoscope.estimate.products import Products
 from curvoscope.estimate.sampling import Form, Sample, pairs, skewness
+from curvoscope.estimate.space import Space
 
 _CAPTURED = 1e-13  # a sketch whose last column is this much smaller than its first holds the whole range
 
@@ -24,8 +25,10 @@ class Sketch:
 
     def __init__(self, products: Products, draw: Callable[[int], Tensor]) -> None:
         self._products, self._draw = products, draw
-        empty = torch.empty(products.size, 0, dtype=torch.float64, device=products.device)
-        self.W, self.Y, self.Q, self.Z = empty, empty[: products.rows], empty, empty
+        self.space, rows = products.space, products.row_space.length
+        empty = torch.empty(max(rows, self.space.length), 0, dtype=torch.float64, device=products.device)
+        self.W, self.Y = empty[: self.space.length], empty[:rows]
+        self.Q, self.Z = self.W, self.Y
 
     @property
     def columns(self) -> int:
@@ -40,7 +43,7 @@ class Sketch:
 
     def solve(self) -> None:
         """Q and Z for the columns of Y; fewer, when they already span the range of B to rounding."""
-        self.Q = _extended(self.Q, self.Y)
+        self.Q = _extended(self.space, self.Q, self.Y)
         fresh = self.Q[:, self.Z.shape[1] :]
         self.Z = torch.cat([self.Z, self._products(fresh)], 1)
 
@@ -54,12 +57,12 @@ class Sketch:
 
         The part of y_i outside the span of the others, of which w_i is independent, has the length 1 / |row i of R^-1|.
         """
-        R = torch.linalg.qr(self.Y, mode="r").R
+        R = self.space.triangle(self.Y)
         if _rank(R) < self.columns:
             return 0.0
         inverse = torch.linalg.solve_triangular(R, torch.eye(self.columns, dtype=R.dtype, device=R.device), upper=True)
         outside = inverse.square().sum(1).reciprocal()
-        return float(outside.mean() / self.Y.square().sum(0).mean())
+        return float(outside.mean() / self.space.total(self.Y.square().sum(0)).mean())
 
     def captured(self, form: Form) -> float:
         """tr Q^T A Q."""
@@ -68,9 +71,9 @@ class Sketch:
     def outside(self, columns: Tensor) -> Tensor:
         """P applied to columns (n, c), twice for rounding, scaled to the sphere |z|² = n - k."""
         for _ in range(2):
-            columns = columns - self.Q @ (self.Q.T @ columns)
-        dimension = columns.shape[0] - self.Q.shape[1]
-        return columns * (dimension**0.5 / columns.norm(dim=0))
+            columns = columns - self.Q @ self.space.total(self.Q.T @ columns)
+        dimension = self.space.size - self.Q.shape[1]
+        return columns * (dimension**0.5 / self.space.norm(columns, 0))
 
 
 def _rank(R: Tensor) -> int:
@@ -80,13 +83,13 @@ def _rank(R: Tensor) -> int:
     return int(small[0]) if small.numel() else R.shape[1]
 
 
-def _extended(Q: Tensor, Y: Tensor) -> Tensor:
+def _extended(space: Space, Q: Tensor, Y: Tensor) -> Tensor:
     """An orthonormal basis of Y (n, k) whose first columns are Q, the basis of the first columns of Y."""
     known = Q.shape[1]
-    fresh, scale = Y[:, known:], Y.norm(dim=0).max()
+    fresh, scale = Y[:, known:], space.norm(Y, 0).max()
     for _ in range(2):
-        fresh = fresh - Q @ (Q.T @ fresh)
-        fresh, R = torch.linalg.qr(fresh)
+        fresh = fresh - Q @ space.total(Q.T @ fresh)
+        fresh, R = space.factor(fresh)
         if float(R.diagonal().abs().max()) <= _CAPTURED * float(scale):
             return Q
         fresh = fresh[:, : _rank(R)]
@@ -106,18 +109,18 @@ def leave_one_out(sketch: Sketch, form: Form) -> Sample:
     - P_ij w_i and P_ij w_j are independent given P_ij: their pair matrix gives |P A P|_F², and so Var(t).
     """
     W, Y, Q, Z = sketch.W, sketch.Y, sketch.Q, sketch.Z
-    n, k = W.shape
+    n, k, total = sketch.space.size, sketch.columns, sketch.space.total
     eye = torch.eye(k, dtype=W.dtype, device=W.device)
-    S = torch.linalg.solve_triangular(Q.T @ Y, eye, upper=True).T  # Q^T Y = R
+    S = torch.linalg.solve_triangular(total(Q.T @ Y), eye, upper=True).T  # Q^T Y = R
     S = S / S.norm(dim=0)
-    inside = Q.T @ W
+    inside = total(Q.T @ W)
     kept = inside - S * (S * inside).sum(0)  # Q kept_i = Q_i Q_i^T w_i
     N, BN = W - Q @ kept, Y - Z @ kept  # columns ν_i and B ν_i
     E, BE = Q @ S, Z @ S  # columns: the directions that are left out
     whole = sketch.captured(form)
 
     aNN, aEN, aEE = form(N, BN, N, BN), form(E, BE, N, BN), form(E, BE, E, BE)
-    iNN, iEN, iEE = N.T @ N, E.T @ N, S.T @ S
+    iNN, iEN, iEE = total(N.T @ N), total(E.T @ N), S.T @ S
     lost, form_1, length_1 = aEE.diagonal(), aNN.diagonal(), iNN.diagonal()
     sampled = form_1 * (n - k + 1) / length_1
     t = whole - lost + sampled

@@ -10,6 +10,7 @@ from curvoscope import checks
 from curvoscope.errors import MemoryLimitError, RangeError, ShapeError
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.result import Estimate
+from curvoscope.estimate.space import Space
 
 DEFAULT_TOLERANCE = 1e-6
 WHICH = ("LM", "LA", "SA")
@@ -100,20 +101,20 @@ def lanczos(
 
 def _first_block(products: Products, probes: Probes, start: Tensor | None, block: int) -> Tensor:
     """The starting vectors as rows (b, n): those given, each with a random part, and random ones up to the block."""
-    rows = probes.normal(block).T
+    rows, space, length = probes.normal(block).T, products.space, products.space.length
     if start is not None:
         checks.floating("start", start)
-        if start.ndim not in (1, 2) or start.shape[0] != products.size or start.numel() > products.size**2:
-            raise ShapeError("start", f"got {tuple(start.shape)}, expected ({products.size},) or ({products.size}, p)")
-        known = start.reshape(products.size, -1).T.to(products.device, torch.float64)
+        if start.ndim not in (1, 2) or start.shape[0] != length or start.numel() > length * products.size:
+            raise ShapeError("start", f"got {tuple(start.shape)}, expected ({length},) or ({length}, p)")
+        known = start.reshape(length, -1).T.to(products.device, torch.float64)
         stray = probes.normal(len(known)).T
-        known = _normalised(known) + _STRAY * _normalised(stray)
+        known = _normalised(space, known) + _STRAY * _normalised(space, stray)
         rows = torch.cat([known, rows[len(known) :]])
-    return _normalised(rows)
+    return _normalised(space, rows)
 
 
-def _normalised(rows: Tensor) -> Tensor:
-    return rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-300)
+def _normalised(space: Space, rows: Tensor) -> Tensor:
+    return rows / space.norm(rows, 1)[:, None].clamp_min(1e-300)
 
 
 class _Run:
@@ -130,11 +131,11 @@ class _Run:
         memory_limit: int | None,
     ) -> None:
         self._products, self._probes, self._k, self._which = products, probes, k, which
-        self._size, self._block = products.size, len(first)
+        self._size, self._block, self._space = products.size, len(first), products.space
         wanted = min(self._size, matvecs or max(256, 8 * (k + self._block)))
         self._limit, dtype = self._room(wanted, memory_limit)
         rows = self._limit + 2 * self._block
-        self._V = torch.empty(rows, self._size, dtype=dtype, device=products.device)
+        self._V = torch.empty(rows, self._space.length, dtype=dtype, device=products.device)
         self._H = torch.zeros(rows, rows, dtype=torch.float64, device=products.device)
         self._done = self._joined = 0  # rows that have been multiplied, and rows
         self._scale = 0.0  # the largest |B v| so far
@@ -145,16 +146,17 @@ class _Run:
 
     def _room(self, wanted: int, memory_limit: int | None) -> tuple[int, torch.dtype]:
         """Rows that V may have, and in which precision: float64, unless the operator has less and memory is short."""
-        budget, beside = checks.memory_budget(memory_limit), 4 * self._block  # new rows, their products and projections
+        length, budget = self._space.longest, self._products.budget(memory_limit)
+        beside = 4 * self._block  # new rows, their products and projections
         least = min(self._size, self._k + 2 * self._block + 2)
-        short = 8 * self._size * (4 * least + beside) > budget
+        short = 8 * length * (4 * least + beside) > budget
         dtype = torch.float32 if short and self._products.operator.dtype != torch.float64 else torch.float64
-        rows = budget // (dtype.itemsize * self._size) - beside
+        rows = budget // (dtype.itemsize * length) - beside
         if rows < least:
-            needed = dtype.itemsize * self._size * (least + beside)
+            needed = dtype.itemsize * length * (least + beside)
             raise MemoryLimitError(
                 "memory_limit",
-                f"a basis of {least} vectors of length {self._size} needs {needed} bytes, the limit is {budget}; "
+                f"a basis of {least} vectors of length {length} needs {needed} bytes, the limit is {budget}; "
                 "ask for fewer eigenvalues, or give a smaller block",
             )
         return max(least, min(rows, wanted)), dtype
@@ -182,10 +184,10 @@ class _Run:
         basis, fresh = self._V[: self._joined], self._V[self._done : self._joined]
         products = self._products if self._V.dtype == torch.float64 else self._products.at_once  # memory is short
         outside = products(fresh.T).T.to(self._V.device, self._V.dtype).contiguous()
-        self._scale = max(self._scale, float(outside.norm(dim=1).max()))
+        self._scale = max(self._scale, float(self._space.norm(outside, 1).max()))
         inside = torch.zeros(self._joined, len(fresh), dtype=torch.float64, device=self._V.device)
         for _ in range(2):
-            part = basis @ outside.T
+            part = self._space.total(basis @ outside.T)
             outside -= part.T @ basis
             inside += part
         inside[self._done :] = (inside[self._done :] + inside[self._done :].T) / 2
@@ -201,10 +203,10 @@ class _Run:
         for i, row in enumerate(rows):
             others, count = self._V[first : self._joined], self._joined - first
             for _ in range(2):
-                part = others @ row
+                part = self._space.total(others @ row)
                 row = row - part @ others
                 factor[:count, i] += part
-            length = float(row.norm())
+            length = float(self._space.norm(row, 0))
             if length > least and self._joined < self._size:
                 self._V[self._joined] = row / length
                 factor[count, i] = length
@@ -221,7 +223,7 @@ class _Run:
             self._settled = values
         rows = self._probes.normal(self._block).T.to(self._V.dtype)
         for _ in range(2):
-            rows -= rows @ self._V[: self._done].T @ self._V[: self._done]
+            rows -= self._space.total(rows @ self._V[: self._done].T) @ self._V[: self._done]
         self._join(rows, 1e-8)
         self._coupling = self._coupling.new_zeros(self._joined - self._done, self._coupling.shape[1])
         return self._joined > self._done
@@ -244,7 +246,7 @@ class _Run:
         count = min(self._done - 1, max(self._k + self._block, (self._limit - self._block) // 2))
         kept = _best(values, self._which)[:count]
         turn = vectors[:, kept].T.to(self._V.dtype)
-        for start in range(0, self._size, _CHUNK):
+        for start in range(0, self._space.length, _CHUNK):
             part = self._V[: self._done, start : start + _CHUNK]
             self._V[:count, start : start + _CHUNK] = turn @ part
         fresh = self._joined - self._done
@@ -268,7 +270,7 @@ class _Run:
         if vectors:
             operator = self._products.operator
             found = (turn.T.to(basis.dtype) @ basis).T.to(operator.device, operator.dtype)
-        loss = basis @ basis.T - torch.eye(self._done, dtype=basis.dtype, device=basis.device)
+        loss = self._space.total(basis @ basis.T) - torch.eye(self._done, dtype=basis.dtype, device=basis.device)
         return Eigenvalues(
             tuple(estimates),
             tuple(bool(estimate.stderr <= tolerance * norm) for estimate in estimates),

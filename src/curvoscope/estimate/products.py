@@ -11,6 +11,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
+from curvoscope.estimate.space import Space
 
 COLUMNS = 8  # vectors a product, at most
 LEAST = 16  # products before a tolerance may end the work
@@ -24,7 +25,7 @@ class Matrix(Protocol):
     """All that an estimator knows of an operator.
 
     An attribute `symmetric` is believed. Where there is none, eigenvalues and densities take symmetry for granted, and
-    the others do without it.
+    the others do without it. Where vectors are spread over processes, an attribute `spaces` says how (see `space`).
     """
 
     shape: tuple[int, int]
@@ -43,10 +44,13 @@ class Products:
     def __init__(self, operator: Matrix, label: str, total: int | None = None) -> None:
         self.operator = operator
         self.rows, self.size = operator.shape  # B is (rows, size)
+        spaces: tuple[Space, Space] | None = getattr(operator, "spaces", None)
+        self.row_space, self.space = spaces or (Space(self.rows), Space(self.size))
+        self._longest = max(self.row_space.longest, self.space.longest)
         # float64 where the device has it: the algebra around the products is done in it
         self.device = torch.device("cpu") if operator.device.type == "mps" else operator.device
         self.matvecs = 0
-        room = checks.memory_budget(None) // (_COPIES * 8 * max(1, self.rows, self.size))
+        room = self.budget(None) // (_COPIES * 8 * max(1, self._longest))
         self.columns = max(1, min(COLUMNS, room))  # vectors a product
         self._ticker = Ticker(label, total)
 
@@ -60,7 +64,7 @@ class Products:
 
     def __call__(self, columns: Tensor) -> Tensor:
         """(size, c) -> (rows, c), both float64."""
-        out = torch.empty(self.rows, columns.shape[1], dtype=torch.float64, device=self.device)
+        out = torch.empty(self.row_space.length, columns.shape[1], dtype=torch.float64, device=self.device)
         for start in range(0, columns.shape[1], self.columns):
             part = slice(start, start + self.columns)
             out[:, part] = self.at_once(columns[:, part]).to(self.device, torch.float64)
@@ -70,8 +74,9 @@ class Products:
         """(size, c) -> (rows, c) in one product, in the operator's precision."""
         operator, count = self.operator, columns.shape[1]
         product = operator @ columns.to(operator.device, operator.dtype)
-        if product.shape != (self.rows, count):
-            raise ShapeError("operator", f"gave shape {tuple(product.shape)}, expected {(self.rows, count)}")
+        if product.shape != (self.row_space.length, count):
+            expected = (self.row_space.length, count)
+            raise ShapeError("operator", f"gave shape {tuple(product.shape)}, expected {expected}")
         if not bool(torch.isfinite(product).all()):
             bad = int((~torch.isfinite(product)).sum())
             raise NonFiniteError("operator", f"{bad} of {product.numel()} entries of a product are NaN or infinite")
@@ -88,32 +93,40 @@ class Products:
         """The entries of B, a few columns at a time: unit vectors (size, c), and their columns of B (rows, c)."""
         for start in range(0, self.size, self.columns):
             stop = min(start + self.columns, self.size)
-            unit = torch.zeros(self.size, stop - start, dtype=torch.float64, device=self.device)
-            unit[torch.arange(start, stop), torch.arange(stop - start)] = 1
+            unit = self.space.units(start, stop, self.device)
             yield unit, self(unit)
 
     def fits(self, columns: int) -> bool:
         """Whether so many float64 vectors of the operator's size fit in the memory at hand."""
-        return 8 * max(self.rows, self.size) * columns <= checks.memory_budget(None)
+        return 8 * self._longest * columns <= self.budget(None)
+
+    def budget(self, memory_limit: int | None) -> int:
+        """Bytes that may be used in this process, the same in all."""
+        return self.space.least(checks.memory_budget(memory_limit))
 
 
 class Probes:
     """Random columns from a generator of one's own, so that torch's global one is neither read nor moved."""
 
     def __init__(self, products: Products, seed: int) -> None:
-        self._size, self._device = products.size, products.device
+        self._space, self._device = products.space, products.device
         # mixed, so that the probes of seeds 0, 1, 2, ... have nothing in common
         mixed = int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
         self._generator = torch.Generator(device="cpu").manual_seed(mixed)
 
     def signs(self, count: int) -> Tensor:
         """(size, count) of +1 and -1."""
-        drawn = torch.randint(0, 2, (self._size, count), generator=self._generator, dtype=torch.int8)
+        generator = self._generator
+        drawn = self._space.random(
+            lambda rows: torch.randint(0, 2, (rows, count), generator=generator, dtype=torch.int8)
+        )
         return drawn.mul_(2).sub_(1).to(self._device, torch.float64)
 
     def normal(self, count: int) -> Tensor:
         """(size, count) of standard normals."""
-        return torch.randn(self._size, count, generator=self._generator, dtype=torch.float64).to(self._device)
+        generator = self._generator
+        drawn = self._space.random(lambda rows: torch.randn(rows, count, generator=generator, dtype=torch.float64))
+        return drawn.to(self._device)
 
 
 def check_budget(matvecs: int | None, tolerance: float | None, least: int = 2) -> None:

@@ -2,7 +2,7 @@
 
 import math
 
-import torch
+from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
@@ -19,6 +19,7 @@ from curvoscope.estimate.products import (
 )
 from curvoscope.estimate.result import Estimate
 from curvoscope.estimate.sampling import Form, Sample, Tally, norm_form, pairs, trace_form
+from curvoscope.estimate.space import Space
 
 METHODS = ("auto", "hutchinson", "hutch++", "xtrace")
 _LEAST_DEFLATED = 6  # products for which a sketch and its error bar make sense
@@ -86,8 +87,9 @@ class _Question:
     """tr A for one operator: the same four methods whether A is B or B^T B."""
 
     def __init__(self, operator: Matrix, form: Form, label: str, signs: bool = False) -> None:
-        self._operator, self._form, self._label, self._signs = operator, form, label, signs
-        self._deflates = form is trace_form or getattr(operator, "symmetric", False)
+        self._operator, self._label, self._signs = operator, label, signs
+        self._of_entries, self._of_trace = form, form is trace_form
+        self._deflates = self._of_trace or getattr(operator, "symmetric", False)
 
     def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int) -> Estimate:
         checks.choice("method", method, METHODS)
@@ -97,18 +99,19 @@ class _Question:
             raise ShapeError("method", f"{method!r} needs an operator that says it is symmetric; use 'hutchinson'")
         budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
         with Products(self._operator, self._label, budget) as self._products:
+            self._space = self._products.space
             self._probes = Probes(self._products, seed)
             self._sketch = Sketch(self._products, self._probes.normal)
-            literal = method == "hutchinson" and self._form is norm_form and matvecs is not None
+            literal = method == "hutchinson" and not self._of_trace and matvecs is not None
             if self._products.size <= (LEAST if budget is None else budget) and not literal:
                 return self._exact()
             if deflated and budget is not None and budget < _LEAST_DEFLATED:
                 raise RangeError("matvecs", f"got {budget}, expected at least {_LEAST_DEFLATED} for {method!r}")
             if deflated and budget is not None:
                 checks.fits(
-                    8 * _COPIES * self._products.size * (budget // 2),
-                    None,
-                    f"a sketch of {budget // 2} columns of length {self._products.size}",
+                    8 * _COPIES * self._space.longest * (budget // 2),
+                    self._products.budget(None),
+                    f"a sketch of {budget // 2} columns of length {self._space.longest}",
                     "give fewer matvecs, or method='hutchinson', which keeps none",
                 )
             if method == "hutchinson" or not self._deflates:
@@ -190,7 +193,7 @@ class _Question:
         while tally.count < count:
             z = sketch.outside(self._probes.normal(min(self._products.columns, count - tally.count)))
             product = self._products(z)
-            tally.add(self._form(z, product, z, product), z.T @ z)
+            tally.add(self._form(z, product, z, product), self._space.total(z.T @ z))
         return self._estimate(tally.summary().shifted(sketch.captured(self._form)), "hutch++")
 
     def _exchanged(self) -> Estimate:
@@ -205,18 +208,21 @@ class _Question:
 
     # ---- their parts
 
+    def _form(self, x: Tensor, bx: Tensor, y: Tensor, by: Tensor) -> Tensor:
+        return self._space.total(self._of_entries(x, bx, y, by))
+
     def _probe(self, tally: Tally, count: int) -> None:
-        z = self._probes.signs(count) if self._signs else _sphere(self._probes.normal(count))
+        z = self._probes.signs(count) if self._signs else _sphere(self._space, self._probes.normal(count))
         product = self._products(z)
-        on_diagonal = (z * product).T @ (z * product) if self._signs else None
-        tally.add(self._form(z, product, z, product), z.T @ z, on_diagonal)
+        on_diagonal = self._space.total((z * product).T @ (z * product)) if self._signs else None
+        tally.add(self._form(z, product, z, product), self._space.total(z.T @ z), on_diagonal)
 
     def _plain(self) -> Sample:
         """Hutchinson's estimate from the columns of the sketch, scaled to the sphere."""
-        scale = self._products.size**0.5 / self._sketch.W.norm(dim=0)
+        scale = self._products.size**0.5 / self._space.norm(self._sketch.W, 0)
         W, Y = self._sketch.W * scale, self._sketch.Y * scale
         tally = Tally(self._products.size)
-        tally.add(self._form(W, Y, W, Y), W.T @ W)
+        tally.add(self._form(W, Y, W, Y), self._space.total(W.T @ W))
         return tally.summary()
 
     def _pays(self) -> bool:
@@ -225,23 +231,23 @@ class _Question:
         For the trace the variance is the square of what is left over, relative to |B|_F². For |B|_F² it is |B²|_F², and
         few eigenvalues hold it when |B|_F⁴ / |B²|_F², their participation number, is below k: pairs of columns show it.
         """
-        if self._form is trace_form:
+        if self._of_trace:
             return self._sketch.left_over() < 0.5
-        grams = self._sketch.Y.T @ self._sketch.Y
+        grams = self._space.total(self._sketch.Y.T @ self._sketch.Y)
         square, _, _ = pairs(grams[None])
         return square * self._sketch.columns > float(grams.diagonal().mean()) ** 2
 
     def _estimate(self, sample: Sample, method: str) -> Estimate:
         """With a standard error that is never below the rounding of the products."""
-        captured = float(self._sketch.Z.norm(dim=0).sum()) if self._form is trace_form else 0.0
+        captured = float(self._space.norm(self._sketch.Z, 0).sum()) if self._of_trace else 0.0
         rounding = _ROUNDING * self._products.epsilon * max(abs(sample.value), captured)
         stderr = max(sample.stderr, rounding)
         return Estimate(sample.value, stderr, self._products.matvecs, method, sample.degrees, sample.skewness)
 
 
-def _sphere(columns: torch.Tensor) -> torch.Tensor:
+def _sphere(space: Space, columns: Tensor) -> Tensor:
     """Columns (n, c) scaled to |z|² = n."""
-    return columns * (columns.shape[0] ** 0.5 / columns.norm(dim=0))
+    return columns * (space.size**0.5 / space.norm(columns, 0))
 
 
 def _forecast(sample: Sample, count: int, tolerance: float) -> int:

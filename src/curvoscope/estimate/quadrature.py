@@ -62,11 +62,11 @@ def _collect(
     products: Products, probes: Probes, steps: int, most: int, tolerance: float | None, memory_limit: int | None
 ) -> Density:
     """Probes, as many side by side as fit in memory, until there are enough or the tolerance is met."""
-    room, length = checks.memory_budget(memory_limit), products.size * (steps + _BESIDE)
+    room, length = products.budget(memory_limit), products.space.longest * (steps + _BESIDE)
     short = products.operator.dtype != torch.float64 and 8 * length > room
     dtype = torch.float32 if short else torch.float64
-    what = f"{steps} Lanczos vectors of length {products.size}"
-    checks.fits(dtype.itemsize * length, memory_limit, what, "give fewer steps, or a larger memory_limit")
+    what = f"{steps} Lanczos vectors of length {products.space.longest}"
+    checks.fits(dtype.itemsize * length, room, what, "give fewer steps, or a larger memory_limit")
     together = min(products.columns, room // (dtype.itemsize * length))
     rules: list[tuple[Tensor, Tensor, Tensor]] = []
     count = 0
@@ -86,24 +86,25 @@ def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> 
     The Lanczos vectors are kept in `dtype`, the recurrence and the tridiagonal matrix are float64.
     A probe whose Krylov space ends early goes on with zero vectors: its further nodes have the weight zero.
     """
-    size, count = start.shape
-    V = start.new_zeros(count, steps, size, dtype=dtype)
-    V[:, 0] = (start / start.norm(dim=0)).T
+    space, (length, count) = products.space, start.shape
+    V = start.new_zeros(count, steps, length, dtype=dtype)
+    V[:, 0] = (start / space.norm(start, 0)).T
     diagonal, beside = start.new_zeros(count, steps), start.new_zeros(count, steps)
     scale = 0.0
     for j in range(steps):
         w = products(V[:, j].T.double()).T  # (p, n)
-        scale = max(scale, float(w.norm(dim=1).max()))
-        diagonal[:, j] = (V[:, j] * w).sum(1)
+        scale = max(scale, float(space.norm(w, 1).max()))
+        diagonal[:, j] = space.total((V[:, j] * w).sum(1))
         past = V[:, : j + 1]
         for _ in range(2):
-            w = w - torch.einsum("pj,pjn->pn", torch.einsum("pjn,pn->pj", past, w.to(dtype)), past)
-        length = w.norm(dim=1)
-        alive = length > _ROUNDING * products.epsilon * scale
-        beside[:, j] = length * alive
+            inside = space.total(torch.einsum("pjn,pn->pj", past, w.to(dtype)))
+            w = w - torch.einsum("pj,pjn->pn", inside, past)
+        sizes = space.norm(w, 1)
+        alive = sizes > _ROUNDING * products.epsilon * scale
+        beside[:, j] = sizes * alive
         if j + 1 == steps or not bool(alive.any()):
             break
-        V[:, j + 1] = torch.where(alive[:, None], w / length.clamp_min(1e-300)[:, None], 0.0)
+        V[:, j + 1] = torch.where(alive[:, None], w / sizes.clamp_min(1e-300)[:, None], 0.0)
     tridiagonal = torch.diag_embed(diagonal)
     tridiagonal += torch.diag_embed(beside[:, :-1], 1) + torch.diag_embed(beside[:, :-1], -1)
     theta, vectors = torch.linalg.eigh(tridiagonal)
@@ -112,5 +113,5 @@ def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> 
 
 def _exact(products: Products) -> Density:
     """All eigenvalues, from all entries."""
-    dense = torch.cat([columns for _, columns in products.identity()], 1)
+    dense = products.space.whole(torch.cat([columns for _, columns in products.identity()], 1))
     return Density.exact(torch.linalg.eigvalsh((dense + dense.T) / 2), products.matvecs)

@@ -1,9 +1,10 @@
 """The papers' experiments: declared in `figures`, run by `runner`, kept in `store`."""
 
+from curvoscope.database import StoreError
 from curvoscope.experiments.figure import Figure, Row, Value, Verdict
-from curvoscope.experiments.figures import NAMES, find
+from curvoscope.experiments.figures import NAMES, find, left_out
 from curvoscope.experiments.runner import Task, WorkerError, missing, run
-from curvoscope.experiments.store import Store, StoreError
+from curvoscope.experiments.store import Store
 
 __all__ = [
     "NAMES",
@@ -16,6 +17,7 @@ __all__ = [
     "Verdict",
     "WorkerError",
     "find",
+    "left_out",
     "missing",
     "run",
 ]

@@ -1,8 +1,10 @@
-"""Choosing rows, and summing them up over seeds, for figures that are not sweeps over σ."""
+"""Choosing rows and summing them up over seeds, for figures that are not sweeps over σ; matrices as pictures."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from curvoscope.experiments.figure import Row, Verdict
 from curvoscope.experiments.fits import slope
@@ -47,6 +49,16 @@ def claim(rows: Sequence[Row], statement: str, found: float, agrees: bool, predi
     """A statement with one number found for it; block, part and layer are those of the rows."""
     first = rows[0].found
     return Verdict(statement, first.block, first.part, first.layer, predicted, found, None, None, agrees)
+
+
+def pixels(matrix: Tensor, count: int) -> list[float]:
+    """Mean |entry| of a square matrix over a grid of count x count pixels, row by row."""
+    pixel = (torch.arange(len(matrix)) * count // len(matrix)).clamp(max=count - 1)
+    sums = matrix.new_zeros(count, len(matrix)).index_add_(0, pixel, matrix.abs())
+    sums = matrix.new_zeros(count, count).index_add_(1, pixel, sums)
+    number = torch.bincount(pixel, minlength=count).clamp(min=1).to(matrix.dtype)
+    means: list[float] = (sums / number[:, None] / number).flatten().tolist()
+    return means
 
 
 def _coordinate(row: Row, name: str) -> float | int | str:

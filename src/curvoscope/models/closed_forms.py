@@ -30,6 +30,8 @@ from curvoscope.operators.autodiff_layers import Site
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.batches import Batch, BatchError
 from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.operators.distributed import Group
+from curvoscope.operators.rank_sum import RankSum
 from curvoscope.operators.second_order import kept_derivatives
 
 _MOST_PRODUCTS = 4096  # through the tail of the network, for one layer, unless closed forms are asked for
@@ -148,11 +150,20 @@ class ClosedForms:
             return None
         names = places[0].name, places[1].name
         of_loss, of_layer = self._parts[part]
-        for per_head in (False, True):
-            hessians = self._of_layer(places[0].layer, of_loss, per_head)
-            if set(names) <= set(hessians[0].names):
-                return reduce(add, (getattr(hessian, of_layer)[names] for hessian in hessians))
-        return None  # a weight with a single head of another
+        ranks, own, known = self._engine.ranks, None, True
+        with ranks.together():
+            for per_head in (False, True):
+                hessians = self._of_layer(places[0].layer, of_loss, per_head)
+                known = not hessians or set(names) <= set(hessians[0].names)
+                if hessians and known:
+                    own = reduce(add, (getattr(hessian, of_layer)[names] for hessian in hessians))
+                    break
+        if not isinstance(ranks, Group):
+            return own
+        if not all(ranks.exchange(known)):  # a weight with a single head of another
+            return None
+        like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
+        return RankSum(own, row.shape, column.shape, like, row == column, ranks)
 
     # ---- which layers have a closed form
 
@@ -160,16 +171,27 @@ class ClosedForms:
         """What is known of a layer. Sizes alone rule most of them out; only then are the others read."""
         if not self._found:
             sized = {name: _Found() for name in self._chosen}
-            self._engine.walk(lambda weight, batch: self._measure(sized, batch))
+            with self._engine.ranks.together():
+                self._engine.walk(lambda weight, batch: self._measure(sized, batch))
+            self._agree(sized)
             self._found = sized
         if self._found[layer.name].reason is None and not self._was_read:
             found = {name: _Found(seen.reason) for name, seen in self._found.items()}
-            self._engine.walk(lambda weight, batch: self._read(found, batch))
-            for name, seen in found.items():
-                if seen.reason is None:
-                    self._tails(self._chosen[name], partial(self._probe, seen), first=True)
+            with self._engine.ranks.together():
+                self._engine.walk(lambda weight, batch: self._read(found, batch))
+                for name, seen in found.items():
+                    if seen.reason is None:
+                        self._tails(self._chosen[name], partial(self._probe, seen), first=True)
+            self._agree(found)
             self._found, self._was_read = found, True
         return self._found[layer.name]
+
+    def _agree(self, found: dict[str, _Found]) -> None:
+        """What rules out a closed form on one rank rules it out on all."""
+        told = self._engine.ranks.exchange({name: (seen.reason, seen.rotary) for name, seen in found.items()})
+        for name, seen in found.items():
+            seen.reason = next((other[name][0] for other in told if other[name][0] is not None), None)
+            seen.rotary = any(other[name][1] for other in told)
 
     def _measure(self, found: dict[str, _Found], batch: Batch) -> None:
         left = {name: layer for name, layer in self._chosen.items() if found[name].reason is None}

@@ -15,7 +15,7 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.errors import ModelError
 from curvoscope.operators.autodiff_graph import Graph
 from curvoscope.operators.autodiff_layers import Site, Tap, layer_of
-from curvoscope.operators.autodiff_model import Snapshot, device_of, objective_of_model, survey
+from curvoscope.operators.autodiff_model import Snapshot, Survey, device_of, objective_of_model, survey
 from curvoscope.operators.batches import Batch, Batches
 from curvoscope.operators.distributed import Facts, Ranks, common, describe, hashes
 from curvoscope.operators.objectives import Objective
@@ -61,12 +61,18 @@ class Autodiff:
             self.device = device_of(model, device)
         with undisturbed(model, batches.generators):
             with self.ranks.together():
-                self.snapshot = Snapshot(model, blocks, self.device)
+                self.snapshot = self._snapshot()
                 self.dtype = self.snapshot.dtype
             if self.ranks.size > 1:
                 self.ranks.agree(self._facts(objective))
             self.objective = objective or self._objective_of_model()
-            self.survey = survey(self.snapshot, self.objective, batches, self.ranks)
+            self.survey = self._survey()
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self.model, self.blocks, self.device)
+
+    def _survey(self) -> Survey:
+        return survey(self.snapshot, self.objective, self._batches, self.ranks)
 
     def _facts(self, objective: Objective | None) -> Facts:
         """What must be alike on all ranks."""
@@ -78,8 +84,11 @@ class Autodiff:
             "blocks": {**places, "their order": " ".join(places)},
             "split": {"split": self.split},
             "loss_fn": {"loss_fn": describe(objective)},
-            "model": hashes(self.snapshot.tensors),
+            "model": self._fingerprint(),
         }
+
+    def _fingerprint(self) -> dict[str, str]:
+        return hashes(self.snapshot.tensors)
 
     def _objective_of_model(self) -> Objective:
         with self.ranks.together():
@@ -111,7 +120,11 @@ class Autodiff:
             totals[:] = [totals[0].add_(found) if totals else found]
 
         self._visit(frozenset(spread).union(wanted), layer, add)
-        return totals[0] if totals else vectors.new_zeros(len(vectors), sum(block.size for block in rows))
+        return totals[0] if totals else vectors.new_zeros(len(vectors), self.length(rows))
+
+    def length(self, blocks: Sequence[Block]) -> int:
+        """Entries of a vector that lives in the blocks."""
+        return sum(block.size for block in blocks)
 
     def _products(
         self, graph: Graph, part: str, rows: Sequence[Block], wanted: Sequence[str], vectors: Mapping[str, Tensor]
@@ -214,13 +227,16 @@ class Autodiff:
         if layer is None:
             with kept_derivatives(self.model):
                 outputs = self.snapshot(weights, batch)
-            return Graph(leaves, *self.objective.gradient(outputs, batch.targets))
+            return self._kept_graph(leaves, *self.objective.gradient(outputs, batch.targets))
         with kept_derivatives(self.model), Tap(self.model, layer) as tap:
             outputs = self.snapshot(weights, batch)
         cut, gradient = self.objective.gradient(outputs, batch.targets)
         inner = torch.autograd.grad(cut, tap.tensor, gradient, create_graph=True)
         check_layer(layer, leaves, (cut, gradient), ([tap.tensor], inner))
-        return Graph(leaves, [tap.tensor], inner)
+        return self._kept_graph(leaves, [tap.tensor], inner)
+
+    def _kept_graph(self, leaves: Mapping[str, Tensor], cut: Sequence[Tensor], gradient: Sequence[Tensor]) -> Graph:
+        return Graph(leaves, cut, gradient)
 
     def _layer(self, part: str, blocks: Sequence[Block]) -> Site | None:
         """Where to cut: the layer of all the blocks, or the model's output (None), also for the total."""

@@ -76,7 +76,10 @@ class Graph:
         self._gated = _edges(gated)
         roots = zip(leaves, _edges(found), strict=True)
         self._roots = {name: edge for name, edge in roots if edge is not None}
-        self.nbytes = _saved_bytes(self._roots.values(), {_address(leaf) for leaf in leaves.values()})
+        self.nbytes = self._measured()
+
+    def _measured(self) -> int:
+        return _saved_bytes(self._roots.values(), {_address(leaf) for leaf in self._leaves.values()})
 
     def product(self, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str], many: bool) -> dict[str, Tensor]:
         """The product of `part` with vectors shaped like the parameters, where it is not zero.

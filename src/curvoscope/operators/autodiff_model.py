@@ -101,22 +101,31 @@ def _losses(model: Snapshot, objective: Objective, batches: Iterable[Batch]) -> 
     for position, batch in enumerate(batches):
         value, count = _value(model, objective, batch)
         if position == 0:
-            again, _ = _value(model, objective, batch)
-            if abs(again - value) > _ROUNDING * torch.finfo(model.dtype).eps * abs(value):
-                raise LossError(
-                    "model",
-                    f"two identical calls gave the losses {value:.8g} and {again:.8g}; call model.eval(), and remove "
-                    "what is random in it",
-                )
+            check_same(value, _value(model, objective, batch)[0], model.dtype)
         losses.append(value)
         counts.append(float(count))
     return losses, counts
+
+
+def check_same(value: float, again: float, dtype: torch.dtype) -> None:
+    """Raise where the loss of two identical calls differs by more than rounding."""
+    if abs(again - value) > _ROUNDING * torch.finfo(dtype).eps * abs(value):
+        raise LossError(
+            "model",
+            f"two identical calls gave the losses {value:.8g} and {again:.8g}; call model.eval(), and remove what is "
+            "random in it",
+        )
 
 
 def _value(model: Snapshot, objective: Objective, batch: Batch) -> tuple[float, int | float]:
     batch = model.moved(batch)
     with torch.no_grad():
         outputs = model(model.weights, batch)
+    return loss_of(outputs, objective, batch)
+
+
+def loss_of(outputs: Any, objective: Objective, batch: Batch) -> tuple[float, int | float]:
+    """The loss of one batch, checked, and its number of terms."""
     count = objective.terms(outputs, batch.targets)
     if not count:
         return 0.0, 0

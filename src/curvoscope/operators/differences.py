@@ -10,6 +10,12 @@ The error at the displacement d = h |v| is |v| sqrt((a d^2)^2 + (b / d)^2): a fr
 rounding of the gradients, least at d = (b / (sqrt(2) a))^(1/3). Both are measured, on a ladder of displacements around
 eps^(1/3) (1 + |w|), when a product is first asked for. In each later one the first vector is taken with the
 displacement 2d too: this tells the error of that very product, and d is made smaller where the loss bends more.
+
+Of smooth networks no step was found that is three times better. Where F is piecewise linear in the weights, as with
+ReLU, the outer and the functional part have no truncation up to the next kink, and the best step is the longest that
+meets none. It is not sought: the kinks lie elsewhere for each vector, and a product across one is wrong altogether. So
+such parts stay at the end of the ladder, with relative errors near 1e-13 in float64 and 1e-5 in float32, where the
+best step of a small network would have reached 30 to 300 times (float64) and 3 to 80 times (float32) less.
 """
 
 import math
@@ -64,9 +70,9 @@ class Differences(Autodiff):
 
     def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
         """As that of `Autodiff`, from two gradients a vector, and two more for the first one."""
-        lengths = vectors.double().norm(dim=1)
+        lengths = self._lengths(vectors)
         if not bool(lengths.any()):
-            return vectors.new_zeros(len(vectors), sum(block.size for block in rows))
+            return vectors.new_zeros(len(vectors), self.length(rows))
         one = int(lengths.argmax())
         key = part, tuple(block.name for block in rows), tuple(block.name for block in columns)
         if key not in self._scales:
@@ -78,7 +84,7 @@ class Differences(Autodiff):
             displacements[-1] = 2 * displacement
             several = torch.cat([vectors, vectors[one : one + 1]])
             found = self._differences(part, rows, columns, several, displacements)
-            size, gap = (float(x.double().norm() / lengths[one]) for x in (found[one], found[-1] - found[one]))
+            size, gap = (self._lengths(torch.stack([found[one], found[-1] - found[one]])) / lengths[one]).tolist()
             # the gap is three times the truncation error at d; what rounding explains is not counted
             truncation = max(0.0, gap - 2 * scale.rounding / displacement) / (3 * displacement**2)
             better = scale.best(truncation)
@@ -92,13 +98,14 @@ class Differences(Autodiff):
     def _measure(self, part: str, rows: Sequence[Block], columns: Sequence[Block], unit: Tensor) -> Scale:
         """Climb the ladder along a unit vector; the differences between its rungs fall with 1/d and rise with d^2."""
         named = {piece.parameter for block in columns for piece in block.pieces}
-        size = math.sqrt(sum(float(self.snapshot.weight(name).double().square().sum()) for name in named))
+        weights = torch.stack([self._lengths(self.snapshot.weight(name).reshape(1, -1))[0] for name in sorted(named)])
+        size = float(weights.norm())
         start = torch.finfo(self.dtype).eps ** (1 / 3) * (1 + size)
         ladder = [start * _RATIO**rung for rung in _RUNGS]
         several = unit.expand(len(ladder), -1)
         displacements = torch.tensor(ladder, dtype=torch.float64, device=unit.device)
         found = self._differences(part, rows, columns, several, displacements).double()
-        gaps = [float(gap) for gap in (found[1:] - found[:-1]).norm(dim=1)]
+        gaps = self._lengths(found[1:] - found[:-1]).tolist()
         gaps = [gap if math.isfinite(gap) else math.inf for gap in gaps]
         least = min(range(len(gaps)), key=gaps.__getitem__)
         if math.isinf(gaps[least]) or not gaps[least]:
@@ -110,6 +117,10 @@ class Differences(Autodiff):
         truncation = gaps[least + 1] / ((_RATIO**2 - 1) * ladder[least + 1] ** 2)
         best = (rounding_error / (math.sqrt(2) * truncation)) ** (1 / 3) if math.isfinite(truncation) else ladder[least]
         return Scale(truncation, rounding_error, min(max(best, ladder[0]), ladder[-1]))
+
+    def _lengths(self, vectors: Tensor) -> Tensor:
+        """|v| of vectors (n, C), in float64."""
+        return vectors.double().norm(dim=1)
 
     # ---- differences at given displacements
 
@@ -126,10 +137,10 @@ class Differences(Autodiff):
         self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor, displacements: Tensor
     ) -> Tensor:
         spread = self._spread(columns, vectors)
-        lengths = vectors.double().norm(dim=1)
+        lengths = self._lengths(vectors)
         steps = torch.where(lengths > 0, displacements / lengths, 0.0).tolist()
         wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
-        total = vectors.new_zeros(len(vectors), sum(block.size for block in rows))
+        total = vectors.new_zeros(len(vectors), self.length(rows))
 
         def visit(weight: float, batch: Batch) -> None:
             at = _Batch(self, batch, wanted)

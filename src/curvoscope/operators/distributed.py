@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from curvoscope.errors import CurvoscopeError, EmptyError
+from curvoscope.errors import CurvoscopeError, EmptyError, NonFiniteError
 from curvoscope.operators.objectives import CrossEntropy, MeanLoss, Objective
 
 Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
@@ -54,7 +55,7 @@ class Group(Ranks):
     """The ranks of a process group of torch.distributed."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._on_cpu = "gloo" in dist.get_backend(group)
 
@@ -80,8 +81,8 @@ class Group(Ranks):
     def exchange(self, value: Any) -> list[Any]:
         """All ranks' values, which must be picklable."""
         found: list[Any] = [None] * self.size
-        with _collective():
-            dist.all_gather_object(found, value, group=self._group)
+        with collective():
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def agree(self, facts: Facts) -> None:
@@ -105,21 +106,36 @@ class Group(Ranks):
         except Exception as error:
             failure = error
         try:
-            self._check_notes(_note(question, vectors, failure is not None), found)
+            self._check_notes(_note(question, vectors, failure is not None), vectors)
         except RankError:
             if failure is None:
                 raise
         if failure is not None:
             raise failure
-        with _collective():
-            dist.all_reduce(found, group=self._group)
+        with collective():
+            dist.all_reduce(found, group=self.group)
         return found
 
-    def _check_notes(self, note: Tensor, found: Tensor) -> None:
-        note = note.to("cpu" if self._on_cpu else found.device)
+    def add(self, summand: Tensor) -> Tensor:
+        """The sum of all ranks' tensors of one shape."""
+        found = summand.contiguous().clone()
+        if found.numel():
+            with collective():
+                dist.all_reduce(found, group=self.group)
+        return found
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        found = torch.tensor([number], device="cpu" if self._on_cpu else "cuda")
+        with collective():
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
+        return int(found)
+
+    def _check_notes(self, note: Tensor, vectors: Tensor) -> None:
+        note = note.to("cpu" if self._on_cpu else vectors.device)
         notes = [torch.empty_like(note) for _ in range(self.size)]
-        with _collective():
-            dist.all_gather(notes, note, group=self._group)
+        with collective():
+            dist.all_gather(notes, note, group=self.group)
         table = torch.stack(notes).cpu()
         failed = table[:, 0].nonzero().flatten().tolist()
         if failed:
@@ -131,13 +147,36 @@ class Group(Ranks):
                 f"{_ranks(unlike)} asked for another product than rank 0; all ranks must make the same calls in the "
                 "same order, and have alike memory limits",
             )
-        rounding = torch.finfo(found.dtype).eps ** 0.5  # ranks on unlike machines may round differently
+        rounding = torch.finfo(vectors.dtype).eps ** 0.5  # ranks on unlike machines may round differently
         unlike = ((table - table[0])[:, 2:].abs() > rounding * table[0, 2]).any(1).nonzero().flatten().tolist()
         if unlike:
             raise RankError(
                 "process_group",
                 f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed",
             )
+
+
+class Mesh(Group):
+    """The ranks that parameters are spread over: products make their sums themselves, between all ranks."""
+
+    def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` makes of this rank's part of the vectors, once all ranks are known to ask the same."""
+        self._meet(question, vectors, failed=not bool(torch.isfinite(vectors).all()))
+        found = compute()
+        wrong = int(self.add((~torch.isfinite(found)).sum()))
+        if wrong:
+            raise NonFiniteError("operator", f"{wrong} entries of a product are NaN or infinite")
+        return found
+
+    def refuse(self, failure: CurvoscopeError, vectors: Tensor) -> None:
+        """Raise `failure` here, and tell the ranks that go on with a product."""
+        try:
+            self._meet("refused", vectors, failed=True)
+        except RankError:
+            raise failure from None
+
+    def _meet(self, question: object, vectors: Tensor, failed: bool) -> None:
+        self._check_notes(_note(question, vectors.new_zeros(len(vectors), 0), failed), vectors)
 
 
 def ranks_of(process_group: object) -> Ranks:
@@ -160,6 +199,22 @@ def ranks_of(process_group: object) -> Ranks:
         return Group(process_group)
     except (RuntimeError, ValueError) as error:
         raise RankError("process_group", f"the group is not initialised, or destroyed: {cure}") from error
+
+
+def sharded_ranks(mesh: DeviceMesh, process_group: object) -> Mesh:
+    """The ranks that a model's parameters are spread over: those of its mesh; another group is an error."""
+    try:
+        group = mesh.get_group()
+        ranks, members = Mesh(group), dist.get_process_group_ranks(group)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise RankError("model", f"its parameters lie on {mesh}, whose process group is destroyed") from error
+    if process_group is not None:
+        given = ranks_of(process_group)
+        if not isinstance(given, Group) or dist.get_process_group_ranks(given.group) != members:
+            raise RankError(
+                "process_group", f"its ranks are not {members}, over which the model is sharded; leave it out"
+            )
+    return ranks
 
 
 def hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -226,7 +281,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 @contextmanager
-def _collective() -> Iterator[None]:
+def collective() -> Iterator[None]:
     """What torch raises when a rank is gone or does not answer in time, as an error of ours."""
     try:
         yield

@@ -1,7 +1,7 @@
 """The answer of a run in three sentences, and the advice that its numbers bear out."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curvoscope.analysis.advice import Findings, advice
@@ -10,6 +10,7 @@ from curvoscope.analysis.measurements import Extremes, Measurement
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
 from curvoscope.estimate import Estimate
 from curvoscope.report.model_tables import with_error
+from curvoscope.training.records import Record
 
 Answer = dict[str, Any]
 """question, answer and advice: what a document of a run says in words."""
@@ -28,8 +29,10 @@ def of_pairs(rows: Sequence[BlockRow]) -> Answer:
     return _answer(question, words, Findings(rows=found))
 
 
-def of_blocks(name: str, rows: Sequence[Measurement], rounding: float, ends: Extremes) -> Answer:
-    """Of the blocks of any model."""
+def of_blocks(
+    name: str, rows: Sequence[Measurement], rounding: float, ends: Extremes, scales: Mapping[str, float]
+) -> Answer:
+    """Of the blocks of any model; `scales` are those of the layers' inputs."""
     norms = [(row.block, row.frobenius_norm.value) for row in rows if row.part == "total"]
     sizes = {(row.block, row.part): row.frobenius_norm.value for row in rows}
     larger = sum(sizes[block, "functional"] > max(sizes[block, "outer"], rounding) for block, _ in norms)
@@ -45,7 +48,7 @@ def of_blocks(name: str, rows: Sequence[Measurement], rounding: float, ends: Ext
         if row.frobenius_norm.value > rounding and row.largest_eigenvalue.value > row.largest_eigenvalue.stderr
     ]
     question = f"Where is the curvature of {name}, and how large a step does it allow?"
-    return _answer(question, " ".join(sentences), Findings(rows=known, extremes=ends))
+    return _answer(question, " ".join(sentences), Findings(rows=known, extremes=ends, input_scales=scales))
 
 
 def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, ends: Extremes) -> Answer:
@@ -54,6 +57,86 @@ def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, en
     sentences = (_apart(tops, 0.0, "λ max"), _farthest(apart), _reach(ends))
     question = f"How differently are the blocks of {name} curved?"
     return _answer(question, " ".join(sentences), Findings(extremes=ends, distances=apart))
+
+
+def of_training(records: Sequence[Record], momentum: float | None) -> Answer:
+    """Of a watched training run; momentum: that of SGD, None where the steps are those of another optimizer."""
+    first, last = records[0], records[-1]
+    tops = [one.largest_eigenvalue.value for one in records]
+    sentences = (
+        f"From step {first.step} to step {last.step} the loss on the probe went from {first.probe_loss:.3g} to "
+        f"{last.probe_loss:.3g}, and λ max from {with_error(first.largest_eigenvalue)} to "
+        f"{with_error(last.largest_eigenvalue)}, with {max(tops):.3g} the most.",
+        _edge(records),
+        _shares(records),
+    )
+    sharpness = {one.step: one.largest_eigenvalue.value for one in records}
+    norms = [one.gradient_norm for one in records]
+    findings = Findings(gradient_norms=norms)
+    if momentum is not None and last.lr:
+        ends = None
+        if last.details is not None:
+            ends = Extremes(1, last.largest_eigenvalue, last.details.smallest_eigenvalue)
+        findings = Findings(
+            extremes=ends, sharpness=sharpness, gradient_norms=norms, learning_rate=last.lr, momentum=momentum
+        )
+    question = "How did the curvature change while the model was trained, and how near was it to the edge?"
+    return _answer(question, " ".join(sentences), findings)
+
+
+def of_figures(figures: Sequence[Mapping[str, Any]]) -> Answer:
+    """Of reproduced figures, with their verdicts."""
+    verdicts = [(one["name"], verdict) for one in figures for verdict in one["verdicts"]]
+    told = [(name, verdict) for name, verdict in verdicts if verdict["agrees"] is not None]
+    wrong = [(name, verdict) for name, verdict in told if not verdict["agrees"]]
+    sentences = [
+        f"Of {len(told)} predictions in {len(figures)} {'figure' if len(figures) == 1 else 'figures'}, "
+        f"{len(told) - len(wrong)} agree with what was measured."
+    ]
+    if wrong:
+        some = "; ".join(f"{name}: {verdict['statement']}" for name, verdict in wrong[:3])
+        sentences.append(f"Not borne out: {some}{' and others' if len(wrong) > 3 else ''}.")
+    else:
+        sentences.append("None is contradicted.")
+    others = len(verdicts) - len(told)
+    sentences.append(
+        f"{others} further {'number was' if others == 1 else 'numbers were'} measured that no theory predicts."
+        if others
+        else "Every number that was fitted has a prediction."
+    )
+    question = "Do the papers' predictions hold?"
+    if len(figures) == 1:
+        question = figures[0]["question"]
+    return {"question": question, "answer": " ".join(sentences), "advice": []}
+
+
+def _edge(records: Sequence[Record]) -> str:
+    """Where λ_max was, of the edge 2/lr."""
+    known = [(one.edge_ratio, one.step) for one in records if one.edge_ratio is not None]
+    if not known:
+        return "No learning rate was given, so there is no edge to compare it with."
+    beyond = sum(ratio > 1 for ratio, _ in known)
+    ratio, step = max(known)
+    return (
+        f"λ max was beyond the edge of plain gradient descent, 2/lr, in {beyond} of {len(known)} measurements, and at "
+        f"most {ratio:.2g} of it, at step {step}."
+    )
+
+
+def _shares(records: Sequence[Record]) -> str:
+    """The functional share, first and last."""
+    known = [
+        (share, one.step)
+        for one in records
+        if one.details is not None and (share := one.details.functional_share) is not None
+    ]
+    if not known:
+        return "The share of the functional part was not measured."
+    (before, start), (now, end) = known[0], known[-1]
+    if start == end:
+        return f"The functional part had {now:.0%} of the blocks' squared norms at step {end}."
+    words = f"The functional part had {before:.0%} of the blocks' squared norms at step {start}"
+    return f"{words}, and {now:.0%} at step {end}."
 
 
 def _answer(question: str, words: str, findings: Findings) -> Answer:

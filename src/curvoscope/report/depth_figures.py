@@ -51,8 +51,10 @@ def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matp
         _ticks(axes, longest)
     figure.supxlabel("layer, from input to output", size=_HEADING)
     figure.suptitle(textwrap.fill(title, 110), size=_HEADING + 1)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=_TEXT + 1, frameon=False)
+    if len(networks) > 1:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        # above: below it would stand on the label of the axis
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=_TEXT + 1, frameon=False)
     return figure
 
 

@@ -1,29 +1,55 @@
-"""What table.json and spectrum.json hold, as far as a report shows it; keys that no report shows are not named."""
+"""What the documents of the runs hold, as far as a report shows it; keys that no report shows are not named."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from curvoscope.analysis.advice import Advice
+from curvoscope.analysis.attention_heads import HeadMoments
+from curvoscope.analysis.entries import EntryHistogram
 from curvoscope.analysis.heterogeneity import BlockRow
 from curvoscope.analysis.measurements import Measurement
+from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.estimate import Estimate
+from curvoscope.experiments.figure import Verdict
+from curvoscope.training.records import Incident
 
 
 @dataclass(frozen=True)
+class Depth:
+    """Curvature at the output of one layer."""
+
+    layer: str
+    spectral: Estimate
+    functional_spectral: Estimate
+    jacobian: Estimate | None
+    largest_block: Estimate | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Common:
-    """Of every document."""
+    """Of every document. `missing`: what was not measured, and why."""
 
     title: str
     question: str
     answer: str
     about: list[str]
     advice: list[Advice]
-    command: str
+    command: str | None
     versions: dict[str, str]
+    seed: int | None
+    missing: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Pairs(Common):
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Of the layers of a model."""
+
+    attention: list[HeadMoments] = field(default_factory=list)
+    depth: list[Depth] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Common, Layers):
     """`curvoscope analyze`: exact numbers of all pairs of blocks."""
 
     kind: Literal["analyze"]
@@ -40,14 +66,16 @@ class Whole:
     critical_learning_rate: Estimate | None
 
 
-@dataclass(frozen=True)
-class Blocks(Common):
+@dataclass(frozen=True, kw_only=True)
+class Blocks(Common, Layers):
     """`curvoscope analyze MODEL`."""
 
     kind: Literal["analyze MODEL"]
     rounding: float
     rows: list[Measurement]
     hessian: Whole
+    pairs: list[PairNorm] = field(default_factory=list)
+    histograms: list[EntryHistogram] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -73,11 +101,45 @@ class JensenShannon:
     threshold: list[list[float]]
 
 
-@dataclass(frozen=True)
-class Spectra(Common):
+@dataclass(frozen=True, kw_only=True)
+class Spectra(Common, Layers):
     """`curvoscope spectrum`."""
 
     kind: Literal["spectrum"]
     blocks: list[Spectrum]
     jensen_shannon: JensenShannon
     hessian: Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Common):
+    """`curvoscope watch`; the records are the facts of `training.Record`."""
+
+    kind: Literal["watch"]
+    steps: int
+    records: list[dict[str, Any]]
+    incidents: list[Incident]
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """One of the papers' figures."""
+
+    name: str
+    title: str
+    question: str
+    remarks: str
+    points: int
+    seeds: int
+    verdicts: list[Verdict]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction(Common):
+    """`curvoscope reproduce`."""
+
+    kind: Literal["reproduce"]
+    figures: list[Reproduced]
+
+
+Document = Pairs | Blocks | Spectra | Training | Reproduction

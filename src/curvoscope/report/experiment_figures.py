@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvoscope.experiments.panels import Guide, Panel, Series
+from curvoscope.experiments.panels import Guide, Image, Panel, Series
 
 if TYPE_CHECKING:
     import matplotlib.axes
+    import matplotlib.axis
     import matplotlib.figure
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
@@ -86,12 +87,26 @@ def _draw_panel(axes: "matplotlib.axes.Axes", panel: Panel) -> None:
         axes.set_axis_off()
     else:
         axes.set_ylim(shown)
+    for axis, is_log in ((axes.xaxis, panel.x_log), (axes.yaxis, panel.y_log)):
+        if is_log:
+            _few_ticks(axis)
     if panel.x_names:
         axes.set_xticks(range(1, len(panel.x_names) + 1), panel.x_names)
     if panel.note:
         axes.text(0.5, 0.5, panel.note, transform=axes.transAxes, ha="center", va="center", fontsize=_TEXT)
     if any(series.label for series in panel.series):
         axes.legend(fontsize=_TEXT - 3, frameon=False, handlelength=2.2)
+
+
+def _few_ticks(axis: "matplotlib.axis.Axis") -> None:
+    """Less than two decades: 1, 2, 5, 10, ... in place of every number, which would not fit side by side."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if 0 < low < high < 100 * low:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_series(axes: "matplotlib.axes.Axes", series: Series) -> None:
@@ -124,13 +139,17 @@ def _draw_image(axes: "matplotlib.axes.Axes", panel: Panel) -> None:
     low, high = np.nanpercentile(image.values, [1, 100])
     shown = axes.imshow(image.values, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
     axes.figure.colorbar(shown, ax=axes, label=image.scale, shrink=0.8)
-    edges = [0.0, *image.borders]
     for border in image.borders[:-1]:
         axes.axhline(border - 0.5, color="white", linewidth=0.5)
         axes.axvline(border - 0.5, color="white", linewidth=0.5)
-    middles = [(first + last) / 2 for first, last in pairwise(edges)]
+    middles = _middles(image)
     axes.set_xticks(middles, image.names, fontsize=_TEXT - 4, rotation=90)
     axes.set_yticks(middles, image.names, fontsize=_TEXT - 4)
+
+
+def _middles(image: Image) -> list[float]:
+    """Of the blocks, on axes where entry i reaches from i - 1/2 to i + 1/2."""
+    return [(first + last - 1) / 2 for first, last in pairwise([0.0, *image.borders])]
 
 
 def _powers(label: str) -> str:
@@ -147,7 +166,12 @@ def _add_panel(figure: Any, panel: Panel, row: int, column: int) -> None:
     place = {"row": row, "col": column}
     if panel.image is not None:
         figure.add_trace(Heatmap(z=panel.image.values, colorscale="Viridis", showscale=False), **place)
-        figure.update_yaxes(autorange="reversed", **place)
+        for border in panel.image.borders[:-1]:
+            figure.add_hline(y=border - 0.5, line={"color": "white", "width": 0.5}, **place)
+            figure.add_vline(x=border - 0.5, line={"color": "white", "width": 0.5}, **place)
+        ticks = {"tickvals": _middles(panel.image), "ticktext": list(panel.image.names)}
+        figure.update_xaxes(**ticks, **place)
+        figure.update_yaxes(autorange="reversed", **ticks, **place)
         return
     for guide in panel.guides:
         line = {"dash": "dash", "color": _GREY}

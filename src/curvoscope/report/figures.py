@@ -56,7 +56,7 @@ def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
     axes.set_xticks(middles, labels, size=_HEADING, rotation=90 if crowded else 0)
     axes.set_yticks(middles, labels, size=_HEADING, rotation=0 if crowded else 90, va="center")
     axes.tick_params(length=0)
-    box = {"boxstyle": "square,pad=0.2", "facecolor": "black", "edgecolor": "none", "alpha": 0.65}
+    box = {"boxstyle": "square,pad=0.2", "facecolor": "#202020", "edgecolor": "none", "alpha": 0.65}
     inset = 0.012 * len(logarithm)
     for (row, column), median in medians.items():
         if min(shares[row], shares[column]) < _ANNOTATED:

@@ -1,4 +1,4 @@
-"""Heat maps of the norms of a Hessian's blocks, a panel a part."""
+"""Heat maps of the norms of a Hessian's blocks and of pairs of blocks, a panel a part."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ import numpy as np
 
 from curvoscope.analysis.heterogeneity import PARTS, BlockRow, Part
 from curvoscope.analysis.measurements import Measurement
+from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
 from curvoscope.report.tables import short as short_in_one_layer
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _ZERO = "#c8c8c8"
-_CELL = 0.3  # inches
+_CELL, _SMALL_CELL = 0.3, 0.15  # inches; small where there are many
+_MANY = 16
 _TEXT, _HEADING = 9, 11
 
 Norms = dict[tuple[int, int], float]
@@ -30,6 +32,21 @@ def pair_map(rows: Sequence[BlockRow], title: str) -> "matplotlib.figure.Figure"
         panels[row.part][i, j] = panels[row.part][j, i] = row.frobenius_norm
     labels = [short_in_one_layer(name) for name in names]
     return _draw(panels, labels, labels, title, 0.0)
+
+
+def model_pair_map(
+    rows: Sequence[Measurement], pairs: Sequence[PairNorm], title: str, rounding: float = 0.0
+) -> "matplotlib.figure.Figure":
+    """log10 |H(a, b)|_F for all pairs of a model's blocks, the diagonal from `rows`."""
+    names = list(dict.fromkeys(row.block for row in rows))
+    panels: dict[Part, Norms] = {part: {} for part in PARTS}
+    for row in rows:
+        panels[row.part][names.index(row.block), names.index(row.block)] = row.frobenius_norm.value
+    for pair in pairs:
+        i, j = names.index(pair.row), names.index(pair.column)
+        panels[pair.part][i, j] = panels[pair.part][j, i] = pair.frobenius_norm.value
+    labels = [short(name) for name in names]
+    return _draw(panels, labels, labels, title, rounding)
 
 
 def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> "matplotlib.figure.Figure":
@@ -47,7 +64,7 @@ def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) ->
 def _draw(
     panels: Mapping[Part, Norms], lines: Sequence[str], columns: Sequence[str], title: str, rounding: float
 ) -> "matplotlib.figure.Figure":
-    """One colour scale for all panels; zero is grey, what was not measured is white."""
+    """One colour scale for all panels; zero is grey, what was not measured is left blank."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -56,8 +73,10 @@ def _draw(
     seen = [value for norms in panels.values() for value in norms.values() if value > rounding]
     low, high = (min(seen), max(seen)) if seen else (0.1, 1.0)
     scale = LogNorm(low, high if high > low else 10 * low)
-    beside = len(columns) <= 2 * len(lines)
-    width, height = max(2.0, _CELL * len(columns)), max(0.6, _CELL * len(lines))
+    beside = len(columns) <= min(2 * len(lines), _MANY)
+    cell = _CELL if len(lines) <= _MANY else _SMALL_CELL
+    width, height = max(2.0, cell * len(columns)), max(0.6, cell * len(lines))
+    text = _TEXT if cell == _CELL else _TEXT - 1
     size = (2.6 + 3 * (width + 0.2), 2.4 + height) if beside else (2.8 + width, 2.6 + 3 * (height + 0.35))
     figure = Figure(figsize=(max(size[0], 6.4), size[1]), layout="constrained")
     grid = figure.subplots(*((1, 3) if beside else (3, 1)), sharex=True, sharey=True)
@@ -65,11 +84,11 @@ def _draw(
         table = np.full((len(lines), len(columns)), np.nan)
         for place, value in norms.items():
             table[place] = value if value > rounding else low / 10
-        colors = colormaps["viridis"].with_extremes(bad="white", under=_ZERO)
+        colors = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=_ZERO)
         image = axes.imshow(table, cmap=colors, norm=scale, aspect="auto")
         axes.set_title(part, size=_HEADING, loc="left")
-        axes.set_xticks(range(len(columns)), [_plain(label) for label in columns], size=_TEXT, rotation=90)
-        axes.set_yticks(range(len(lines)), [_plain(label) for label in lines], size=_TEXT)
+        axes.set_xticks(range(len(columns)), [_plain(label) for label in columns], size=text, rotation=90)
+        axes.set_yticks(range(len(lines)), [_plain(label) for label in lines], size=text)
         axes.tick_params(length=0)
     bar = figure.colorbar(image, ax=grid, aspect=25 if beside else 40)
     bar.set_label("$\\|H\\|_F$", size=_HEADING)

@@ -1,10 +1,12 @@
 """The report as one HTML file, which opens from disk and asks the network for nothing."""
 
 import base64
+import html
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from curvoscope.report.contents import Report
+from curvoscope.report.contents import Figure, Report
+from curvoscope.report.vector import VectorError, inline
 
 if TYPE_CHECKING:
     import jinja2
@@ -12,12 +14,27 @@ if TYPE_CHECKING:
 
 def page(report: Report) -> str:
     """The whole page: style, script and figures are inside, everything from the run is escaped."""
-    return _templates().get_template("page.html").render(report=report)
+    figures = [one for section in report.sections for one in section.figures]
+    drawn = {one.file: _image(one, f"f{place}-") for place, one in enumerate(figures)}
+    return _templates().get_template("page.html").render(report=report, drawn=drawn)
 
 
 def fragment(report: Report) -> str:
     """Answer, tables and advice, for a notebook."""
     return _templates().get_template("fragment.html").render(report=report)
+
+
+def _image(figure: Figure, prefix: str) -> str:
+    """The SVG in the colours of the page; where there is none that can be read, the PNG, always on white."""
+    if figure.svg is not None:
+        try:
+            return inline(figure.svg, prefix, figure.alt)
+        except VectorError:
+            pass
+    if figure.png is None:
+        return f"<p>{html.escape(figure.file)} cannot be drawn: its file is damaged.</p>"
+    content = base64.b64encode(figure.png).decode()
+    return f'<img src="data:image/png;base64,{content}" alt="{html.escape(figure.alt, quote=True)}">'
 
 
 @lru_cache(maxsize=1)
@@ -31,6 +48,5 @@ def _templates() -> "jinja2.Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters["base64"] = lambda content: base64.b64encode(content).decode()
     templates.filters["full"] = lambda value: repr(float(value))  # reads back as the same number
     return templates

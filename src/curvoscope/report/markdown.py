@@ -1,10 +1,9 @@
 """The report as Markdown, with the figures as files beside it."""
 
 import re
-from itertools import chain
 
 from curvoscope.analysis.advice import Advice
-from curvoscope.report.contents import Report, Table
+from curvoscope.report.contents import Report, Section, Table
 
 
 def page(report: Report) -> str:
@@ -12,13 +11,26 @@ def page(report: Report) -> str:
     parts = [f"# {_text(report.title)}", f"**{_text(report.question)}**", _text(report.answer)]
     parts += ["## What was measured", *map(_text, report.about)]
     parts += ["## Advice", *(map(_advice, report.advice) if report.advice else ["The measurements bear none out."])]
-    parts += ["## Tables", *map(_table, report.tables)]
-    if report.figures:
-        figures = ((f"![{_text(one.alt)}]({one.file})", _text(one.caption)) for one in report.figures)
-        parts += ["## Figures", *chain.from_iterable(figures)]
+    for section in report.sections:
+        parts += _section(section)
+    if report.missing:
+        parts += ["## Not measured here", "\n".join(f"- {_text(line)}" for line in report.missing)]
     versions = ", ".join(f"{_text(name)} {_text(version)}" for name, version in report.versions.items())
-    parts += ["## To repeat it", _code(report.command), f"Versions: {versions}"]
+    command = "The files of this run do not tell its command." if report.command is None else _code(report.command)
+    parts += ["## To repeat it", command, f"Versions: {versions}"]
+    if report.seed is not None:
+        parts.append(f"Seed: {report.seed}")
     return "\n\n".join(parts) + "\n"
+
+
+def _section(section: Section) -> list[str]:
+    parts = [f"## {_text(section.title)}"]
+    if section.text:
+        parts.append(_text(section.text))
+    parts += map(_table, section.tables)
+    for one in section.figures:
+        parts += [f"![{_text(one.alt)}]({one.file})", _text(one.caption)]
+    return parts
 
 
 def _advice(one: Advice) -> str:

@@ -89,7 +89,7 @@ def _value(estimate: object) -> float | None:
 
 
 def _negative(record: Record) -> float | None:
-    return None if record.details is None else _value(record.details.negative_share)
+    return None if record.details is None else _value(record.details.negative_curvature_share)
 
 
 def _functional(record: Record) -> float | None:

@@ -4,6 +4,7 @@ from curvoscope.training.callbacks import lightning_callback, trainer_callback
 from curvoscope.training.monitor import CurvatureMonitor
 from curvoscope.training.optimizer import BlockCurvature
 from curvoscope.training.records import BlockNorms, Details, Incident, Record
+from curvoscope.training.runs import RunStore, StoredRun
 
 __all__ = [
     "BlockCurvature",
@@ -12,6 +13,8 @@ __all__ = [
     "Details",
     "Incident",
     "Record",
+    "RunStore",
+    "StoredRun",
     "lightning_callback",
     "trainer_callback",
 ]

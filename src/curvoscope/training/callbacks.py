@@ -35,7 +35,11 @@ def trainer_callback(monitor: CurvatureMonitor) -> Any:
 
 
 def lightning_callback(monitor: CurvatureMonitor) -> Any:
-    """A `lightning.pytorch.Callback` that steps the monitor after each batch; of the optimizers the first counts."""
+    """A `lightning.pytorch.Callback` that steps the monitor after each optimizer step; of the optimizers the first
+    counts.
+
+    The loss of a step is the mean over the batches whose gradients it accumulated.
+    """
     try:
         from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
@@ -47,11 +51,16 @@ def lightning_callback(monitor: CurvatureMonitor) -> Any:
         """Watches the first optimizer from the first batch to the last."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._made, self._losses = trainer.global_step, list[float]()
             monitor.watch(_inner(trainer.optimizers[0]))
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            monitor.step(loss if isinstance(loss, Tensor) else None)
+            if isinstance(loss, Tensor):
+                self._losses.append(float(loss))  # Lightning has divided it by the number of batches a step
+            if trainer.global_step != self._made:
+                monitor.step(sum(self._losses) if self._losses else None)
+                self._made, self._losses = trainer.global_step, []
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             monitor.close()

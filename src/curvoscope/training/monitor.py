@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,13 @@ from curvoscope.operators.objectives import LossFunction
 from curvoscope.operators.safety import undisturbed
 from curvoscope.training import quantities
 from curvoscope.training.attention_rows import AttentionRows
+from curvoscope.training.outlets import Outlets, ScalarWriter
 from curvoscope.training.pace import Clock, Pace
 from curvoscope.training.records import Details, Incident, Record
+from curvoscope.training.runs import StoredRun
+from curvoscope.training.steps import WatchedOptimizer
 
 _log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class ScalarWriter(Protocol):
-    """TensorBoard's SummaryWriter, or whatever takes numbers as it does."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number."""
 
 
 class CurvatureMonitor:
@@ -54,13 +49,14 @@ class CurvatureMonitor:
         model, loss_fn, blocks: as in `cv.hessian`.
         probe: the data to measure on, as the batches of `cv.hessian`: a list, the same all the time.
         every: steps from one measurement to the next, at least.
-        budget: the share of the time, from the first step on, that measurements may take. Half of it is for λ_max, the
-            gradient, the critical sharpness and attention; the other for the `Details`, which take many products, so
-            they come more seldom. The first measurement is made at once, so the bound holds from then on when it
-            has been earned. 1: no bound.
+        budget: the share of the time, from the first step on, that measurements may take. A third of it is for λ_max,
+            the gradient, the critical sharpness and attention; the rest for the `Details`, which take many products, so
+            they come more seldom. The first measurement is made at once, so the bound holds from then on when it has
+            been earned. 1: no bound.
         matvecs: products with the Hessian for each number of the details.
         seed: of the estimates.
-        writer: gets each record's numbers by `add_scalar`.
+        store: a run of a `RunStore`, which gets records and incidents one by one.
+        writer: gets each record's numbers by `add_scalar`: torch.utils.tensorboard.SummaryWriter for example.
         on_record: called with each record.
         clock: seconds, for the budget.
     """
@@ -76,6 +72,7 @@ class CurvatureMonitor:
         *,
         matvecs: int = 16,
         seed: int = 0,
+        store: StoredRun | None = None,
         writer: ScalarWriter | None = None,
         on_record: Callable[[Record], None] | None = None,
         clock: Clock = time.perf_counter,
@@ -91,14 +88,12 @@ class CurvatureMonitor:
         self._blocks.check(model)
         self._batches = _batches(probe)
         self._attention = AttentionRows(model)
-        self._matvecs, self._seed, self._writer, self._on_record = matvecs, seed, writer, on_record
+        self._matvecs, self._seed = matvecs, seed
+        self._outlets = Outlets(store, writer, on_record)
         self._vectors: dict[str, Tensor] = {}  # the last eigenvectors: "top", "bottom"
         self._steps = 0
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._hooks: list[Any] = []
+        self._optimizer: WatchedOptimizer | None = None
         self._decision: bool | None = None  # whether the next call of `step` measures, once that is known
-        self._before: dict[str, Tensor] | None = None
-        self._move: Tensor | None = None  # of the optimizer's last step, (P,)
 
     # ---- in a training loop
 
@@ -107,19 +102,15 @@ class CurvatureMonitor:
 
         Of several parameter groups the largest learning rate counts. The hooks change nothing; `close` removes them.
         """
-        _learning_rate(optimizer)
+        watched = WatchedOptimizer(optimizer, self._model, self._blocks, self._decide, self._beside)
         self.close()
-        self._optimizer = optimizer
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._optimizer = watched
 
     def close(self) -> None:
         """Let go of the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._optimizer, self._before, self._move = [], None, None, None
+        if self._optimizer is not None:
+            self._optimizer.close()
+        self._optimizer, self._decision = None, None
 
     def step(self, loss: Tensor | float | None = None, lr: float | None = None) -> Record | None:
         """Tell of a training step, after the optimizer has made it; measure if it is time.
@@ -135,16 +126,14 @@ class CurvatureMonitor:
         self._steps += 1
         value = None if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
         decided, self._decision = self._decision, None
-        move, self._move = self._move, None
+        move = None if self._optimizer is None else self._optimizer.last_move()
         if value is not None and not math.isfinite(value):
             self._pause(f"the loss is {value}")
             return None
-        elapsed = self.pace.elapsed
-        if not (self.pace.cheap.allows(self._steps, elapsed) if decided is None else decided):
+        if not (self.pace.due(self._steps) if decided is None else decided):
             return None
-        costly = self.pace.costly.allows(self._steps, elapsed)
         with self._guarded():
-            return self.measure(value, lr, details=costly, move=move)
+            return self.measure(value, lr, details=self.pace.details_due(self._steps), move=move)
         return None
 
     def measure(
@@ -155,7 +144,7 @@ class CurvatureMonitor:
         details: bool = True,
         move: Tensor | None = None,
     ) -> Record:
-        """Measure now, whatever the budget, and record it; errors are raised.
+        """Measure now, whatever the budget, and record it. Errors are raised, but for those of store and writer.
 
         Args:
             loss, lr: as in `step`.
@@ -163,7 +152,7 @@ class CurvatureMonitor:
             move: the optimizer's last step (P,), over the blocks in their order; None: no critical sharpness.
         """
         if lr is None and self._optimizer is not None:
-            lr = _learning_rate(self._optimizer)
+            lr = self._optimizer.learning_rate
         start, seed = self.pace.clock(), self._seed + len(self.records)
         found: Details | None = None
         with self.pace.measuring(self.pace.cheap, self._steps), self._looking():
@@ -178,14 +167,15 @@ class CurvatureMonitor:
         if details:
             with self.pace.measuring(self.pace.costly, self._steps), self._looking():
                 bottom, known["bottom"] = quantities.smallest(H, known.get("bottom"), self._matvecs, seed)
-                found = quantities.details(H, top, bottom, self._matvecs, seed)
+                ends = torch.stack([known["top"], known["bottom"]], 1)
+                found = quantities.details(H, top, bottom, ends, self._matvecs, seed)
         seconds = self.pace.clock() - start
         record = Record(self._steps, loss, lr, surface.loss, top, norm, along, critical, attention, found, seconds)
         self.records.append(record)
         if self.paused:
             self.paused = False
             self._note("resumed", "")
-        self._tell(record)
+        self._hand_on(record)
         return record
 
     # ---- state
@@ -204,6 +194,7 @@ class CurvatureMonitor:
             "records": [record.facts() for record in self.records],
             "incidents": [incident.facts() for incident in self.incidents],
             "vectors": dict(self._vectors),
+            "pace": self.pace.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,10 +214,7 @@ class CurvatureMonitor:
         self.records = [Record.from_facts(facts) for facts in state["records"]]
         self.incidents = [Incident(**facts) for facts in state["incidents"]]
         self._vectors = dict(state["vectors"])
-        for record in self.records:
-            self.pace.cheap.resume(record.step, record.seconds)
-            if record.details is not None:
-                self.pace.costly.resume(record.step, record.seconds)
+        self.pace.load_state_dict(state["pace"])
 
     def _shape_of_model(self) -> dict[str, list[int]]:
         return {name: list(shape) for name, shape in self._blocks.shapes.items()}
@@ -238,32 +226,20 @@ class CurvatureMonitor:
                 digest.update(batch.fingerprint())
         return digest.hexdigest()
 
-    # ---- around the optimizer's step
+    # ---- what may go wrong
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        start = self.pace.clock()
-        self._before, self._move = None, None
-        self._decision = self.pace.cheap.allows(self._steps + 1, self.pace.elapsed)
-        if self._decision:
-            with self._guarded():
-                self._before = self._weights()
-            self.pace.cheap.overhead(self.pace.clock() - start)
+    def _decide(self) -> bool:
+        """Whether to measure after the step that is about to be made."""
+        self._decision = self.pace.due(self._steps + 1)
+        return self._decision
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        before, self._before = self._before, None
-        if before is None:
-            return
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Around what is done beside the measurements: guarded, and its time counted."""
         start = self.pace.clock()
         with self._guarded():
-            after = self._weights()
-            self._move = self._blocks.gather({name: after[name].double() - before[name].double() for name in after})
+            yield
         self.pace.cheap.overhead(self.pace.clock() - start)
-
-    def _weights(self) -> dict[str, Tensor]:
-        parameters = dict(self._model.named_parameters())
-        return {name: parameters[name].detach().clone() for name in sorted(self._blocks.parameters)}
-
-    # ---- what may go wrong
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -293,14 +269,13 @@ class CurvatureMonitor:
 
     def _note(self, kind: str, message: str) -> None:
         self.incidents.append(Incident(self._steps, kind, message))
+        self._outlets.note(self.incidents[-1])
         _log.warning("curvature monitor %s at step %d%s", kind, self._steps, message and f": {message}")
 
-    def _tell(self, record: Record) -> None:
-        if self._writer is not None:
-            for name, value in record.scalars().items():
-                self._writer.add_scalar(f"curvature/{name}", value, record.step)
-        if self._on_record is not None:
-            self._on_record(record)
+    def _hand_on(self, record: Record) -> None:
+        with self._beside():
+            for message in self._outlets.tell(record):
+                self._note("failed", message)
 
 
 def _batches(probe: Iterable[Any]) -> Batches:
@@ -309,12 +284,3 @@ def _batches(probe: Iterable[Any]) -> Batches:
         return Batches(probe)
     except EmptyError as error:
         raise EmptyError("probe", "is empty; give a list with at least one batch (inputs, targets)") from error
-
-
-def _learning_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The largest of the groups."""
-    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
-    if not rates:
-        name = type(optimizer).__name__
-        raise RangeError("optimizer", f"{name} has no 'lr' in its parameter groups; call step(loss, lr) without watch")
-    return max(float(rate) for rate in rates)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from curvoscope import checks
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import ModelHessian, hessian, trainable
+from curvoscope.curvature import hessian, trainable
 from curvoscope.errors import ModelError, RangeError, ShapeError
 from curvoscope.estimate import lanczos
 from curvoscope.models.families import blocks_of
@@ -18,45 +18,39 @@ from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.batches import Batches
 from curvoscope.operators.objectives import LossFunction
 from curvoscope.operators.safety import undisturbed
+from curvoscope.training.scaled import Scaled
 
 BASES = ("sgd", "adam")
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What was measured of the blocks: λ_max and its eigenvector by block, and how many steps were made."""
+    """What was measured: λ_max and its eigenvector by block, the coupling and its, and how many steps were made."""
 
     steps: int = 0
     curvatures: dict[str, float] = field(default_factory=dict)
     vectors: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Preconditioned:
-    """P^-½ B P^-½ for a symmetric B (n, n) and the diagonal P^-½ (n,)."""
-
-    symmetric = True
-
-    def __init__(self, operator: LinearOperator, root: Tensor) -> None:
-        self._operator, self._root = operator, root.to(operator.dtype)
-        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
-
-    def __matmul__(self, other: Tensor) -> Tensor:
-        root = self._root if other.ndim == 1 else self._root[:, None]
-        return root * (self._operator @ (root * other))
+    coupling: float = 1.0
+    joint: Tensor | None = None
 
 
 class BlockCurvature(torch.optim.Optimizer):
-    """SGD with momentum, or Adam, with the step size min(lr, safety · η_b) in block b, η_b = κ/λ_max(P^-½ H_bb P^-½).
+    """SGD with momentum, or Adam, with a step size for each block: r_b / max(1, μ) in block b.
 
-    H_bb is the Hessian of the probe's loss in block b. For "sgd" P = 1 and κ = 2 (1 + β), β the momentum: on a
-    quadratic in that block alone, descent is stable up to η_b. For "adam" P = diag(sqrt(v) + eps), the preconditioner,
-    and κ = 2 (1 + β₁)/(1 - β₁). `lr` is a cap: schedulers change it as they change that of any optimizer, and a block
-    of no positive curvature steps with it.
+        r_b = min(lr, safety · κ/λ_b),   λ_b = λ_max(P^-½ H_bb P^-½)      what the block allows, were it alone
+        μ = λ_max(R^½ P^-½ H P^-½ R^½) / (safety · κ),   R = diag(r_b)    what couples the blocks
 
-    What it is not: the blocks are looked at one by one, and what couples them is not. With all blocks at their own
-    limits the whole may still be unstable, as the largest eigenvalue of a positive matrix may be the sum of those of
-    its diagonal blocks; `safety` is there for that. Nor does a step size from λ_max make progress along directions of
-    small curvature. Whether it trains faster than one well-tuned learning rate must be measured.
+    H is the Hessian of the probe's loss. For "sgd" P = 1 and κ = 2 (1 + β), β the momentum; for "adam" P =
+    diag(sqrt(v) + eps), the preconditioner, and κ = 2 (1 + β₁)/(1 - β₁). On a quadratic, with P at rest, the step with
+    the matrix η = R / max(1, μ) is stable below λ_max(η^½ P^-½ H P^-½ η^½) = κ, and here that is at most safety · κ:
+    `safety` is the share of the stable step size, exactly so where μ >= 1. Without μ, blocks each at their own limit
+    may be unstable together: the largest eigenvalue of a positive matrix is up to the sum of those of its diagonal
+    blocks. `lr` is a cap, and that of a block of no positive curvature; schedulers change it as they change that of any
+    optimizer. A lower cap keeps the step stable, a higher one is accounted for in μ at the next measurement.
+
+    What it is not: a step size from λ_max does not make progress along directions of small curvature, and the curvature
+    of one probe knows nothing of the noise of the gradients. Whether it trains faster than one well-tuned learning rate
+    must be measured: `curvoscope reproduce optimizers`.
 
     Args:
         model, loss_fn, probe: as in `cv.hessian`; the curvature is that of the model in evaluation mode on the probe.
@@ -68,7 +62,7 @@ class BlockCurvature(torch.optim.Optimizer):
         safety: the share of the stable step size to take.
         every: steps between measurements. At first they come sooner, after 1, 2, 4, ... steps, as curvature then
             changes fastest.
-        matvecs: products for each block and measurement; Lanczos starts from the last eigenvector.
+        matvecs: products for each block, and for μ, a measurement; Lanczos starts from the last eigenvector.
         seed: of Lanczos.
     """
 
@@ -117,15 +111,15 @@ class BlockCurvature(torch.optim.Optimizer):
         return dict(self._known.curvatures)
 
     @property
+    def coupling(self) -> float:
+        """μ as last measured, its residual added; all step sizes are divided by it where it is above 1."""
+        return self._known.coupling
+
+    @property
     def learning_rates(self) -> dict[str, float]:
         """The step size of each block."""
-        group = self.param_groups[0]
-        limit = group["safety"] * _stability(group)
-        found = {}
-        for name in self._blocks:
-            curvature = self._known.curvatures.get(name, 0.0)
-            found[name] = min(float(group["lr"]), limit / curvature if curvature > 0 else math.inf)
-        return found
+        shrunk = max(1.0, self._known.coupling)
+        return {name: rate / shrunk for name, rate in self._alone(self._known.curvatures).items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -155,14 +149,20 @@ class BlockCurvature(torch.optim.Optimizer):
             data = self._probe if batches is None else batches
             H = hessian(self._model, self._loss_fn, data, self._blocks, method="autodiff")
             for name in self._blocks:
-                curvatures[name], vectors[name] = self._largest(H, name, roots)
-        self._known = _Known(self._known.steps, curvatures, vectors)
+                own = None if roots is None else self._blocks[name].gather(roots)
+                curvatures[name], vectors[name] = self._largest(H.total[name], own, self._known.vectors.get(name))
+            rates = self._alone(curvatures)
+            sizes = self._blocks.sizes
+            scale = torch.cat([vectors[name].new_full((sizes[name],), rates[name] ** 0.5) for name in self._blocks])
+            whole = scale if roots is None else scale * self._blocks.gather(roots).to(scale.dtype)
+            largest, joint = self._largest(H.total, whole, self._known.joint)
+        self._known = _Known(self._known.steps, curvatures, vectors, largest / self._limit(), joint)
         return dict(curvatures)
 
     def state_dict(self) -> dict[str, Any]:
         """That of any optimizer, and under "curvature" what is known of the blocks."""
         known = self._known
-        measured = {"steps": known.steps, "curvatures": dict(known.curvatures), "vectors": dict(known.vectors)}
+        measured = {name: getattr(known, name) for name in ("steps", "curvatures", "vectors", "coupling", "joint")}
         return {**super().state_dict(), "curvature": measured}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class BlockCurvature(torch.optim.Optimizer):
         if sizes and sizes != self._blocks.sizes:
             raise ModelError("state_dict", "is of another model, or of other blocks; make the optimizer as in that run")
         super().load_state_dict(state_dict)
-        self._known = _Known(int(found["steps"]), dict(found["curvatures"]), dict(found["vectors"]))
+        self._known = _Known(**found)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after the start: the blocks hold all that is trained."""
@@ -184,18 +184,28 @@ class BlockCurvature(torch.optim.Optimizer):
 
     # ---- curvature
 
-    def _largest(self, H: ModelHessian, name: str, roots: Mapping[str, Tensor] | None) -> tuple[float, Tensor]:
-        """λ_max of a block and its eigenvector. The residual is added: few products find a value below λ_max."""
-        operator: LinearOperator | Preconditioned = H.total[name]
-        if roots is not None:
-            operator = Preconditioned(H.total[name], self._blocks[name].gather(roots))
+    def _limit(self) -> float:
+        """safety · κ: how large the curvature times the step size may be."""
+        group = self.param_groups[0]
+        return float(group["safety"] * _stability(group))
+
+    def _alone(self, curvatures: Mapping[str, float]) -> dict[str, float]:
+        """r_b: the step size of each block, were it alone; the cap where no curvature is known."""
+        cap, found = float(self.param_groups[0]["lr"]), {}
+        for name in self._blocks:
+            curvature = curvatures.get(name, 0.0)
+            found[name] = min(cap, self._limit() / curvature if curvature > 0 else math.inf)
+        return found
+
+    def _largest(self, H: LinearOperator, diagonal: Tensor | None, start: Tensor | None) -> tuple[float, Tensor]:
+        """λ_max of D H D and its eigenvector. The residual is added: few products find a value below λ_max."""
         found = lanczos(
-            operator,
+            H if diagonal is None else Scaled(H, diagonal),
             1,
             "LA",
             matvecs=self._matvecs,
             seed=self._seed + self._known.steps,
-            start=self._known.vectors.get(name),
+            start=start,
             vectors=True,
         )
         assert found.vectors is not None

@@ -1,44 +1,41 @@
 """How often to measure: at most every so many steps, and never for more than a share of the time."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from curvoscope.errors import RangeError
 
 Clock = Callable[[], float]
+_CHEAP = 1 / 3  # of the budget
 
 
 class Account:
     """A kind of measurement that may take `budget`, a share of all the time since the start.
 
-    With E seconds since the start, s of them spent here, and c those that the last measurement took, the next one is
-    allowed when s + c ≤ budget (E + c): the bound holds when it is done, if it takes no longer than the last. What the
-    first one costs is not known; it is allowed, and the bound holds once the run has lasted for c/budget.
+    With E seconds since the start, s of them spent here, and c those that the last measurement took, the next one can
+    be paid for when s + c ≤ budget (E + c): the bound holds when it is done, if it takes no longer than the last. What
+    the first one costs is not known; it is allowed, and the bound holds once the run has lasted for c/budget.
     """
 
     def __init__(self, budget: float, every: int) -> None:
         self._budget, self._every = budget, every
         self.spent = 0.0
-        self._cost = 0.0
-        self._last: int | None = None
+        self.cost = 0.0
+        self.last: int | None = None
 
-    def allows(self, step: int, elapsed: float) -> bool:
-        """Whether to measure at `step`."""
-        if self._last is None:
-            return True
-        if step - self._last < self._every:
-            return False
-        return self.spent + self._cost <= self._budget * (elapsed + self._cost)
+    def rested(self, step: int) -> bool:
+        """Whether the last measurement is far enough from `step`."""
+        return self.last is None or step - self.last >= self._every
+
+    def affords(self, elapsed: float) -> bool:
+        """Whether the next measurement can be paid for."""
+        return self.last is None or self.spent + self.cost <= self._budget * (elapsed + self.cost)
 
     def charge(self, step: int, seconds: float) -> None:
         """A measurement was made."""
-        self._last, self._cost = step, seconds
+        self.last, self.cost = step, seconds
         self.spent += seconds
-
-    def resume(self, step: int, seconds: float) -> None:
-        """An earlier run's last measurement was made at `step`; what that run spent is not counted."""
-        self._last, self._cost = step, seconds
 
     def overhead(self, seconds: float) -> None:
         """Time spent beside the measurements."""
@@ -46,7 +43,10 @@ class Account:
 
 
 class Pace:
-    """Two accounts, each with half of the budget: for what is cheap and for what is not; and the clock."""
+    """Two accounts, a third of the budget for what is cheap and the rest for what is not; and the clock.
+
+    What the costly account leaves over, after its next measurement is set aside, is for the cheap one.
+    """
 
     def __init__(self, every: int, budget: float, clock: Clock) -> None:
         if every < 1:
@@ -54,10 +54,37 @@ class Pace:
         if not (0 < budget <= 1 and math.isfinite(budget)):
             raise RangeError("budget", f"got {budget}, expected a share of the time above 0 and at most 1")
         self.clock = clock
-        # the whole budget is no bound at all: then the halves are none either
-        half = budget / 2 if budget < 1 else 1.0
-        self.cheap, self.costly = Account(half, every), Account(half, every)
+        self._budget = budget
+        # the whole budget is no bound at all: then its parts are none either
+        shares = (_CHEAP * budget, (1 - _CHEAP) * budget) if budget < 1 else (1.0, 1.0)
+        self.cheap, self.costly = (Account(share, every) for share in shares)
         self._start: float | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether to measure at `step`."""
+        elapsed = self.elapsed
+        return self.cheap.rested(step) and (self.cheap.affords(elapsed) or self._left_over(elapsed))
+
+    def details_due(self, step: int) -> bool:
+        """Whether to measure the details too."""
+        return self.costly.rested(step) and self.costly.affords(self.elapsed)
+
+    def _left_over(self, elapsed: float) -> bool:
+        needed = self.cheap.spent + self.cheap.cost + self.costly.spent + self.costly.cost
+        return needed <= self._budget * (elapsed + self.cheap.cost)
+
+    def state_dict(self) -> dict[str, tuple[int | None, float]]:
+        """When each account was used last, and what that cost."""
+        return {name: (account.last, account.cost) for name, account in self._accounts.items()}
+
+    def load_state_dict(self, state: Mapping[str, tuple[int | None, float]]) -> None:
+        """Go on after another run; what that run spent is not counted."""
+        for name, account in self._accounts.items():
+            account.last, account.cost = state[name]
+
+    @property
+    def _accounts(self) -> dict[str, Account]:
+        return {"cheap": self.cheap, "costly": self.costly}
 
     @property
     def elapsed(self) -> float:

@@ -5,15 +5,16 @@ import math
 import torch
 from torch import Tensor
 
-from curvoscope.analysis.scaling import _DENSE, _condition
+from curvoscope import checks
+from curvoscope.analysis.scaling import condition
 from curvoscope.analysis.surface import Surface
 from curvoscope.curvature import ModelHessian
 from curvoscope.estimate import Estimate, density, frobenius_norm, lanczos, trace
+from curvoscope.operators import LinearOperator
 from curvoscope.training.records import BlockNorms, Details
 
 RESIDUAL = 1e-3  # of λ_max, relative
-_BLOCK_PRODUCTS = 2  # a block's norm gets 1/2 of the products that the whole matrix gets
-_LEAST = 8  # products of a norm
+_LEAST = 8  # products for λ_min from an approximate eigenvector
 _DOUBLINGS = 12  # of the step, up or down, in which its critical length is sought
 _REFINEMENTS = 3
 
@@ -26,27 +27,57 @@ def largest(H: ModelHessian, start: Tensor | None, seed: int) -> tuple[Estimate,
 
 
 def smallest(H: ModelHessian, start: Tensor | None, matvecs: int, seed: int) -> tuple[Estimate, Tensor]:
-    """λ_min and its eigenvector (P,). By a budget: a residual relative to λ_max says little of a λ_min near zero."""
+    """λ_min and its eigenvector (P,). By a budget: a residual relative to λ_max says little of a λ_min near zero.
+
+    From an approximate eigenvector half of the products do.
+    """
+    if start is not None:
+        matvecs = max(_LEAST, matvecs // 2)
     found = lanczos(H.total, 1, "SA", matvecs=matvecs, seed=seed, start=start, vectors=True)
     assert found.vectors is not None
     return found[0], found.vectors[:, 0]
 
 
-def details(H: ModelHessian, top: Estimate, bottom: Estimate, matvecs: int, seed: int) -> Details:
-    """All that takes many products: `matvecs` for each number, half of it for a block and part."""
-    norm = frobenius_norm(H.total, matvecs=matvecs, seed=seed)
-    small = max(_LEAST, matvecs // _BLOCK_PRODUCTS)
+class _Remembered:
+    """A symmetric operator that does not make a product again that it has made before, as far as memory goes."""
+
+    symmetric = True
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+        self._operator = operator
+        self._room = checks.memory_budget(None)
+        self._made: list[tuple[Tensor, Tensor]] = []
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        for vectors, product in self._made:
+            if torch.equal(vectors, other):
+                return product
+        product = self._operator @ other
+        self._room -= 2 * product.nbytes
+        if self._room >= 0:
+            self._made.append((other.clone(), product))
+        return product
+
+
+def details(H: ModelHessian, top: Estimate, bottom: Estimate, ends: Tensor, matvecs: int, seed: int) -> Details:
+    """All that takes many products: `matvecs` for each number, twice as many for the share of negative curvature.
+
+    `ends` (P, 2) are the eigenvectors of `top` and `bottom`.
+    """
+    whole = _Remembered(H.total)  # trace and norm begin with the same vectors
+    norm = frobenius_norm(whole, matvecs=matvecs, seed=seed)
     blocks = {
-        name: BlockNorms(*(frobenius_norm(part[name], matvecs=small, seed=seed) for part in (H.outer, H.functional)))
+        name: BlockNorms(*(frobenius_norm(part[name], matvecs=matvecs, seed=seed) for part in (H.outer, H.functional)))
         for name in H.names
     }
     return Details(
         bottom,
-        trace(H.total, matvecs=matvecs, seed=seed),
+        trace(whole, matvecs=matvecs, seed=seed),
         norm,
         _effective_rank(norm, max((top, bottom), key=lambda end: abs(end.value))),
-        _condition(H) if H.shape[0] <= _DENSE else None,
-        negative_share(H, 2 * matvecs, seed),
+        condition(H),
+        negative_curvature_share(H, ends, 2 * matvecs, seed),
         blocks,
     )
 
@@ -60,18 +91,40 @@ def _effective_rank(norm: Estimate, largest: Estimate) -> Estimate | None:
     return Estimate(value, value * relative, norm.matvecs + largest.matvecs, f"{norm.method}, {largest.method}")
 
 
-def negative_share(H: ModelHessian, matvecs: int, seed: int) -> Estimate | None:
-    """tr H₋ / tr |H| = Σ_{λ<0} |λ| / Σ |λ| by Lanczos quadrature; the error of the ratio by the delta method."""
-    found = density(H.total, matvecs=matvecs, seed=seed)
-    below = (found.weights * found.nodes.clamp(max=0).abs()).sum(1)  # (probes,)
-    both = (found.weights * found.nodes.abs()).sum(1)
+def negative_curvature_share(H: ModelHessian, ends: Tensor, matvecs: int, seed: int) -> Estimate | None:
+    """tr H₋ / tr |H| = Σ_{λ<0} |λ| / Σ |λ|: exact in the span of `ends` (P, k), Lanczos quadrature outside of it.
+
+    With approximate eigenvectors of both ends of the spectrum as `ends`, probes miss little. The standard error, by the
+    delta method, is that of the probes; the quadrature, of few steps a probe, adds some hundredths at most.
+    """
+    V = torch.linalg.qr(ends.double())[0]
+    projection = V.T @ (H.total @ V.to(H.total.dtype)).double()
+    known = torch.linalg.eigvalsh((projection + projection.T) / 2)
+    found = density(_Outside(H.total, V), matvecs=matvecs, seed=seed)
+    masses = found.weights * found.size  # (probes, m)
+    below = (masses * found.nodes.clamp(max=0).abs()).sum(1) + float(known.clamp(max=0).abs().sum())  # (probes,)
+    both = (masses * found.nodes.abs()).sum(1) + float(known.abs().sum())
     mean = float(both.mean())
     if not mean:
         return None
     share = float(below.mean()) / mean
     stderr = float((below - share * both).std()) / (mean * found.probes**0.5) if found.probes > 1 else 0.0
     degrees = found.probes - 1.0 if found.probes > 1 else math.inf
-    return Estimate(share, stderr, found.matvecs, found.method, degrees)
+    return Estimate(share, stderr, found.matvecs + V.shape[1], found.method, degrees)
+
+
+class _Outside:
+    """(1 - V Vᵀ) B (1 - V Vᵀ) for a symmetric B (n, n) and orthonormal columns V (n, k)."""
+
+    symmetric = True
+
+    def __init__(self, operator: LinearOperator, V: Tensor) -> None:
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+        self._operator, self._V = operator, V.to(operator.dtype)
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        product = self._operator @ (other - self._V @ (self._V.T @ other))
+        return product - self._V @ (self._V.T @ product)
 
 
 def gradient_curvature(H: ModelHessian, gradient: Tensor) -> tuple[float, float | None]:

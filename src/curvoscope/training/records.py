@@ -1,9 +1,9 @@
 """What a monitor writes down: one record a measurement, one incident for whatever kept it from measuring."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.estimate import Estimate
@@ -22,8 +22,9 @@ class Details:
     """What takes many products with the Hessian H (P, P), so it is measured more seldom than the rest.
 
     smallest_eigenvalue: λ_min. trace: tr H. frobenius_norm: |H|_F. effective_rank: the stable rank |H|_F²/|H|_2².
-    condition: as in `analysis.scaling`, None where P is above 400. negative_share: Σ_{λ<0} |λ| / Σ |λ|, the share of
-    negative curvature. blocks: norms of the two parts of each diagonal block.
+    condition: as in `analysis.scaling`, None where P is above 400. negative_curvature_share:
+    Σ_{λ<0} |λ| / Σ |λ|; not the share of eigenvalues that are negative. blocks: norms of the two parts of each
+    diagonal block.
     """
 
     smallest_eigenvalue: Estimate
@@ -31,7 +32,7 @@ class Details:
     frobenius_norm: Estimate
     effective_rank: Estimate | None  # None for H = 0
     condition: float | None
-    negative_share: Estimate | None  # None for H = 0
+    negative_curvature_share: Estimate | None  # None for H = 0
     blocks: dict[str, BlockNorms]
 
     @property
@@ -41,6 +42,15 @@ class Details:
             sum(getattr(norms, part).value ** 2 for norms in self.blocks.values()) for part in ("outer", "functional")
         )
         return functional / (outer + functional) if outer + functional else None
+
+
+class Value(NamedTuple):
+    """One number of a record; `of`: the block or layer that it belongs to, "" for the whole; stderr: None if exact."""
+
+    quantity: str
+    of: str
+    value: float
+    stderr: float | None
 
 
 @dataclass(frozen=True)
@@ -76,27 +86,29 @@ class Record:
         """λ_max lr/2: above 1, beyond the edge of stability of plain gradient descent."""
         return None if self.lr is None else self.largest_eigenvalue.value * self.lr / 2
 
-    def scalars(self) -> dict[str, float]:
-        """The finite numbers by name, without error bars: what a TensorBoard shows."""
-        found: dict[str, Any] = {
-            "probe_loss": self.probe_loss,
-            "largest_eigenvalue": self.largest_eigenvalue,
-            "edge": self.edge,
-            "edge_ratio": self.edge_ratio,
-            "gradient_norm": self.gradient_norm,
-            "gradient_curvature": self.gradient_curvature,
-            "critical_sharpness": self.critical_sharpness,
+    def values(self) -> Iterator["Value"]:
+        """The finite numbers, one by one."""
+        found: dict[tuple[str, str], Any] = {
+            (name, ""): getattr(self, name)
+            for name in (
+                *("loss", "lr", "probe_loss", "largest_eigenvalue", "edge", "edge_ratio"),
+                *("gradient_norm", "gradient_curvature", "critical_sharpness"),
+            )
         }
         for layer, summary in self.attention.items():
-            found[f"attention_entropy/{layer}"] = summary.entropy
-            found[f"attention_variance/{layer}"] = summary.variance
+            found |= {(f"attention_{name}", layer): value for name, value in asdict(summary).items()}
         if self.details is not None:
-            names = ("smallest_eigenvalue", "trace", "frobenius_norm", "effective_rank", "condition", "negative_share")
-            found |= {name: getattr(self.details, name) for name in names}
+            numbers = [one.name for one in fields(Details) if one.name != "blocks"]
+            found |= {(name, ""): getattr(self.details, name) for name in (*numbers, "functional_share")}
             for block, norms in self.details.blocks.items():
-                found |= {f"outer_norm/{block}": norms.outer, f"functional_norm/{block}": norms.functional}
-        numbers = {name: float(value) for name, value in found.items() if value is not None}
-        return {name: value for name, value in numbers.items() if math.isfinite(value)}
+                found |= {("outer_norm", block): norms.outer, ("functional_norm", block): norms.functional}
+        for (quantity, of), number in found.items():
+            if number is not None and math.isfinite(number):
+                yield Value(quantity, of, float(number), number.stderr if isinstance(number, Estimate) else None)
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers by name, without error bars: what a TensorBoard shows."""
+        return {f"{one.quantity}/{one.of}".removesuffix("/"): one.value for one in self.values()}
 
     def facts(self) -> dict[str, Any]:
         """For JSON; `from_facts` reads it back."""

@@ -4,7 +4,11 @@ import difflib
 import importlib
 
 from curvoscope.errors import RangeError
+from curvoscope.experiments import digits
 from curvoscope.experiments.figure import Figure
+
+DIGITS = ("gap-entries", "gap-norms", "gap-loss", "gap-gradient")
+"""The figures that need scikit-learn's images."""
 
 NAMES = (
     "fig1",
@@ -21,6 +25,10 @@ NAMES = (
     "sink",
     "depth",
     "ggn",
+    "divergence",
+    "phases",
+    *DIGITS,
+    "optimizers",
     "fig7",
     "fig6",
 )
@@ -28,7 +36,7 @@ NAMES = (
 
 
 def find(names: list[str]) -> list[Figure]:
-    """The figures of these names; "all" is every one."""
+    """The figures of these names; "all" is every one but for those `left_out`."""
     if not names:
         raise RangeError("NAME", f"is missing; give one or more of all, {', '.join(NAMES)}")
     for name in names:
@@ -36,12 +44,20 @@ def find(names: list[str]) -> list[Figure]:
             near = difflib.get_close_matches(name, ("all", *NAMES), n=3, cutoff=0.3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are all, {', '.join(NAMES)}"
             raise RangeError("NAME", f"there is no figure {name!r}; {hint}")
-    wanted = NAMES if "all" in names else tuple(dict.fromkeys(names))
+    if any(name in DIGITS for name in names):
+        digits.check_installed()
+    every = [name for name in NAMES if name not in left_out()]
+    wanted = every if "all" in names else list(dict.fromkeys(names))
     return [load(name) for name in wanted]
+
+
+def left_out() -> tuple[str, ...]:
+    """What "all" leaves out because scikit-learn is not installed."""
+    return () if digits.is_installed() else DIGITS
 
 
 def load(name: str) -> Figure:
     """One figure."""
-    figure = importlib.import_module(f"{__name__}.{name}").FIGURE
+    figure = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").FIGURE
     assert isinstance(figure, Figure)
     return figure

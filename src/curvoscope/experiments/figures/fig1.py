@@ -12,7 +12,7 @@ from curvoscope import data
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.layer import Layer
 from curvoscope.experiments.panels import Image, Panel
-from curvoscope.experiments.summaries import claim, geometric_mean, select
+from curvoscope.experiments.summaries import claim, geometric_mean, pixels, select
 from curvoscope.experiments.training import loss_of
 from curvoscope.models.gpt2_block import GPT2
 
@@ -38,7 +38,8 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     if seed == 0:
         attention = slice(edges[_ATTENTION[0]][0], edges[_ATTENTION[-1]][1])
         for name, matrix in (("block", H), ("attention", H[attention, attention])):
-            values += [Value(1, name, "total", v, quantity="pixel", at=float(i)) for i, v in enumerate(_pixels(matrix))]
+            shades = enumerate(pixels(matrix, _PIXELS))
+            values += [Value(1, name, "total", v, quantity="pixel", at=float(i)) for i, v in shades]
     return values
 
 
@@ -57,16 +58,6 @@ def dense_hessian(model: GPT2, tokens: Tensor) -> Tensor:
         rows = [(torch.zeros(len(unit), *p.shape) if f is None else f).to(slope.dtype).flatten(1) for f, p in pairs]
         columns.append(torch.cat(rows, 1))
     return torch.cat(columns).detach()
-
-
-def _pixels(matrix: Tensor) -> list[float]:
-    """Mean |entry| over a grid of pixels, row by row."""
-    pixel = (torch.arange(len(matrix)) * _PIXELS // len(matrix)).clamp(max=_PIXELS - 1)
-    sums = matrix.new_zeros(_PIXELS, len(matrix)).index_add_(0, pixel, matrix.abs())
-    sums = matrix.new_zeros(_PIXELS, _PIXELS).index_add_(1, pixel, sums)
-    count = torch.bincount(pixel, minlength=_PIXELS).clamp(min=1).to(matrix.dtype)
-    means: list[float] = (sums / count[:, None] / count).flatten().tolist()
-    return means
 
 
 def _verdicts(rows: Sequence[Row]) -> list[Verdict]:

@@ -1,0 +1,105 @@
+"""Attention moments head by head: how far the rows of each head are spread, from one forward pass."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvoscope.estimate import Estimate
+from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.moments import Moments
+from curvoscope.models.families import blocks_of
+from curvoscope.models.layer_sites import Record, layers_of
+from curvoscope.models.rebuilding import fitting, rebuild
+from curvoscope.operators.batches import Batches
+from curvoscope.operators.safety import undisturbed
+
+_MOST_TRIPLES = 2_000_000_000  # (row, key, key) for all third moments: seconds
+_AT_ONCE = 4_000_000  # of them
+
+
+@dataclass(frozen=True)
+class HeadMoments:
+    """One head of one layer, on average over all rows i of all sequences; the standard error is that of sequences.
+
+    With x² the mean square |x_j|² of the inputs: `entropy` of A_i in nats; `first` |M1_i|²/x²; `second` tr M2_i/x², 0
+    for one-hot rows; `third` |M3_i|_F/x³, the size of the third central moment, None where it would take too long.
+    """
+
+    layer: str
+    head: int
+    entropy: Estimate
+    first: Estimate
+    second: Estimate
+    third: Estimate | None
+
+
+def head_moments(model: nn.Module, batch: Any) -> list[HeadMoments]:
+    """Of all heads of the softmax attention layers that can be rebuilt in closed form; the model is left as it is."""
+    (found,) = Batches([batch])
+    layers = [layer for layer in layers_of(model, blocks_of(model)) if layer.kind == "attn"]
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    rows: list[HeadMoments] = []
+    with undisturbed(model, []), torch.no_grad():
+        model.eval()
+        with ExitStack() as stack:
+            records = [(layer, stack.enter_context(Record(model, layer))) for layer in layers]
+            model(*found.arguments, **found.keywords)
+        for layer, record in records:
+            known = fitting(layer, weights, record)[0] if record.once else []
+            if not known or known[0].activation != "softmax":  # the rows of others are no distributions
+                continue
+            rebuilt = rebuild(layer, weights, record, known[0])
+            assert isinstance(rebuilt.layer, SelfAttention)
+            rows += of_moments(layer.name, Moments(rebuilt.X[:, None], rebuilt.forward_pass(rebuilt.layer).A))
+    return rows
+
+
+def of_moments(layer: str, moments: Moments) -> Iterator[HeadMoments]:
+    """From attention (N, heads, L, L) and inputs (N, 1, L, d)."""
+    X, A = moments.X.double(), moments.attention.double()
+    square = X.square().sum(-1)  # (N, 1, L)
+    scale = float(square.mean())
+    length = moments.M1.double().square().sum(-1)  # (N, heads, L)
+    spread = (A @ square[..., None])[..., 0] - length
+    third = _third(X[:, 0], A) if A.numel() * A.shape[-1] <= _MOST_TRIPLES else None
+    for head in range(A.shape[1]):
+        yield HeadMoments(
+            layer,
+            head,
+            _mean(moments.entropy[:, head].double()),
+            _mean(length[:, head] / scale),
+            _mean(spread[:, head] / scale),
+            None if third is None else _mean(third[:, head] / scale**1.5),
+        )
+
+
+def _third(X: Tensor, A: Tensor) -> Tensor:
+    """|M3_i|_F, (N, heads, L), by the Gram matrix of the centred inputs: |M3_i|² = sum_jk a_j a_k (x_j·x_k)³."""
+    gram = X @ X.mT  # (N, L, L)
+    along = A @ gram[:, None]  # x_j·m_i
+    square = (A * along).sum(-1)  # |m_i|²
+    result = torch.empty_like(square)
+    step = max(1, _AT_ONCE // gram.shape[-1] ** 2)
+    for n in range(A.shape[0]):
+        for head in range(A.shape[1]):
+            for rows in torch.arange(A.shape[2]).split(step):
+                a, p = A[n, head, rows], along[n, head, rows]
+                cubes = (gram[n] - p[:, :, None] - p[:, None, :] + square[n, head, rows][:, None, None]) ** 3
+                found = torch.einsum("ij,ijk,ik->i", a, cubes, a)
+                result[n, head, rows] = found.clamp_min(0).sqrt()
+    return result
+
+
+def _mean(values: Tensor) -> Estimate:
+    """The mean of (N, L) over rows; its standard error from the spread between the sequences."""
+    means = values.mean(1)
+    count = len(means)
+    stderr = float(means.std()) / count**0.5 if count > 1 else 0.0
+    return Estimate(
+        float(means.mean()), stderr, 0, f"mean of {count} sequences", count - 1.0 if count > 1 else math.inf
+    )

@@ -1,0 +1,56 @@
+"""Numbers as cells of a report's tables: three digits, the error bar, and the full value behind them."""
+
+from curvoscope.estimate import Estimate
+from curvoscope.report.contents import Cell
+from curvoscope.report.model_tables import with_error
+
+
+def word(text: str) -> Cell:
+    """A name."""
+    return Cell(text)
+
+
+def count(value: int) -> Cell:
+    """A whole number."""
+    return Cell(f"{value:,}", float(value))
+
+
+def estimated(estimate: Estimate | None, zero: float = 0.0) -> Cell:
+    """With its standard error in percent; ~0 for what is not larger than `zero`, nothing for what was not measured."""
+    if estimate is None:
+        return Cell("")
+    text = "~0" if 0 < abs(estimate.value) <= zero else with_error(estimate)
+    return Cell(text, estimate.value, estimate.stderr)
+
+
+def plain(value: float | None, tolerance: float | None = None) -> Cell:
+    """A number that is exact, or has the error `tolerance`: ~0 where it is not larger."""
+    if value is None:
+        return Cell("")
+    zero = tolerance is not None and 0 < abs(value) <= tolerance
+    return Cell("~0" if zero else f"{value:.2e}" if value else "0", value, tolerance)
+
+
+def short(value: float | None) -> Cell:
+    """Three digits, without an exponent where the number is of a common size."""
+    return Cell("") if value is None else Cell(f"{value:.3g}", value)
+
+
+def measured(estimate: Estimate | None) -> Cell:
+    """Three digits without an exponent, and the standard error in percent."""
+    if estimate is None:
+        return Cell("")
+    error = f" ±{estimate.stderr / abs(estimate.value):.1%}" if estimate.stderr and estimate.value else ""
+    return Cell(f"{estimate.value:.3g}{error}", estimate.value, estimate.stderr)
+
+
+def resolved(value: float | None) -> Cell:
+    """None: among the eigenvalues too small to be resolved."""
+    return Cell("~0") if value is None else plain(value)
+
+
+def share(value: float | None, stderr: float | None = None) -> Cell:
+    """In percent."""
+    if value is None:
+        return Cell("")
+    return Cell(f"{value:.1%} ±{stderr:.1%}" if stderr else f"{value:.1%}", value, stderr)

@@ -1,0 +1,206 @@
+"""The sections of a report: which tables and which figures a document has, by subject."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from curvoscope.report import cells
+from curvoscope.report.captions import CAPTIONS
+from curvoscope.report.contents import Cell, Figure, Section, Table
+from curvoscope.report.documents import Blocks, Layers, Pairs, Reproduction, Spectra, Training, Whole
+from curvoscope.report.reproduction_sections import reproduction
+from curvoscope.report.training_sections import training
+
+Files = Mapping[str, bytes]
+_MOST_PAIRS = 600  # rows of a table, for the size of the page
+
+
+def sections_of(found: Pairs | Blocks | Spectra | Training | Reproduction, files: Files) -> Iterator[Section]:
+    """Subject by subject; one that has neither tables nor figures was not measured."""
+    make = next(make for kind, make in _KINDS.items() if isinstance(found, kind))
+    return make(found, lambda *names, told=None: _figures(files, names, told))
+
+
+def _figures(files: Files, names: Sequence[str], told: tuple[str, str] | None) -> list[Figure]:
+    """Those that are there, with a caption and a text for those who do not see them."""
+    return [
+        Figure(f"{name}.png", files.get(f"{name}.png"), files.get(f"{name}.svg"), *(told or CAPTIONS[name]))
+        for name in names
+        if f"{name}.png" in files or f"{name}.svg" in files
+    ]
+
+
+Draw = Callable[..., list[Figure]]
+
+
+# ---- analyze
+
+
+def _pairs(found: Pairs, figures: Draw) -> Iterator[Section]:
+    diagonal = [
+        (
+            Cell(row.row),
+            Cell(row.part),
+            cells.plain(row.frobenius_norm),
+            cells.plain(row.trace),
+            cells.plain(row.largest_eigenvalue, row.eigenvalue_tolerance),
+            cells.plain(row.smallest_eigenvalue, row.eigenvalue_tolerance),
+            cells.share(row.negative_share),
+            cells.plain(row.median_absolute),
+        )
+        for row in found.rows
+        if row.diagonal
+    ]
+    others = [
+        (Cell(row.row), Cell(row.column), Cell(row.part), *map(cells.plain, (row.frobenius_norm, row.median_absolute)))
+        for row in found.rows
+        if not row.diagonal
+    ]
+    numbers = ("‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median |entry|")
+    note = "exact to rounding; ~0 within the error of the eigenvalue solver"
+    yield Section("Blocks", tables=[Table(f"Diagonal blocks: {note}", ("block", "part", *numbers), 2, diagonal)])
+    columns = ("block", "with", "part", "‖H‖F", "median |entry|")
+    folded = Table("Off-diagonal blocks: exact to rounding", columns, 3, others, folded=True)
+    yield Section("Heat map of the norms", tables=[folded] if others else [], figures=figures("heat_map"))
+    yield Section("Spectra by block", figures=figures("densities"))
+    yield Section("Entries", figures=figures("histograms", "hessian"))
+    yield from _layers(found, figures)
+
+
+def _blocks(found: Blocks, figures: Draw) -> Iterator[Section]:
+    rows = [
+        (
+            Cell(row.block),
+            Cell(row.part),
+            Cell(row.method),
+            *(cells.estimated(one, found.rounding) for one in (row.frobenius_norm, row.trace, row.largest_eigenvalue)),
+        )
+        for row in found.rows
+    ]
+    caption = "Blocks of the Hessian: ± standard error in percent (of λ max: residual), ~0 up to rounding"
+    table = Table(caption, ("block", "part", "by", "‖H‖F", "trace", "λ max"), 3, rows)
+    yield Section("Blocks", tables=[table], figures=figures("norms"))
+    yield Section("The whole Hessian", tables=[_whole(found.hessian)])
+    shown = sorted(found.pairs, key=lambda one: -one.frobenius_norm.value)[:_MOST_PAIRS]
+    pairs = [
+        (Cell(one.row), Cell(one.column), Cell(one.part), cells.estimated(one.frobenius_norm, found.rounding))
+        for one in (found.pairs if len(found.pairs) <= _MOST_PAIRS else shown)
+    ]
+    caption = "Off-diagonal blocks: by random vectors, ± standard error in percent"
+    if len(found.pairs) > _MOST_PAIRS:
+        caption += f"; the {_MOST_PAIRS} largest of {len(found.pairs):,}, all are in table.json"
+    folded = Table(caption, ("block", "with", "part", "‖H‖F"), 3, pairs, folded=True)
+    yield Section("Heat map of the norms", tables=[folded] if pairs else [], figures=figures("pairs", "heat_map"))
+    entries = [
+        (
+            Cell(one.block),
+            Cell(one.part),
+            cells.plain(one.median),
+            cells.count(one.zeros),
+            cells.count(one.entries),
+            cells.count(one.columns),
+            cells.count(one.size),
+        )
+        for one in found.histograms
+    ]
+    columns = ("block", "part", "median |entry|", "exact zeros", "entries", "in columns", "of columns")
+    table = Table("Entries that the histograms count", columns, 2, entries)
+    yield Section("Histograms of the entries", tables=[table] if entries else [], figures=figures("histograms"))
+    yield from _layers(found, figures)
+
+
+# ---- spectrum
+
+
+def _spectra(found: Spectra, figures: Draw) -> Iterator[Section]:
+    rows = [
+        (
+            Cell(one.block),
+            cells.count(one.size),
+            cells.estimated(one.smallest_eigenvalue, one.near_zero),
+            *(cells.resolved(one.quantiles.get(share)) for share in ("0.05", "0.5", "0.95")),
+            cells.estimated(one.largest_eigenvalue, one.near_zero),
+            cells.share(one.negative_share.value, one.negative_share.stderr),
+            cells.share(one.near_zero_share.value, one.near_zero_share.stderr),
+            cells.plain(one.near_zero),
+        )
+        for one in found.blocks
+    ]
+    columns = ("block", "size", "λ min", "5 %", "median", "95 %", "λ max", "λ < 0", "near 0", "|λ| ≤")
+    caption = "Eigenvalues of the blocks: ± residual in percent; ~0 where too small to be resolved"
+    yield Section("Spectra by block", tables=[Table(caption, columns, 1, rows)], figures=figures("densities"))
+    yield Section("The whole Hessian", tables=[_whole(found.hessian)])
+    known = found.jensen_shannon
+    pairs = [
+        (
+            Cell(known.names[i]),
+            Cell(known.names[j]),
+            *(cells.plain(table[i][j]) for table in (known.distance, known.threshold)),
+        )
+        for i in range(len(known.names))
+        for j in range(i)
+    ]
+    caption = "Jensen-Shannon distances between spectra, at least, of eigenvalues larger than the threshold"
+    folded = Table(caption, ("block", "with", "distance", "threshold"), 2, pairs, folded=True)
+    yield Section("How far apart the spectra are", tables=[folded] if pairs else [], figures=figures("distances"))
+    yield from _layers(found, figures)
+
+
+# ---- what several commands measure
+
+
+def _layers(found: Layers, figures: Draw) -> Iterator[Section]:
+    heads = [
+        (
+            Cell(one.layer),
+            Cell(str(one.head)),
+            *map(cells.measured, (one.entropy, one.first, one.second, one.third)),
+        )
+        for one in found.attention
+    ]
+    columns = ("layer", "head", "entropy", "|M1|²/x²", "tr M2/x²", "|M3|F/x³")
+    caption = "Attention moments by head: means over rows, ± standard error over sequences in percent"
+    text = (
+        "M1, M2 and M3 are the mean, the covariance and the third central moment of a layer's inputs under a row of "
+        "attention, x² the mean square of the inputs. The value block is made of M1, the query and key blocks of M2 "
+        "and M3; the entropy is in nats, and zero where a row looks at one token only."
+    )
+    table = Table(caption, columns, 2, heads)
+    yield Section("Attention moments by head", text, [table] if heads else [], figures("heads"))
+    depth = [
+        (
+            Cell(one.layer),
+            *map(cells.estimated, (one.spectral, one.functional_spectral, one.jacobian, one.largest_block)),
+        )
+        for one in found.depth
+    ]
+    numbers = ("‖S‖₂", "‖S functional‖₂", "‖∂F/∂X‖₂", "largest block ‖H‖F")
+    caption = "Curvature at the output of each layer, from input to output: ± error in percent"
+    text = (
+        "S is the Hessian of the loss with respect to the output of a layer. A layer with the Jacobian J = ∂F/∂X hands "
+        "JᵀSJ down to its input and adds a curvature of its own, the functional part."
+    )
+    table = Table(caption, ("layer", *numbers), 1, depth)
+    yield Section("Curvature through depth", text, [table] if depth else [], figures("depth"))
+
+
+def _whole(whole: Whole) -> Table:
+    rate = whole.critical_learning_rate
+    rows = [
+        (Cell("λ max"), cells.estimated(whole.largest_eigenvalue)),
+        (Cell("λ min"), cells.estimated(whole.smallest_eigenvalue)),
+        (
+            Cell("2/λ max, the critical learning rate"),
+            Cell("none: λ max ≤ 0") if rate is None else cells.estimated(rate),
+        ),
+    ]
+    caption = f"The whole Hessian, {whole.parameters:,} parameters: by Lanczos, ± residual in percent"
+    return Table(caption, ("quantity", "value"), 1, rows)
+
+
+_KINDS: dict[type, Callable[[Any, Draw], Iterator[Section]]] = {
+    Pairs: _pairs,
+    Blocks: _blocks,
+    Spectra: _spectra,
+    Training: training,
+    Reproduction: reproduction,
+}

@@ -1,0 +1,77 @@
+"""The sections of the report of a watched training run."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from curvoscope.report import cells
+from curvoscope.report.contents import Cell, Figure, ReportError, Section, Table
+from curvoscope.report.documents import Training
+from curvoscope.training.records import Record
+
+_SHOWN = 40  # measurements beyond which their table is folded
+
+
+def training(found: Training, figures: Callable[..., list[Figure]]) -> Iterator[Section]:
+    """Measurements against the edge, blocks, attention, and what kept the monitor from measuring."""
+    records = records_of(found.records)
+    yield Section("Sharpness and the edge", tables=[_measurements(records)], figures=figures("watch", "trace"))
+    yield Section("Blocks", tables=_blocks(records), figures=figures("blocks"))
+    attention = [
+        (Cell(layer), *(cells.short(value) for value in (before.entropy, now.entropy, before.variance, now.variance)))
+        for layer, before in records[0].attention.items()
+        if (now := records[-1].attention.get(layer)) is not None
+    ]
+    caption = (
+        f"Rows of attention, means over heads: step {records[0].step} and step {records[-1].step}; entropy "
+        "in nats, spread tr M2/x²"
+    )
+    columns = ("layer", "entropy, first", "entropy, last", "spread, first", "spread, last")
+    yield Section("Attention by layer", tables=[Table(caption, columns, 1, attention)] if attention else [])
+    incidents = [(Cell(str(one.step)), Cell(one.kind), Cell(one.message)) for one in found.incidents]
+    table = Table("What kept the monitor from measuring", ("step", "incident", "message"), 3, incidents)
+    yield Section("Incidents", tables=[table] if incidents else [])
+
+
+def records_of(facts: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """The records of a document, at least one."""
+    try:
+        records = [Record.from_facts(one) for one in facts]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError("RUN", f"holds a record that cannot be read ({error}); run its command again") from None
+    if not records:
+        raise ReportError("RUN", "holds no records: nothing was measured; run it again with a larger --budget")
+    return records
+
+
+def _measurements(records: Sequence[Record]) -> Table:
+    rows = [
+        (
+            Cell(str(one.step)),
+            cells.short(one.probe_loss),
+            cells.measured(one.largest_eigenvalue),
+            cells.short(one.edge),
+            cells.short(one.edge_ratio),
+            cells.measured(one.critical_sharpness),
+            cells.short(one.gradient_norm),
+            cells.measured(None if one.details is None else one.details.smallest_eigenvalue),
+            cells.measured(None if one.details is None else one.details.trace),
+            cells.share(None if one.details is None else one.details.functional_share),
+        )
+        for one in records
+    ]
+    columns = ("step", "loss", "λ max", "2/lr", "λ max·lr/2", "critical", "|g|", "λ min", "trace", "functional")
+    caption = "Measurements on the probe: ± error in percent; above 1, λ max·lr/2 is beyond the edge"
+    return Table(caption, columns, 1, rows, folded=len(rows) > _SHOWN)
+
+
+def _blocks(records: Sequence[Record]) -> list[Table]:
+    known = [(one.step, one.details) for one in records if one.details is not None and one.details.blocks]
+    if not known:
+        return []
+    step, details = known[-1]
+    rows = [
+        (Cell(name), cells.measured(norms.outer), cells.measured(norms.functional))
+        for name, norms in details.blocks.items()
+    ]
+    caption = f"Diagonal blocks at step {step}: ‖H‖F of the two parts, ± standard error in percent"
+    return [Table(caption, ("block", "outer", "functional"), 1, rows)]

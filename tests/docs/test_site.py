@@ -1,0 +1,51 @@
+"""The site is built without a warning, and its formulas are there without a network."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from browser_cases import WIDTHS, Traffic, overflow
+from fences import ROOT
+
+MATHJAX = ROOT / ".venv/share/mathjax/node_modules/mathjax/es5/tex-svg-full.js"
+PAGES = ("index", "tutorial", "bounds", "theory/attention", "theory/errata", "reference/exact", "gallery/index")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Built from a copy: the gallery is written beside the pages' sources."""
+    pytest.importorskip("sphinx_gallery")
+    if not MATHJAX.is_file():
+        pytest.skip("MathJax is not there: `make docs` fetches it")
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "gallery"))
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "html"]
+    environment = os.environ | {"MATHJAX": str(MATHJAX), "MPLBACKEND": "agg"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def test_formulas_are_drawn_without_a_network(site, browser):
+    context = browser.new_context(offline=True, viewport={"width": WIDTHS["narrow"], "height": 844})
+    page = context.new_page()
+    traffic = Traffic(page)
+    formulas = 0
+    for name in PAGES:
+        page.goto((site / f"{name}.html").as_uri())
+        page.evaluate("window.MathJax && MathJax.startup.promise.then(() => true)")
+        written, drawn, failed = page.evaluate(
+            "['.math', 'mjx-container svg', '[data-mjx-error]'].map(s => document.querySelectorAll(s).length)"
+        )
+        assert written == drawn and failed == 0, name
+        assert overflow(page) == 0, f"{name} is wider than a telephone"
+        formulas += drawn
+    context.close()
+    assert formulas > 200
+    assert not traffic.problems and not traffic.requests

@@ -1,0 +1,144 @@
+"""Hessians of models whose parameters are spread over processes (fully_shard): against the same model in one."""
+
+import pytest
+import torch
+
+from autodiff_cases import GPT, cross_entropy, points, tokens, truth
+from curvoscope.curvature import CrossEntropy, MeanSquaredError, blocks_of, hessian
+from curvoscope.estimate.space import Space
+from distributed_workers import ROWS, launch
+from reference import relative
+from sharded_workers import (
+    Encoder,
+    estimates,
+    probes_of,
+    ramp,
+    random_numbers,
+    sharded_answers,
+    sharded_mistakes,
+)
+
+PARTS = ("total", "outer", "functional")
+CASES = [  # rows of each rank, which modules are sharded, how products are made
+    ((7,), "layers", "autodiff"),
+    ((5, 2), "layers", "autodiff"),
+    pytest.param(((3, 0, 2, 2), "layers", "autodiff"), marks=pytest.mark.slow),
+    ((7, 0), "whole", "autodiff"),
+    ((4, 3), "encoder", "autodiff"),
+    ((6, 1), "layers", "difference"),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request, tmp_path_factory):
+    cuts, kind, hvp = request.param
+    return *request.param, launch(sharded_answers, len(cuts), tmp_path_factory.mktemp("ranks"), cuts, kind, hvp)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    model, (inputs, targets) = GPT(), tokens(ROWS)
+    return truth(model, inputs, lambda F: cross_entropy(F, targets), blocks_of(model))
+
+
+class TestSharded:
+    def test_products(self, case, dense):
+        _, kind, hvp, found = case
+        v = ramp(len(dense.total))
+        if kind == "encoder":  # nested autodiff through its layer norm and attention is that of the tests of autodiff
+            H = hessian(Encoder().eval(), MeanSquaredError(), [points(ROWS)], method="autodiff")
+            v = ramp(H.shape[0])
+        for part in PARTS:
+            expected = getattr(H, part) @ v if kind == "encoder" else getattr(dense, part) @ v
+            for answer in found:
+                close = relative(answer["products"][part], expected[answer["mine"]], expected)
+                assert close < (1e-11 if hvp == "autodiff" else 1e-8), part
+
+    def test_each_entry_lies_on_one_rank(self, case, dense):
+        cuts, kind, _, found = case
+        for answer in found:
+            assert answer["length"] == len(answer["mine"])
+        size = sum(blocks_of(Encoder()).sizes.values()) if kind == "encoder" else len(dense.total)
+        numbers = torch.cat([answer["mine"] for answer in found]).sort().values
+        assert torch.equal(numbers, torch.arange(size))
+        uneven = 1.5 if len(cuts) > 1 else 1.0  # a vocabulary of 6 and 5 positions on 4 ranks
+        assert max(answer["length"] for answer in found) <= uneven * size / len(cuts)
+
+    def test_loss(self, case):
+        _, kind, _, found = case
+        if kind != "encoder":
+            H = hessian(GPT(), CrossEntropy(), [tokens(ROWS)])
+            for answer in found:
+                assert relative(answer["loss"], torch.tensor([H.loss, H.terms])) < 1e-12
+
+    def test_estimates_are_those_of_one_process(self, case, alone):
+        *_, found = case
+        for answer in found:
+            for name, numbers in answer["estimates"].items():
+                expected = torch.tensor(alone[name], dtype=torch.float64)
+                assert relative(torch.tensor(numbers, dtype=torch.float64), expected) < 1e-9, name
+
+    def test_all_ranks_say_the_same_to_the_bit(self, case):
+        *_, found = case
+        assert all(answer["estimates"] == found[0]["estimates"] for answer in found)
+
+    def test_the_model_trains_as_before(self, case):
+        *_, found = case
+        assert all(answer["undisturbed"] for answer in found)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return estimates(hessian(GPT(), CrossEntropy(), [tokens(ROWS)], method="autodiff"))
+
+
+@pytest.mark.parametrize("size", [5, 33, 100])
+def test_probes_are_the_numbers_of_one_process(tmp_path, size):
+    whole = probes_of(Space(size))
+    for rank, found in enumerate(launch(random_numbers, 2, tmp_path, size)):
+        for numbers, expected in zip(found, whole, strict=True):
+            assert torch.equal(numbers, expected[rank::2])
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    return launch(sharded_mistakes, 2, tmp_path_factory.mktemp("mistakes"))
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("name", "kind", "argument", "said"),
+        [
+            ("blocks", "RankError", "blocks", "'down.weight' is missing on rank 1"),
+            ("empty", "EmptyError", "batches", "no rank has any"),
+            ("exact", "ModelError", "method", "for sharded models"),
+            ("dense", "RankError", "dense", "needs whole vectors"),
+            ("diagonal", "RankError", "diagonal", "needs whole vectors"),
+            ("eigenvalues", "RankError", "eigenvalues without k", "needs whole vectors"),
+            ("to_scipy", "RankError", "to_scipy", "needs whole vectors"),
+            ("calls", "RankError", "process_group", "rank 1 asked for another product than rank 0"),
+            ("curvatures", "ModelError", "process_group", "of one process"),
+            ("once", "ModelError", "model", "use hvp='difference'"),
+        ],
+    )
+    def test_on_all_ranks(self, mistakes, name, kind, argument, said):
+        for answer in mistakes:
+            assert answer[name][:2] == (kind, argument) and said in answer[name][2]
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "said"),
+        [
+            ("nan", "NonFiniteError", "rank 1 failed with NonFiniteError: loss_fn: the loss is nan"),
+            ("form", "BatchError", "rank 1 failed with BatchError"),
+            ("length", "ShapeError", "rank 1 failed in a product"),
+            ("vector", "NonFiniteError", "rank 1 failed in a product"),
+        ],
+    )
+    def test_of_one_rank_told_to_the_others(self, mistakes, name, kind, said):
+        other, own = (answer[name] for answer in mistakes)
+        assert own[0] == kind
+        assert other[:2] == ("RankError", "process_group") and said in other[2]
+
+    @pytest.mark.parametrize("name", ["fine", "world", "after", "difference"])
+    def test_what_is_right(self, mistakes, name):
+        assert all(answer[name] is None for answer in mistakes)

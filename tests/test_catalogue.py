@@ -1,0 +1,351 @@
+"""The catalogue of bad input: every command and public function, the error, the argument it names, and no trace left.
+
+A call must raise the error of its kind and leave the model, the inputs and the random state as they were. A command must
+end with exit code 2 and one line on stderr, and leave the directory as it was. (Those of attention and of the losses
+are in tests/exact/test_attention_errors.py.)
+"""
+
+import json
+import sqlite3
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import curvoscope as cv
+from curvoscope import data, errors, estimate
+from curvoscope.analysis.power_law import power_law
+from curvoscope.curvature import CrossEntropy
+from curvoscope.experiments import StoreError
+from curvoscope.models.gpt2_block import GPT2
+from curvoscope.operators.batches import BatchError
+from curvoscope.operators.distributed import RankError
+from reference import normal
+
+r = normal(0)
+NAN, INF = float("nan"), float("inf")
+SHAPE, EMPTY, DTYPE, DEVICE = errors.ShapeError, errors.EmptyError, errors.DtypeError, errors.DeviceError
+RANGE, FINITE, MASK, LOSS = errors.RangeError, errors.NonFiniteError, errors.MaskError, errors.LossError
+NAME, MODEL, MEMORY = errors.BlockNameError, errors.ModelError, errors.MemoryLimitError
+
+X, Y = r(6, 4), r(6, 3)
+NETWORK = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().requires_grad_()
+BATCHES = [(X, Y)]
+MATRIX = r(9, 9)
+MATRIX = MATRIX + MATRIX.T
+QUERY = r(1, 2, 5, 4)
+TOKENS = data.addition(4)
+
+
+class Symmetric:
+    """A plain operator."""
+
+    symmetric, shape, dtype, device = True, (9, 9), torch.float64, torch.device("cpu")
+
+    def __matmul__(self, other):
+        return MATRIX @ other
+
+
+class Oblong(Symmetric):
+    shape = (9, 8)
+
+
+class Broken(Symmetric):
+    def __matmul__(self, other):
+        return (MATRIX @ other) * NAN
+
+
+OPERATOR = Symmetric()
+
+
+def hessian(model=NETWORK, loss=mse_loss, batches=BATCHES, **options):
+    return cv.hessian(model, loss, batches, **options)
+
+
+def analysed(function, *arguments, **options):
+    return getattr(cv.analysis, function)(NETWORK, mse_loss, BATCHES, *arguments, **options)
+
+
+def feedforward(**changes):
+    return cv.exact.FeedForward(**({"W1": r(4, 6), "b1": r(6), "W2": r(6, 3), "b2": r(3)} | changes))
+
+
+def attention(d=4):
+    return cv.exact.SelfAttention(r(d, d), r(d, d), r(d, d))
+
+
+def block(**changes):
+    wide = cv.exact.FeedForward(r(4, 6), r(6), r(6, 4), r(4))
+    return cv.exact.TransformerBlock(**({"attention": attention(), "feedforward": wide} | changes))
+
+
+def monitor(model=NETWORK, loss=mse_loss, probe=BATCHES, **options):
+    return cv.training.CurvatureMonitor(model, loss, probe, **options)
+
+
+def optimizer(model=NETWORK, loss=mse_loss, probe=BATCHES, **options):
+    return cv.training.BlockCurvature(model, loss, probe, **options)
+
+
+def frozen():
+    return nn.Linear(4, 3).double().requires_grad_(False)
+
+
+class TwoOutputs(nn.Module):
+    """Its loss is not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1e300], dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.w * 1e300
+
+
+NORM = cv.exact.LayerNorm(torch.ones(4).double())
+
+CALLS = {
+    # ---- cv.hessian
+    "hessian: no batches": (lambda: hessian(batches=[]), EMPTY, "batches"),
+    "hessian: a generator": (lambda: hessian(batches=(b for b in BATCHES)), BatchError, "batches"),
+    "hessian: batches that are no pairs": (lambda: hessian(batches=[X]), BatchError, "batches"),
+    "hessian: unknown method": (lambda: hessian(method="fast"), RANGE, "method"),
+    "hessian: unknown split": (lambda: hessian(split="head"), RANGE, "split"),
+    "hessian: unknown hvp": (lambda: hessian(hvp="forward"), RANGE, "hvp"),
+    "hessian: no closed form": (lambda: hessian(method="exact")["0.weight"].trace(), MODEL, None),
+    "hessian: frozen model": (lambda: hessian(frozen()), EMPTY, "model"),
+    "hessian: no parameters": (lambda: hessian(nn.Tanh(), batches=[(X, X)]), EMPTY, "model"),
+    "hessian: micro_batch zero": (lambda: hessian(micro_batch=0), RANGE, "micro_batch"),
+    "hessian: loss not a scalar": (lambda: hessian(loss=lambda F, Y: (F - Y) ** 2).loss, LOSS, "loss_fn"),
+    "hessian: loss not finite": (lambda: hessian(TwoOutputs(), batches=[(X, X)]).loss, FINITE, None),
+    "hessian: loss detached": (lambda: hessian(loss=lambda F, Y: F.detach().mean()) @ r(43), LOSS, "loss_fn"),
+    "hessian: own loss of a model without one": (lambda: hessian(loss=None), LOSS, "loss_fn"),
+    "hessian: blocks of another model": (
+        lambda: hessian(blocks=cv.blocks_of(nn.Linear(2, 2).double())), MODEL, "model",
+    ),
+    "hessian: unknown block": (lambda: hessian()["h.0.attn.Q"], NAME, "block"),
+    "hessian: vector of another size": (lambda: hessian() @ r(42), SHAPE, None),
+    "hessian: vector with nan": (lambda: hessian() @ (r(43) * NAN), FINITE, None),
+    "hessian: integer vector": (lambda: hessian() @ torch.ones(43, dtype=torch.int64), DTYPE, None),
+    "hessian: dense past the limit": (lambda: hessian().dense(memory_limit=100), MEMORY, "memory_limit"),
+    "hessian: memory_limit negative": (lambda: hessian().dense(memory_limit=-1), RANGE, "memory_limit"),
+    "hessian: uninitialised group": (lambda: hessian(process_group="world"), RankError, "process_group"),
+    "blocks: nothing selected": (lambda: cv.blocks_of(NETWORK).select("attn"), NAME, None),
+    # ---- estimates
+    "trace: not square": (lambda: estimate.trace(Oblong()), SHAPE, "operator"),
+    "trace: no products": (lambda: estimate.trace(OPERATOR, matvecs=0), RANGE, "matvecs"),
+    "trace: tolerance zero": (lambda: estimate.trace(OPERATOR, tolerance=0.0), RANGE, "tolerance"),
+    "trace: tolerance nan": (lambda: estimate.trace(OPERATOR, tolerance=NAN), RANGE, "tolerance"),
+    "trace: unknown method": (lambda: estimate.trace(OPERATOR, method="magic"), RANGE, "method"),
+    "trace: operator gives nan": (lambda: estimate.trace(Broken()), FINITE, None),
+    "norm: no products": (lambda: estimate.frobenius_norm(OPERATOR, matvecs=-3), RANGE, "matvecs"),
+    "norm: unknown method": (lambda: estimate.frobenius_norm(OPERATOR, method="magic"), RANGE, "method"),
+    "diagonal: not square": (lambda: estimate.diagonal(Oblong()), SHAPE, "operator"),
+    "diagonal: no products": (lambda: estimate.diagonal(OPERATOR, matvecs=0), RANGE, "matvecs"),
+    "density: not square": (lambda: estimate.density(Oblong()), SHAPE, "operator"),
+    "density: no products": (lambda: estimate.density(OPERATOR, matvecs=0), RANGE, "matvecs"),
+    "lanczos: no eigenvalues": (lambda: estimate.lanczos(OPERATOR, 0), RANGE, "k"),
+    "lanczos: more than there are": (lambda: estimate.lanczos(OPERATOR, 10), RANGE, "k"),
+    "lanczos: unknown end": (lambda: estimate.lanczos(OPERATOR, 1, "XX"), RANGE, "which"),
+    "lanczos: start of another size": (lambda: estimate.lanczos(OPERATOR, 1, start=r(8)), SHAPE, "start"),
+    "lanczos: operator gives nan": (lambda: estimate.lanczos(Broken(), 1), FINITE, None),
+    # ---- closed forms
+    "feed-forward: W1 of one dimension": (lambda: feedforward(W1=r(6)), SHAPE, "W1"),
+    "feed-forward: W2 of other rows": (lambda: feedforward(W2=r(5, 3)), SHAPE, "W2"),
+    "feed-forward: bias of another length": (lambda: feedforward(b1=r(5)), SHAPE, "b1"),
+    "feed-forward: unknown activation": (lambda: feedforward(activation="swish2"), RANGE, "activation"),
+    "feed-forward: nan": (lambda: feedforward(W2=r(6, 3) * NAN), FINITE, "W2"),
+    "feed-forward: gate of another shape": (lambda: feedforward(W_gate=r(4, 5)), SHAPE, "W_gate"),
+    "feed-forward: X of another width": (lambda: feedforward().hessian(r(2, 5), cv.losses.MSE(r(2, 3))), SHAPE, "X"),
+    "feed-forward: X empty": (lambda: feedforward().hessian(r(0, 4), cv.losses.MSE(r(1, 3))), EMPTY, "X"),
+    "layer norm: gamma a matrix": (lambda: cv.exact.LayerNorm(r(4, 4)), SHAPE, "gamma"),
+    "layer norm: beta of another length": (lambda: cv.exact.LayerNorm(r(4), r(5)), SHAPE, "beta"),
+    "layer norm: eps negative": (lambda: cv.exact.LayerNorm(r(4), eps=-1.0), RANGE, "eps"),
+    "layer norm: eps nan": (lambda: cv.exact.LayerNorm(r(4), eps=NAN), RANGE, "eps"),
+    "layer norm: constant token without eps": (
+        lambda: cv.exact.LayerNorm(r(4), eps=0.0).jacobian(torch.ones(2, 4).double()), None, None,
+    ),
+    "rms norm: gamma integer": (lambda: cv.exact.RMSNorm(torch.ones(4, dtype=torch.int64)), DTYPE, "gamma"),
+    "mlp: no layers": (lambda: cv.exact.LinearMLP([]), EMPTY, "weights"),
+    "mlp: layers that do not meet": (lambda: cv.exact.LinearMLP([r(4, 3), r(4, 2)]), SHAPE, None),
+    "block: unknown placement": (lambda: block(placement="after"), RANGE, "placement"),
+    "block: norm where none has a place": (lambda: block(norm1=NORM, placement="none"), RANGE, None),
+    "block: norms missing": (lambda: block(placement="pre"), RANGE, None),
+    "block: widths that differ": (lambda: block(attention=attention(5)), SHAPE, None),
+    "scalar: weights of other lengths": (lambda: cv.exact.ScalarAttention(r(3), r(4), 1.0), SHAPE, None),
+    # ---- attention for second derivatives
+    "sdpa: key of another width": (lambda: cv.attention.sdpa(QUERY, r(1, 2, 5, 3), QUERY), SHAPE, "key"),
+    "sdpa: value of another length": (lambda: cv.attention.sdpa(QUERY, QUERY, r(1, 2, 4, 4)), SHAPE, "value"),
+    "sdpa: mask of another size": (
+        lambda: cv.attention.sdpa(QUERY, QUERY, QUERY, torch.ones(4, 4, dtype=torch.bool)), MASK, "attn_mask",
+    ),
+    "sdpa: integer mask": (
+        lambda: cv.attention.sdpa(QUERY, QUERY, QUERY, torch.ones(5, 5, dtype=torch.int64)), None, "attn_mask",
+    ),
+    "sdpa: dropout": (lambda: cv.attention.sdpa(QUERY, QUERY, QUERY, dropout_p=0.1), RANGE, "dropout_p"),
+    "sdpa: mask and causal": (
+        lambda: cv.attention.sdpa(QUERY, QUERY, QUERY, torch.ones(5, 5, dtype=torch.bool), is_causal=True), None, None,
+    ),
+    "sdpa: scale nan": (lambda: cv.attention.sdpa(QUERY, QUERY, QUERY, scale=NAN), RANGE, "scale"),
+    "sdpa: heads that do not divide": (
+        lambda: cv.attention.sdpa(r(1, 4, 5, 4), r(1, 3, 5, 4), r(1, 3, 5, 4), enable_gqa=True), SHAPE, None,
+    ),
+    "sdpa: mixed dtypes": (lambda: cv.attention.sdpa(QUERY, QUERY.float(), QUERY), DTYPE, "key"),
+    # ---- data and models
+    "addition: no sequences": (lambda: data.addition(0), RANGE, "sequences"),
+    "addition: no digits": (lambda: data.addition(4, digits=0), RANGE, "digits"),
+    "gpt2: no width": (lambda: GPT2(d=0), RANGE, "d"),
+    "gpt2: unknown norm": (lambda: GPT2(norm="post2"), RANGE, "norm"),
+    # ---- analysis
+    "taylor: unknown direction": (lambda: analysed("taylor", "sideways"), RANGE, "direction"),
+    "taylor: direction of another size": (lambda: analysed("taylor", r(42)), SHAPE, "direction"),
+    "taylor: zero direction": (lambda: analysed("taylor", torch.zeros(43).double()), RANGE, "direction"),
+    "taylor: direction with nan": (lambda: analysed("taylor", r(43) * NAN), FINITE, "direction"),
+    "taylor: radii that fall": (lambda: analysed("taylor", radii=[1.0, 0.5]), RANGE, "radii"),
+    "taylor: radii negative": (lambda: analysed("taylor", radii=[-1.0, 0.5]), RANGE, "radii"),
+    "taylor: tolerance above one": (lambda: analysed("taylor", tolerance=2.0), RANGE, "tolerance"),
+    "divergence: no steps": (lambda: analysed("divergence", steps=0), RANGE, "steps"),
+    "divergence: no kick": (lambda: analysed("divergence", kick=0.0), RANGE, "kick"),
+    "divergence: negative rates": (lambda: analysed("divergence", [-0.1]), RANGE, "learning_rates"),
+    "landscape: three directions": (lambda: analysed("landscape", ["top", "bottom", "random"]), SHAPE, "directions"),
+    "landscape: parallel directions": (lambda: analysed("landscape", ["top", "top"]), RANGE, "directions"),
+    "landscape: even points": (lambda: analysed("landscape", points=4), RANGE, "points"),
+    "landscape: radius zero": (lambda: analysed("landscape", radius=0.0), RANGE, "radius"),
+    "convergence: negative distance": (lambda: analysed("convergence", distances=[-1.0]), RANGE, "distances"),
+    "convergence: no orders": (lambda: analysed("convergence", orders=0), RANGE, "orders"),
+    "convergence: batches too large": (lambda: analysed("convergence", batch=5), EMPTY, "batches"),
+    "convergence: smoothness zero": (lambda: analysed("convergence", smoothness=0.0), RANGE, "smoothness"),
+    "data sufficiency: tolerance zero": (lambda: analysed("data_sufficiency", 0.0), RANGE, "tolerance"),
+    "data sufficiency: level one": (lambda: analysed("data_sufficiency", 0.1, level=1.0), RANGE, "level"),
+    "data sufficiency: negative distance": (
+        lambda: analysed("data_sufficiency", 0.1, distance=-1.0), RANGE, "distance",
+    ),
+    "scaling: two sizes": (lambda: cv.analysis.scaling(lambda size, seed: None, [1, 2]), EMPTY, "sizes"),
+    "scaling: size zero": (lambda: cv.analysis.scaling(lambda size, seed: None, [0, 1, 2]), RANGE, "sizes"),
+    "scaling: no seeds": (lambda: cv.analysis.scaling(lambda size, seed: None, [1, 2, 3], []), EMPTY, "seeds"),
+    "power law: two sizes": (lambda: power_law({1: [1.0], 2: [2.0]}), EMPTY, "measurements"),
+    "power law: a negative value": (lambda: power_law({1: [1.0], 2: [2.0], 3: [-1.0]}), RANGE, "measurements"),
+    "power law: a size without values": (lambda: power_law({1: [1.0], 2: [2.0], 3: []}), EMPTY, "measurements"),
+    "power law: nan": (lambda: power_law({1: [1.0], 2: [2.0], 3: [NAN]}), FINITE, "measurements"),
+    "required data: target zero": (
+        lambda: cv.analysis.required_data({1: [1.0], 2: [2.0], 4: [4.1]}, 0.0), RANGE, "target",
+    ),
+    "required data: far beyond the data": (
+        lambda: cv.analysis.required_data({1: [1.0], 2: [2.0], 4: [4.1]}, 1e9), RANGE, None,
+    ),
+    "findings: learning rate zero": (lambda: cv.analysis.Findings(learning_rate=0.0), RANGE, "learning_rate"),
+    "findings: momentum one": (lambda: cv.analysis.Findings(momentum=1.0), RANGE, "momentum"),
+    "propagation: no layers known": (lambda: cv.analysis.propagation(NETWORK, (X, Y), mse_loss), MODEL, "model"),
+    # ---- training
+    "monitor: every zero": (lambda: monitor(every=0), RANGE, "every"),
+    "monitor: budget zero": (lambda: monitor(budget=0.0), RANGE, "budget"),
+    "monitor: budget above one": (lambda: monitor(budget=1.5), RANGE, "budget"),
+    "monitor: budget nan": (lambda: monitor(budget=NAN), RANGE, "budget"),
+    "monitor: too few products": (lambda: monitor(matvecs=4), RANGE, "matvecs"),
+    "monitor: empty probe": (lambda: monitor(probe=[]), EMPTY, "probe"),
+    "monitor: no learning rate": (lambda: monitor().step(0.5), RANGE, "lr"),
+    "monitor: learning rate nan": (lambda: monitor().step(0.5, NAN), RANGE, "lr"),
+    "monitor: blocks of another model": (
+        lambda: monitor(blocks=cv.blocks_of(nn.Linear(2, 2).double())), MODEL, "model",
+    ),
+    "optimizer: unknown base": (lambda: optimizer(base="lion"), RANGE, "base"),
+    "optimizer: momentum one": (lambda: optimizer(momentum=1.0), RANGE, "momentum"),
+    "optimizer: betas above one": (lambda: optimizer(betas=(0.9, 1.5)), RANGE, "betas"),
+    "optimizer: learning rate zero": (lambda: optimizer(lr=0.0), RANGE, "lr"),
+    "optimizer: safety negative": (lambda: optimizer(safety=-1.0), RANGE, "safety"),
+    "optimizer: every zero": (lambda: optimizer(every=0), RANGE, "every"),
+    "optimizer: one product": (lambda: optimizer(matvecs=1), RANGE, "matvecs"),
+    "optimizer: empty probe": (lambda: optimizer(probe=[]), EMPTY, None),
+    "optimizer: blocks that leave some out": (
+        lambda: optimizer(blocks=cv.blocks_of(NETWORK).select("0.weight")), SHAPE, "blocks",
+    ),
+    "optimizer: state of another": (lambda: optimizer().load_state_dict({"state": {}}), MODEL, "state_dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, kind, argument", CALLS.values(), ids=CALLS)
+def test_calls(call, kind, argument):
+    before = [p.detach().clone() for p in NETWORK.parameters()], X.clone(), MATRIX.clone(), torch.get_rng_state()
+    with pytest.raises(kind or cv.CurvoscopeError) as caught:
+        call()
+    assert isinstance(caught.value, cv.CurvoscopeError)
+    assert str(caught.value).startswith(f"{caught.value.argument}: ") and caught.value.argument.isidentifier()
+    assert argument is None or caught.value.argument == argument
+    after = [p.detach() for p in NETWORK.parameters()], X, MATRIX, torch.get_rng_state()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before[1:], after[1:], strict=True))
+    assert all(p.grad is None and p.requires_grad for p in NETWORK.parameters())
+
+
+COMMANDS = {
+    "analyze: a model that is not there": ("analyze nowhere", "model"),
+    "analyze: a file that is no model": ("analyze plain.txt", "model"),
+    "analyze: a folder without a configuration": ("analyze folder", "model"),
+    "analyze: options of the other kind": ("analyze gpt2-tiny --d 8", "d"),
+    "analyze: blocks without a model": ("analyze --blocks *.Q", "blocks"),
+    "analyze: no width": ("analyze --d 0", "d"),
+    "analyze: no sequences": ("analyze --sequences 0", "sequences"),
+    "analyze: nothing selected": ("analyze gpt2-tiny --blocks nothing", "blocks"),
+    "analyze: tolerance zero": ("analyze gpt2-tiny --tolerance 0", "tolerance"),
+    "analyze: tolerance and products": ("analyze gpt2-tiny --tolerance 0.1 --matvecs 8", "tolerance"),
+    "analyze: one product": ("analyze gpt2-tiny --matvecs 1", "matvecs"),
+    "analyze: text that is not there": ("analyze gpt2-tiny --text nowhere.txt", "text"),
+    "analyze: empty text": ("analyze gpt2-tiny --text empty.txt", "text"),
+    "analyze: length zero": ("analyze gpt2-tiny --length 0", "length"),
+    "analyze: longer than the model": ("analyze gpt2-tiny --length 100000", "length"),
+    "analyze: text for images": ("analyze vit-tiny --text plain.txt", "text"),
+    "analyze: out is a file": ("analyze --out plain.txt", "out"),
+    "spectrum: a model that is not there": ("spectrum nowhere", "model"),
+    "spectrum: no products": ("spectrum --matvecs 0", "matvecs"),
+    "spectrum: nothing selected": ("spectrum --blocks nothing", "blocks"),
+    "spectrum: out is a file": ("spectrum --out plain.txt", "out"),
+    "watch: no steps": ("watch --steps 0", "steps"),
+    "watch: unknown optimizer": ("watch --optimizer lion", "optimizer"),
+    "watch: learning rate zero": ("watch --lr 0", "lr"),
+    "watch: every zero": ("watch --every 0", "every"),
+    "watch: budget zero": ("watch --budget 0", "budget"),
+    "watch: no run to resume": ("watch --resume --out folder", "resume"),
+    "watch: no width": ("watch --d 0", "d"),
+    "watch: out is a file": ("watch --out plain.txt", "out"),
+    "reproduce: a figure that is not there": ("reproduce fig9", "NAME"),
+    "reproduce: no jobs": ("reproduce scalar --quick --jobs 0", "jobs"),
+    "reproduce: store of another program": ("reproduce scalar --quick --store other.sqlite", "store"),
+    "reproduce: store that is no database": ("reproduce scalar --quick --store plain.txt", "store"),
+    "reproduce: out is a file": ("reproduce scalar --quick --out plain.txt", "out"),
+    "export: a run that is not there": ("export nowhere", "RUN"),
+    "export: unknown format": ("export folder --format xls", "format"),
+    "export: a file that is no store": ("export plain.txt", None),
+    "report: a run that is not there": ("report nowhere", "RUN"),
+    "report: a folder without a run": ("report folder", "RUN"),
+    "report: a file that is no run": ("report plain.txt", "RUN"),
+}
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A directory with things that are no run, no model and no store."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.txt").write_text("Plain text. " * 100)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "note.json").write_text(json.dumps({"note": 1}))
+    with sqlite3.connect(tmp_path / "other.sqlite") as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    connection.close()
+    return tmp_path
+
+
+@pytest.mark.parametrize("line, argument", COMMANDS.values(), ids=COMMANDS)
+def test_commands(desk, call, line, argument):
+    before = {path: path.is_file() and path.read_bytes() for path in desk.rglob("*")}
+    code, out, err = call(*line.split())
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert argument is None or err.startswith(f"error: {argument}: "), err
+    assert {path: path.is_file() and path.read_bytes() for path in desk.rglob("*")} == before
+
+
+def test_the_catalogue_is_long_enough():
+    assert len(CALLS) + len(COMMANDS) >= 150
+    assert issubclass(StoreError, cv.CurvoscopeError)

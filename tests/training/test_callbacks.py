@@ -1,0 +1,122 @@
+"""The monitor inside the training loops of transformers and Lightning, the real ones."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from autodiff_cases import MLP, points
+from curvoscope.curvature import CrossEntropy
+from curvoscope.models.loading import MissingPackageError
+from curvoscope.training import CurvatureMonitor, lightning_callback, trainer_callback
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+class TestTransformers:
+    def trained(self, tmp_path, watched, **options):
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+        torch.manual_seed(0)
+        # dropout is on: what draws random numbers would show
+        config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+        model = transformers.GPT2LMHeadModel(config)
+        rows = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(0))
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        probe = [{"input_ids": rows, "labels": rows}]
+        monitor = CurvatureMonitor(model, CrossEntropy(shift=True), probe, every=1, budget=1.0, matvecs=8)
+        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 99}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, **quiet, **options
+        )
+        callbacks = [trainer_callback(monitor)] if watched else []
+        transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
+        return model.state_dict(), monitor
+
+    def test_the_same_to_the_bit(self, tmp_path):
+        plain, _ = self.trained(tmp_path, False)
+        watched, monitor = self.trained(tmp_path, True)
+        assert same(plain, watched)
+        assert [record.step for record in monitor.records] == [1, 2] and monitor.incidents == []
+        first = monitor.records[0]
+        assert first.critical_sharpness is not None and "h.0.attn" in first.attention
+        assert first.lr is not None and first.lr <= 1e-3
+
+    def test_accumulated_gradients_are_one_step(self, tmp_path):
+        _, monitor = self.trained(tmp_path, True, gradient_accumulation_steps=2)
+        assert [record.step for record in monitor.records] == [1, 2] and monitor.incidents == []
+
+    def test_without_the_package(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(MissingPackageError, match=r"transformers.*curvoscope\[hf\]"):
+            trainer_callback(small())
+
+
+def small():
+    x, y = points(8)
+    return CurvatureMonitor(MLP(nn.Tanh), nn.functional.mse_loss, [(x, y)], every=1, budget=1.0)
+
+
+class TestLightning:
+    def trained(self, tmp_path, watched, **options):
+        lightning = pytest.importorskip("lightning")
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.drop, self.losses = MLP(nn.Tanh), nn.Dropout(0.3), []
+
+            def training_step(self, batch, index):
+                x, y = batch
+                loss = nn.functional.mse_loss(self.drop(self.inner(x)), y)
+                self.losses.append(float(loss.detach()))
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+        x, y = points(8)
+        module = Module()
+        monitor = CurvatureMonitor(module.inner, nn.functional.mse_loss, [(x, y)], every=1, budget=1.0)
+        torch.manual_seed(1)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2, shuffle=True)
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[lightning_callback(monitor)] if watched else [],
+            **options,
+        )
+        trainer.fit(module, loader)
+        return module, monitor, torch.get_rng_state()
+
+    def test_the_same_to_the_bit(self, tmp_path):
+        plain, _, state = self.trained(tmp_path, False)
+        watched, monitor, after = self.trained(tmp_path, True)
+        assert same(plain.state_dict(), watched.state_dict()) and torch.equal(state, after)
+        assert [record.step for record in monitor.records] == list(range(1, 9)) and monitor.incidents == []
+        assert [record.loss for record in monitor.records] == pytest.approx(watched.losses)
+        assert all(record.lr == 0.05 for record in monitor.records)
+        assert any(record.critical_sharpness is not None for record in monitor.records)
+
+    def test_accumulated_gradients_are_one_step(self, tmp_path):
+        module, monitor, _ = self.trained(tmp_path, True, accumulate_grad_batches=2)
+        assert [record.step for record in monitor.records] == [1, 2, 3, 4] and monitor.incidents == []
+        means = [(a + b) / 2 for a, b in zip(module.losses[::2], module.losses[1::2], strict=True)]
+        assert [record.loss for record in monitor.records] == pytest.approx(means)
+
+    def test_without_the_package(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "lightning", None)
+        monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+        with pytest.raises(MissingPackageError, match=r"lightning.*curvoscope\[lightning\]"):
+            lightning_callback(small())
