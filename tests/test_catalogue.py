@@ -1,7 +1,7 @@
 """The catalogue of bad input: every command and public function, the error, the argument it names, and no trace left.
 
-A call must raise the error of its kind and leave the model, the inputs and the random state as they were. A command must
-end with exit code 2 and one line on stderr, and leave the directory as it was. (Those of attention and of the losses
+A call must raise the error of its kind and leave the model, the inputs and the random state as they were. A command
+must end with exit code 2 and one line on stderr, and leave the directory as it was. (Those of attention and of the losses
 are in tests/exact/test_attention_errors.py.)
 """
 
@@ -16,7 +16,6 @@ from torch.nn.functional import mse_loss
 import curvoscope as cv
 from curvoscope import data, errors, estimate
 from curvoscope.analysis.power_law import power_law
-from curvoscope.curvature import CrossEntropy
 from curvoscope.experiments import StoreError
 from curvoscope.models.gpt2_block import GPT2
 from curvoscope.operators.batches import BatchError
@@ -31,6 +30,7 @@ NAME, MODEL, MEMORY = errors.BlockNameError, errors.ModelError, errors.MemoryLim
 
 X, Y = r(6, 4), r(6, 3)
 NETWORK = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().requires_grad_()
+OTHER, FROZEN = nn.Linear(2, 2).double(), nn.Linear(4, 3).double().requires_grad_(False)
 BATCHES = [(X, Y)]
 MATRIX = r(9, 9)
 MATRIX = MATRIX + MATRIX.T
@@ -88,10 +88,6 @@ def optimizer(model=NETWORK, loss=mse_loss, probe=BATCHES, **options):
     return cv.training.BlockCurvature(model, loss, probe, **options)
 
 
-def frozen():
-    return nn.Linear(4, 3).double().requires_grad_(False)
-
-
 class TwoOutputs(nn.Module):
     """Its loss is not finite."""
 
@@ -114,7 +110,7 @@ CALLS = {
     "hessian: unknown split": (lambda: hessian(split="head"), RANGE, "split"),
     "hessian: unknown hvp": (lambda: hessian(hvp="forward"), RANGE, "hvp"),
     "hessian: no closed form": (lambda: hessian(method="exact")["0.weight"].trace(), MODEL, None),
-    "hessian: frozen model": (lambda: hessian(frozen()), EMPTY, "model"),
+    "hessian: frozen model": (lambda: hessian(FROZEN), EMPTY, "model"),
     "hessian: no parameters": (lambda: hessian(nn.Tanh(), batches=[(X, X)]), EMPTY, "model"),
     "hessian: micro_batch zero": (lambda: hessian(micro_batch=0), RANGE, "micro_batch"),
     "hessian: loss not a scalar": (lambda: hessian(loss=lambda F, Y: (F - Y) ** 2).loss, LOSS, "loss_fn"),
@@ -122,7 +118,7 @@ CALLS = {
     "hessian: loss detached": (lambda: hessian(loss=lambda F, Y: F.detach().mean()) @ r(43), LOSS, "loss_fn"),
     "hessian: own loss of a model without one": (lambda: hessian(loss=None), LOSS, "loss_fn"),
     "hessian: blocks of another model": (
-        lambda: hessian(blocks=cv.blocks_of(nn.Linear(2, 2).double())), MODEL, "model",
+        lambda: hessian(blocks=cv.blocks_of(OTHER)), MODEL, "model",
     ),
     "hessian: unknown block": (lambda: hessian()["h.0.attn.Q"], NAME, "block"),
     "hessian: vector of another size": (lambda: hessian() @ r(42), SHAPE, None),
@@ -247,7 +243,7 @@ CALLS = {
     "monitor: no learning rate": (lambda: monitor().step(0.5), RANGE, "lr"),
     "monitor: learning rate nan": (lambda: monitor().step(0.5, NAN), RANGE, "lr"),
     "monitor: blocks of another model": (
-        lambda: monitor(blocks=cv.blocks_of(nn.Linear(2, 2).double())), MODEL, "model",
+        lambda: monitor(blocks=cv.blocks_of(OTHER)), MODEL, "model",
     ),
     "optimizer: unknown base": (lambda: optimizer(base="lion"), RANGE, "base"),
     "optimizer: momentum one": (lambda: optimizer(momentum=1.0), RANGE, "momentum"),

@@ -254,7 +254,10 @@ def export(
 @app.command()
 def report(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of a run of analyze or spectrum, or its JSON file.")
+        Path,
+        typer.Argument(
+            metavar="RUN", help="Directory of a run of analyze, spectrum, watch or reproduce, or its JSON file."
+        ),
     ],
 ) -> None:
     """report.html and report.md of a run again, from its JSON and its figures."""
@@ -294,6 +297,9 @@ def main() -> None:
         from rich.console import Console
         from rich.text import Text
 
+        from curvoscope import commands
+
+        commands.remove_empty()
         message = Text.assemble(("error: ", "red"), str(error))
         Console(stderr=True).print(message, soft_wrap=True)
         sys.exit(2)

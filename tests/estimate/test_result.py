@@ -74,3 +74,9 @@ def test_diagonal_interval():
     reach = scipy.stats.t(7).ppf(0.975)
     assert torch.allclose(high - e.value, reach * e.stderr)
     assert torch.allclose(e.value - low, reach * e.stderr)
+
+
+def test_format_is_that_of_the_value():
+    estimate = Estimate(1.23456, 0.01, 8, "m")
+    assert f"{estimate:.2f}" == "1.23" and f"{estimate:>10.3g}" == "      1.23"
+    assert f"{estimate}" == str(estimate) == "1.235 ± 0.01"

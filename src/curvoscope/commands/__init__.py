@@ -1,5 +1,6 @@
 """The commands of the command line, one file each, and what they share: the writing of files, the console."""
 
+import contextlib
 import io
 import os
 from pathlib import Path
@@ -20,8 +21,14 @@ class OutputError(CurvoscopeError):
     """A file or directory that cannot be written."""
 
 
+_made: list[Path] = []
+"""Directories that this program has made, in order."""
+
+
 def make_directory(path: Path) -> Path:
     """`path`, a directory that exists and can be written to."""
+    absent = [parent for parent in (path, *path.parents) if not parent.exists()]
+    _made.extend(reversed(absent))
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -29,6 +36,13 @@ def make_directory(path: Path) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise OutputError("out", f"cannot write into {path}: permission denied")
     return path
+
+
+def remove_empty() -> None:
+    """Remove the directories that were made for results that never came."""
+    while _made:
+        with contextlib.suppress(OSError):  # it holds something, or is gone
+            _made.pop().rmdir()
 
 
 def write(path: Path, content: bytes) -> None:

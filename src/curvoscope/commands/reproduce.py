@@ -15,6 +15,7 @@ from rich.text import Text
 from curvoscope import commands, experiments
 from curvoscope.commands import reproduce_report
 from curvoscope.commands.document import REPORTS
+from curvoscope.errors import RangeError
 from curvoscope.experiments import Figure, Row, Store, Task, Verdict
 from curvoscope.report import experiment_figures
 
@@ -38,6 +39,8 @@ def run(
     and nothing else does.
     """
     figures = experiments.find(names)
+    if jobs < 1:
+        raise RangeError("jobs", f"got {jobs}, expected at least 1")
     if "all" in names and experiments.left_out():
         absent = ", ".join(experiments.left_out())
         Console(stderr=True, highlight=False).print(

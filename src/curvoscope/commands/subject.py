@@ -1,6 +1,5 @@
 """What is looked at: the model that MODEL names, its loss and a batch, and in words where they come from."""
 
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvoscope import __version__, data
+from curvoscope import data
 from curvoscope.blocks import Blocks
+from curvoscope.commands.versions import versions
 from curvoscope.curvature import CrossEntropy, blocks_of
 from curvoscope.data import text
 from curvoscope.errors import BlockNameError, RangeError
@@ -72,10 +72,10 @@ def subject_of(request: Request) -> Subject:
         "unused": list(loaded.unused),
         "data": facts,
     }
-    versions = {"curvoscope": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    used = versions()
     if request.model != configs.ADDITION:
-        versions["transformers"] = loading.transformers().__version__
-    return Subject(model, CrossEntropy(shift=loaded.kind == "causal"), batch, blocks_of(model), lines, facts, versions)
+        used["transformers"] = loading.transformers().__version__
+    return Subject(model, CrossEntropy(shift=loaded.kind == "causal"), batch, blocks_of(model), lines, facts, used)
 
 
 def select(blocks: Blocks, patterns: tuple[str, ...], layers_only: bool = False) -> Blocks:

@@ -35,6 +35,10 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.value:.4g} ± {self.stderr:.1g}"
 
+    def __format__(self, spec: str) -> str:
+        """The value in the format of a number, so that what prints an exact one prints an estimate too."""
+        return format(self.value, spec) if spec else str(self)
+
     def __rich__(self) -> object:
         from rich.text import Text
 

@@ -18,6 +18,8 @@ from curvoscope.exact.moments import Feature, Rows
 from curvoscope.exact.ports import Seen
 from curvoscope.operators.cores import Core, TokenForm
 
+_SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about single keys at a time
+
 
 @dataclass(frozen=True)
 class Response:
@@ -107,16 +109,16 @@ class Scores(Core):
         rows, shared = self._left.rows, self._seen.shared
         if shared is None or not (self._same and rows.softmax and rows is self._right.rows):
             return super().trace(start, stop)
-        if len(rows.sharp(start, stop)):
-            return super().trace(start, stop)  # the differences below would leave nothing of a small one
         n, last = start // rows.length, -(-stop // rows.length)
         values, features = self._left.value.values[n:last], self._left.feature.values[n:last]
         kernel, other = values @ shared @ self._right.value.values[n:last].mT, features @ features.mT
-        A = rows.A[n:last]
-        first, second = A @ kernel, A @ other
-        found = (A * (A @ (kernel * other))).sum(-1) - 2 * (A * first * second).sum(-1)
-        found = found + (A * first).sum(-1) * (A * second).sum(-1)
-        return found.flatten()[start - n * rows.length : stop - n * rows.length]
+        found = _centred_sum(rows.A[n:last], kernel, other).flatten()
+        for at in rows.sharp(start, stop).split(max(1, _SHARP_NUMBERS // rows.length**2)):
+            place = at - n * rows.length
+            a, sequence, top = rows.A.flatten(0, 1)[at], place // rows.length, rows.tops(0, rows.tokens)[at]
+            shifted = (_about_tops(gram[sequence], top, top) for gram in (kernel, other))
+            found[place] = _centred_sum(a[:, None], *shifted)[:, 0]
+        return found[start - n * rows.length : stop - n * rows.length]
 
     def token_form(self) -> TokenForm:
         """f^T (D_i V S_i V'^T D'_i) g."""
@@ -133,7 +135,7 @@ class Scores(Core):
         a, b = (_row_weights(rows)[n:last].flatten(0, 1)[skip] for rows in (left, right))
         if left.softmax:
             if len(left.sharp(start, stop)) or len(right.sharp(start, stop)):
-                kernel = _about_tops(kernel, left, right, start, stop)
+                kernel = _about_tops(kernel, left.tops(start, stop), right.tops(start, stop))
             kernel_b = (kernel @ b[:, :, None])[..., 0]
             a_kernel = (a[:, None, :] @ kernel)[:, 0]
             constant = (a * kernel_b).sum(1)
@@ -145,13 +147,19 @@ class Scores(Core):
         return left, left if self._same else self._right.matrix(start, stop)
 
 
-def _about_tops(kernel: Tensor, left: Rows, right: Rows, start: int, stop: int) -> Tensor:
-    """v_j S v'_l (t, L, L) as (v_j - v_top) S (v'_l - v'_top'), top and top' the keys of largest weight: their row and
-    their column are zero to the bit."""
-    top, other = (rows.tops(start, stop)[:, :, None] for rows in (left, right))
+def _centred_sum(A: Tensor, kernel: Tensor, other: Tensor) -> Tensor:
+    """sum_jl a_j a_l K_jl O_jl for the rows a of A (n, r, L), both Gram matrices (n, L, L) centred by a: (n, r)."""
+    first, second = A @ kernel, A @ other
+    found = (A * (A @ (kernel * other))).sum(-1) - 2 * (A * first * second).sum(-1)
+    return found + (A * first).sum(-1) * (A * second).sum(-1)
+
+
+def _about_tops(kernel: Tensor, top: Tensor, other: Tensor) -> Tensor:
+    """v_j S v'_l (t, L, L) as (v_j - v_top) S (v'_l - v'_other), for the keys of largest weight `top` and `other`
+    (t, 1): their row and their column are zero to the bit."""
     length = kernel.shape[-1]
-    kernel = kernel - kernel.gather(1, top.expand(-1, 1, length))
-    return kernel - kernel.gather(2, other.expand(-1, length, 1))
+    kernel = kernel - kernel.gather(1, top[:, :, None].expand(-1, 1, length))
+    return kernel - kernel.gather(2, other[:, :, None].expand(-1, length, 1))
 
 
 def _row_weights(rows: Rows) -> Tensor:

@@ -49,8 +49,12 @@ class Rows:
         """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax."""
         self.A, self.open_keys = A, open_keys
         self.sequences, self.length = A.shape[0], A.shape[1]
+        self.tokens = self.sequences * self.length
         weight, self._top = A.max(-1, keepdim=True)
-        self._sharp = (weight > 1 - _SHARP).flatten() & (open_keys is None)
+        sharp = (weight > 1 - _SHARP).flatten() & (open_keys is None)
+        self._sharp = sharp.nonzero()[:, 0]
+        if len(self._sharp):  # where all other weights are zero, as in a first causal row, so are the moments, exactly
+            self._sharp = self._sharp[A.flatten(0, 1)[self._sharp].count_nonzero(-1) > 1]
         self._kept: dict[tuple[int, int], tuple[Feature, Feature, Tensor]] = {}
         self._last: tuple[Feature, Feature, tuple[int, int], Tensor] | None = None
 
@@ -60,8 +64,8 @@ class Rows:
         return self.open_keys is None
 
     def sharp(self, start: int, stop: int) -> Tensor:
-        """Which of the tokens start to stop attend to almost one key alone: their indices, from `start` on."""
-        return self._sharp[start:stop].nonzero()[:, 0]
+        """Which of the tokens start to stop attend to almost one key alone: their indices among all tokens."""
+        return self._sharp[(self._sharp >= start) & (self._sharp < stop)] if len(self._sharp) else self._sharp
 
     def tops(self, start: int, stop: int) -> Tensor:
         """The key of largest weight of each of the tokens start to stop, (t, 1)."""
@@ -81,12 +85,11 @@ class Rows:
 
     def covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         """Cov_i[f, g] for tokens start to stop: (t, p, q). Small ones are kept: several blocks share them."""
-        tokens = self.sequences * self.length
-        if tokens * f.width * g.width > _KEPT_NUMBERS:
+        if self.tokens * f.width * g.width > _KEPT_NUMBERS:
             return self._covariance(f, g, start, stop)
         key = (id(f), id(g))
         if key not in self._kept:
-            self._kept[key] = (f, g, self._covariance(f, g, 0, tokens))  # f and g keep their ids from reuse
+            self._kept[key] = (f, g, self._covariance(f, g, 0, self.tokens))  # f and g keep their ids from reuse
         return self._kept[key][2][start:stop]
 
     def _covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
@@ -96,9 +99,8 @@ class Rows:
             return (self.covariance(g, g, start, stop) @ f.source[1]).mT  # W^T Cov_i[g, g], fewer multiplications
         f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)
         found = self._second(self.A, f, g, start, stop).addcmul_(f_mean[:, :, None], g_mean[:, None, :], value=-1)
-        sharp = self.sharp(start, stop)
-        for at in sharp.split(max(1, _KEPT_NUMBERS // (self.length * (f.width + g.width)))):
-            found[at] = self._about_top(f, g, at + start)
+        for at in self.sharp(start, stop).split(max(1, _KEPT_NUMBERS // (self.length * (f.width + g.width)))):
+            found[at - start] = self._about_top(f, g, at)
         return found
 
     def _about_top(self, f: Feature, g: Feature, tokens: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def _admit(token: str | None) -> BaseResponse | None:
     if _equal(shown, token):
         return None
     if request.method == "GET" and _equal(request.args.get(_IN_LINK, ""), token):
-        rest = "&".join(part for part in request.query_string.decode().split("&") if not part.startswith(f"{_IN_LINK}="))
+        rest = "&".join(
+            part for part in request.query_string.decode().split("&") if not part.startswith(f"{_IN_LINK}=")
+        )
         answer = redirect(f"{request.path}?{rest}" if rest else request.path)
         answer.set_cookie(cookie, token, httponly=True, samesite="Strict")
         return answer

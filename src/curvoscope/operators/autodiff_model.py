@@ -144,7 +144,11 @@ def objective_of_model(model: Snapshot, batch: Batch) -> Objective:
     batch = model.moved(batch)
     labelled = Batch(batch.arguments, {**batch.keywords, "labels": batch.targets}, None, batch.index)
     with torch.no_grad():
-        outputs = model(model.weights, labelled)
+        try:
+            outputs = model(model.weights, labelled)
+        except TypeError as error:
+            message = f"is None, and the model takes no `labels` ({error}); give loss_fn(outputs, targets)"
+            raise LossError("loss_fn", message) from error
         expected = getattr(outputs, "loss", None)
         if not isinstance(expected, Tensor):
             raise LossError("loss_fn", "is None, and the model returns no `loss`; give loss_fn(outputs, targets)")
