@@ -1,8 +1,8 @@
 """The catalogue of bad input: every command and public function, the error, the argument it names, and no trace left.
 
 A call must raise the error of its kind and leave the model, the inputs and the random state as they were. A command
-must end with exit code 2 and one line on stderr, and leave the directory as it was. (Those of attention and of the losses
-are in tests/exact/test_attention_errors.py.)
+must end with exit code 2 and one line on stderr, and leave the directory as it was. (Those of attention and of the
+losses are in tests/exact/test_attention_errors.py.)
 """
 
 import json
