@@ -5,8 +5,9 @@ latter are computed.
 """
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dash import ClientsideFunction, Dash, Input, Output, html, no_update
 from dash import State as Given
@@ -16,6 +17,8 @@ from curvoscope.errors import CurvoscopeError
 from curvoscope.explorer import compute, downloads, layout, matrix_figures, security, spectrum_figures
 from curvoscope.explorer.compute import Matrices, Spectra
 from curvoscope.explorer.state import State, from_link, read
+
+T = TypeVar("T")
 
 _first, _second = threading.Lock(), threading.Lock()
 """One state at a time in each: several pages share the processor, and the memory stays bounded."""
@@ -45,11 +48,11 @@ def make(token: str | None = None) -> Dash:
     return app
 
 
-def matrices_of(state: State) -> Matrices:
-    """Those who ask at the same time wait for each other."""
+def matrices_of(state: State, then: Callable[[Matrices], T]) -> T:
+    """What `then` makes of them. Those who ask at the same time wait for each other: the spectra for the pictures."""
     with _first:
         try:
-            return compute.matrices(state)
+            return then(compute.matrices(state))
         except CurvoscopeError as error:
             raise UnanswerableError(str(error)) from error
 
@@ -58,7 +61,7 @@ def spectra_of(state: State) -> Spectra:
     """Those who ask at the same time wait for each other."""
     with _second:
         try:
-            return compute.spectra(matrices_of(state))
+            return compute.spectra(matrices_of(state, lambda found: found))
         except CurvoscopeError as error:
             raise UnanswerableError(str(error)) from error
 
@@ -85,13 +88,11 @@ def _answer(app: Dash) -> None:
         number, state, problems = _read(asked)
         if state is not None:
             try:
-                found = matrices_of(state)
+                shown = matrices_of(state, _shown)
             except UnanswerableError as error:
                 problems = [str(error)]
             else:
-                filled = matrix_figures.fill(found)
-                shown = (layout.pooling_note(found), layout.norm_table(found), "")
-                return (*filled, *shown, {"number": number, "accepted": True})
+                return (*shown, "", {"number": number, "accepted": True})
         lines = [html.P(line) for line in (*problems, "The figures show the last state that could be computed.")]
         same = (no_update for _ in range(len(matrix_figures.blank()) + 2))
         return (*same, lines, {"number": number, "accepted": False})
@@ -114,6 +115,11 @@ def _answer(app: Dash) -> None:
             same = (no_update for _ in range(len(spectrum_figures.blank()) + 1))
             return (*same, {"number": number, "accepted": False})
         return (*spectrum_figures.fill(found), layout.summary(found), {"number": number, "accepted": True})
+
+
+def _shown(found: Matrices) -> tuple[Any, ...]:
+    """The pictures, the note on their cells and the table of norms."""
+    return (*matrix_figures.fill(found), layout.pooling_note(found), layout.norm_table(found))
 
 
 def _read(asked: object) -> tuple[object, State | None, list[str]]:
@@ -162,7 +168,7 @@ def _csv(name: str) -> Response:
         return security.refuse(400, " ".join(problems))
     try:
         if name in downloads.FROM_MATRICES:
-            table = downloads.FROM_MATRICES[name](matrices_of(state))
+            table = matrices_of(state, downloads.FROM_MATRICES[name])
         else:
             table = downloads.FROM_SPECTRA[name](spectra_of(state))
     except UnanswerableError as error:

@@ -62,7 +62,8 @@ def _fill_attention(found: Matrices) -> Patch:
 
 
 def _matrix(scale: bool = False) -> Blank:
-    picture = {"type": "image", "hoverinfo": "skip", "x0": 0, "y0": 0, "dx": 1, "dy": 1}
+    # an image of the layout, as a new one is drawn without the axes; the traces have nothing to show but the colours
+    picture = {"xref": "x", "yref": "y", "x": -0.5, "y": -0.5, "sizing": "stretch", "layer": "below"}
     marker = {
         "size": 0.01,
         "color": [0.0],
@@ -73,22 +74,22 @@ def _matrix(scale: bool = False) -> Blank:
         "colorbar": {"orientation": "h", "y": -0.08, "yanchor": "top", "thickness": 10, "outlinewidth": 0},
     }
     colours = {"type": "scatter", "x": [0], "y": [0], "mode": "markers", "marker": marker, "hoverinfo": "skip"}
+    unseen = {"type": "scatter", "x": [0], "y": [0], "mode": "markers", "marker": {"size": 0.01}, "hoverinfo": "skip"}
     x = drawing.axis("", range=[0, 1], showgrid=False, zeroline=False, constrain="domain")
     y = drawing.axis(
         "", range=[1, 0], showgrid=False, zeroline=False, scaleanchor="x", constrain="domain", tickangle=-90
     )
-    return {"data": [picture, colours] if scale else [picture], "layout": drawing.layout(x, y)}
+    return {"data": [colours if scale else unseen], "layout": drawing.layout(x, y) | {"images": [picture]}}
 
 
 def _fill_matrix(found: Matrices, part: str, top: float) -> Patch:
     n, step = found.borders[-1], pictures.pooling(found.borders[-1])
     patch = Patch()
-    picture = patch["data"][0]
+    picture = patch["layout"]["images"][0]
     picture["source"] = pictures.address(found.dense[part], top)
-    picture["x0"] = picture["y0"] = (step - 1) / 2
-    picture["dx"] = picture["dy"] = step
+    picture["sizex"] = picture["sizey"] = step * -(-n // step)  # the last cells may reach beyond the matrix
     if part == "total":
-        bar = patch["data"][1]["marker"]["colorbar"]
+        bar = patch["data"][0]["marker"]["colorbar"]
         bar["tickvals"], bar["ticktext"] = pictures.ticks(top)
     middles = [(start + stop - 1) / 2 for start, stop in pairwise(found.borders)]
     names = [_LONG[name] for name in found.names]

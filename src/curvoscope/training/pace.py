@@ -8,6 +8,7 @@ from curvoscope.errors import RangeError
 
 Clock = Callable[[], float]
 _CHEAP = 1 / 3  # of the budget
+_MARGIN = 0.9  # of the budget: after a measurement the training itself is slower for a while, which no clock here sees
 
 
 class Account:
@@ -54,7 +55,7 @@ class Pace:
         if not (0 < budget <= 1 and math.isfinite(budget)):
             raise RangeError("budget", f"got {budget}, expected a share of the time above 0 and at most 1")
         self.clock = clock
-        self._budget = budget
+        self._budget = budget = _MARGIN * budget if budget < 1 else 1.0
         # the whole budget is no bound at all: then its parts are none either
         shares = (_CHEAP * budget, (1 - _CHEAP) * budget) if budget < 1 else (1.0, 1.0)
         self.cheap, self.costly = (Account(share, every) for share in shares)
