@@ -10,7 +10,7 @@ import pytest
 
 from curvoscope.errors import RangeError
 from curvoscope.experiments import Store, Value, WorkerError, missing, run
-from experiments.toy import Configuration, measure, toy
+from experiments.toy import Configuration, Grave, dying, measure, toy
 
 SCRIPT = Path(__file__).parent / "toy.py"
 
@@ -173,3 +173,17 @@ def test_a_local_dask_cluster_makes_the_same_table(tmp_path):
     with Store(tmp_path / "dask") as store:
         run(missing([figure], store, quick=False), store, jobs=2, dask="local")
     assert table_of(tmp_path / "dask") == whole(tmp_path, "serial", seeds=2, configuration=Configuration(pause=0.0))
+
+
+def test_a_dask_worker_killed_in_the_middle_costs_nothing(tmp_path):
+    """Three workers, one of which dies by SIGKILL while it measures: its task goes to another."""
+    pytest.importorskip("distributed")
+    grave = tmp_path / "grave"
+    figure = toy(measure=dying, seeds=4, configuration=Grave(pause=0.02, grave=str(grave)))
+    with Store(tmp_path / "dask") as store:
+        run(missing([figure], store, quick=False), store, jobs=3, dask="local")
+    assert int(grave.read_text()) != os.getpid()
+    with Store(tmp_path / "serial") as store:
+        run(missing([figure], store, quick=False), store)
+    assert table_of(tmp_path / "dask") == table_of(tmp_path / "serial")
+    assert len(table_of(tmp_path / "dask")[1]) == 4 * 5 * 4

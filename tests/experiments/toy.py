@@ -1,6 +1,9 @@
 """A small experiment of pure arithmetic, run as a script: `python toy.py STORE JOBS`. Workers import it anew."""
 
+import contextlib
 import hashlib
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,6 +26,20 @@ def measure(configuration, point, seed, draw):
         for layer in (1, 2)
         for block in "QV"
     ]
+
+
+class Grave(Configuration):
+    """`grave`: a file in which the first worker that comes by writes its number, and dies."""
+
+    grave: str
+
+
+def dying(configuration, point, seed, draw):
+    with contextlib.suppress(FileExistsError), Path(configuration.grave).open("x") as file:
+        file.write(str(os.getpid()))
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measure(configuration, point, seed, draw)
 
 
 def toy(measure=measure, configuration=None, version=1, points=5, seeds=60):
