@@ -18,6 +18,7 @@ from curvoscope.explorer.state import State
 LOOPBACK = {"Host": "127.0.0.1:8050"}
 UPDATE = "/_dash-update-component"
 STATE = State(L=5, d=4, d_k=3)
+PARTS = ("matrices", "curves", "spectra")
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +31,21 @@ def client(made):
     return made.server.test_client()
 
 
-def body(made, asked, part="answer-matrices"):
-    """A request as the page makes it."""
-    output = next(key for key in made.callback_map if f"{part}.data" in key)
+def body(made):
+    """A request of Dash as the page makes it."""
+    output = next(key for key in made.callback_map if "link-message.children" in key)
     names = [name.rsplit(".", 1) for name in output.strip(".").split("...")]
     return {
         "output": output,
         "outputs": [{"id": name, "property": kind} for name, kind in names],
-        "inputs": [{"id": "request", "property": "data", "value": asked}],
-        "changedPropIds": ["request.data"],
+        "inputs": [{"id": "location", "property": "search", "value": f"?{STATE.query()}"}],
+        "changedPropIds": ["location.search"],
     }
+
+
+def ask(client, part, query):
+    """For a part of the answer to a state."""
+    return client.get(f"/answer/{part}?{query}", headers=LOOPBACK)
 
 
 def post(client, content, **options):
@@ -56,33 +62,48 @@ def clean(answer):
 
 class TestRequests:
     @pytest.mark.parametrize(
-        "asked",
+        ("query", "message"),
         [
-            None,
-            3,
-            "text",
-            [],
-            {},
-            {"number": 1, "state": {"L": 10**9}},
-            {"number": 1, "state": {"d": 32, "d_k": 64, "heads": 4}},
-            {"number": 1, "state": {"sigma": "nan"}},
-            {"number": 1, "state": {"L": "abc"}},
-            {"number": 1, "state": {"L": [[[]]]}},
-            {"number": {"a": 1}, "state": {"<script>alert(1)</script>": 1}},
+            ("L=1000000000", "L: got 1000000000, expected a whole number from 2 to 32"),
+            ("L=" + "9" * 5000, "L: got " + "9" * 40 + "…, expected a whole number from 2 to 32"),
+            ("d=32&d_k=64&heads=4", "weights are more than 1536; lower d, d_k or the number of heads"),
+            ("sigma=nan", "sigma: got nan, expected a number from 0.01 to 10"),
+            ("sigma=inf", "sigma: got inf, expected a number from 0.01 to 10"),
+            ("L=abc", "L: got abc, expected a whole number from 2 to 32"),
+            ("L=", "L: got , expected a whole number from 2 to 32"),
+            ("L=[[[]]]", "L: got [[[]]], expected a whole number from 2 to 32"),
+            ("L=%ff%fe", "L: got"),
+            ("loss=%00", "expected mse or ce"),
+            ("L=abc&d=x", "d: got x, expected a whole number from 2 to 32"),
+            ("%3Cscript%3Ealert(1)%3C/script%3E=1", "<script>alert(1)</script>: there is no such setting"),
+            ("a=1&" * 500, "a: there is no such setting"),
         ],
-        ids=repr,
+        ids=lambda text: text[:20],
     )
-    def test_bad_states_get_a_message_and_change_no_figure(self, made, client, asked):
-        for part in ("answer-matrices", "answer-spectra"):
-            answer = clean(post(client, body(made, asked, part)))
+    def test_bad_states_get_a_message_and_change_no_figure(self, client, query, message):
+        for part in PARTS:
+            answer = clean(ask(client, part, query))
             assert answer.status_code == 200
-            shown = answer.json["response"]
-            assert not any(name.startswith("graph-") for name in shown)
-            assert shown[part]["data"]["accepted"] is False
-            if part == "answer-matrices":
-                lines = shown["message"]["children"]
-                assert lines[0]["props"]["children"]
-                assert lines[-1]["props"]["children"] == "The figures show the last state that could be computed."
+            assert answer.mimetype == "application/json"  # a script in it stays text
+            assert list(answer.json) == ["error"]
+            assert message in answer.json["error"]
+
+    def test_states_without_numbers_get_a_message(self, client, monkeypatch):
+        def overflow(state):
+            raise RangeError("X", "the scores are not finite")
+
+        monkeypatch.setattr(app.compute, "matrices", overflow)
+        for part in PARTS:
+            answer = clean(ask(client, part, STATE.query()))
+            assert answer.status_code == 200
+            assert answer.json == {"error": "X: the scores are not finite"}
+
+    def test_other_parts_and_methods_are_refused(self, client):
+        answer = clean(ask(client, "nothing", STATE.query()))
+        assert answer.status_code == 404
+        assert "matrices, curves, spectra" in answer.json["error"]
+        assert clean(client.put("/answer/matrices", headers=LOOPBACK)).status_code == 405
+        assert clean(client.post("/answer/matrices", json={}, headers=LOOPBACK)).status_code in (400, 405)
 
     @pytest.mark.parametrize(
         "content",
@@ -105,7 +126,7 @@ class TestRequests:
         assert answer.json["error"]
 
     def test_fields_missing_from_a_request_are_refused(self, made, client):
-        whole = body(made, {"number": 1, "state": STATE.model_dump()})
+        whole = body(made)
         assert post(client, whole).status_code == 200
         for name in whole:
             for broken in (None, [], {}, 3, "text", [{}], [[]], [{"id": 3, "property": 3}], whole[name] * 2):
@@ -117,26 +138,31 @@ class TestRequests:
             assert answer.status_code == status
         assert clean(client.post(UPDATE, data=b"a=b", headers=LOOPBACK)).status_code in (400, 415)
 
-    def test_the_server_lives_on(self, made, client):
-        asked = {"number": 5, "state": STATE.model_dump()}
-        shown = post(client, body(made, asked)).json["response"]
-        assert shown["answer-matrices"]["data"] == {"number": 5, "accepted": True}
-        assert shown["message"]["children"] == ""
+    def test_the_server_lives_on(self, client):
+        matrices_shown, curves_shown, spectra_shown = (ask(client, part, STATE.query()).json for part in PARTS)
+        assert list(matrices_shown["figures"]) == ["attention", "functional", "hessian", "outer"]
+        assert list(curves_shown["figures"]) == ["growth", "scalar"]
+        assert list(spectra_shown["figures"]) == ["eigenvalues"]
+        assert curves_shown["figures"]["growth"]["data.0.y"] == spectra(matrices(STATE)).growth[0].tolist()
+        found = matrices(STATE)
+        digits = {name: float(digits) for name, (_, digits) in matrices_shown["numbers"].items()}
+        assert digits == {"norm-" + "-".join(place): norm for place, norm in found.norms.items()}
+        eigenvalues = spectra_shown["figures"]["eigenvalues"]["data.0.customdata"]
+        assert eigenvalues == spectra(found).eigenvalues[::-1].tolist()
 
-    def test_what_breaks_inside_is_no_traceback_outside(self, made, client, monkeypatch, caplog):
+    def test_what_breaks_inside_is_no_traceback_outside(self, client, monkeypatch, caplog):
         def broken(state):
             raise RuntimeError("a secret of the code")
 
         monkeypatch.setattr(app.compute, "matrices", broken)
-        answer = clean(post(client, body(made, {"number": 1, "state": STATE.model_dump()})))
+        answer = clean(ask(client, "matrices", STATE.query()))
         assert answer.status_code == 500
         assert "secret" not in answer.text
         assert "secret" in caplog.text  # the one who runs the server sees it
 
-    def test_answers_stay_small(self, made, client):
-        asked = {"number": 1, "state": State().model_dump()}
-        assert len(post(client, body(made, asked)).data) < 250_000
-        assert len(post(client, body(made, asked, "answer-spectra")).data) < 100_000
+    def test_answers_stay_small(self, client):
+        assert len(ask(client, "matrices", State().query()).data) < 250_000
+        assert len(ask(client, "spectra", State().query()).data) < 100_000
 
 
 class TestWhoMayAsk:
@@ -148,11 +174,11 @@ class TestWhoMayAsk:
         "host", ["evil.example", "evil.example:8050", "127.0.0.1.evil.example", "10.0.0.1", "[", ""]
     )
     def test_other_names_do_not(self, client, host):
-        for path in ("/", "/_dash-layout", "/csv/norms", "/assets/explorer.js"):
+        for path in ("/", "/_dash-layout", "/answer/matrices", "/csv/norms", "/assets/explorer.js"):
             assert clean(client.get(path, headers={"Host": host})).status_code in (400, 403)
 
     def test_other_sites_may_not_post(self, made, client):
-        content = body(made, {"number": 1, "state": STATE.model_dump()})
+        content = body(made)
         answer = client.post(UPDATE, json=content, headers={**LOOPBACK, "Origin": "http://evil.example"})
         assert answer.status_code == 403
         assert (
@@ -168,12 +194,13 @@ class TestWhoMayAsk:
     def test_a_token_is_needed_everywhere_and_becomes_a_cookie(self):
         made = app.make("right-token")
         client, host = made.server.test_client(), {"Host": "192.0.2.7:8050"}
-        content = body(made, {"number": 1, "state": STATE.model_dump()})
+        content = body(made)
         for path in (
             "/",
             "/?token=",
             "/?token=wrong",
             "/_dash-layout",
+            *(f"/answer/{part}" for part in PARTS),
             "/csv/norms",
             "/assets/explorer.js",
             "/nowhere",
@@ -193,6 +220,7 @@ class TestWhoMayAsk:
         fresh = made.server.test_client(use_cookies=False)
         assert fresh.get("/", headers=shown).status_code == 200
         assert fresh.post(UPDATE, json=content, headers=shown).status_code == 200
+        assert "figures" in fresh.get(f"/answer/matrices?{STATE.query()}", headers=shown).json
         assert fresh.get("/", headers={**host, "Cookie": "curvoscope-8050=wrong"}).status_code == 403
 
 

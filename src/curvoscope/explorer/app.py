@@ -1,7 +1,8 @@
-"""The Dash app: two callbacks compute, the others only carry the state to and fro in the browser.
+"""The Dash app, and a route beside it that computes.
 
-The matrices and the spectra of a state are asked for at the same time, so that the browser draws the former while the
-latter are computed.
+Dash makes the page and restores the state of a link. The numbers of a state go past it, as its callbacks would add
+tens of milliseconds to every move: assets/explorer.js fetches and writes them. The matrices,
+the curves and the spectra are asked for at the same time, so that the browser draws some while others are computed.
 """
 
 import threading
@@ -9,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dash import ClientsideFunction, Dash, Input, Output, html, no_update
+from dash import ClientsideFunction, Dash, Input, Output, html
 from dash import State as Given
-from flask import Response, request
+from flask import Response, jsonify, request
 
 from curvoscope.errors import CurvoscopeError
 from curvoscope.explorer import compute, downloads, layout, matrix_figures, security, spectrum_figures
-from curvoscope.explorer.compute import Matrices, Spectra
+from curvoscope.explorer.compute import Curves, Matrices, Spectra
 from curvoscope.explorer.state import State, from_link, read
 
 T = TypeVar("T")
@@ -41,8 +42,8 @@ def make(token: str | None = None) -> Dash:
     )
     app.index_string = app.index_string.replace("<html>", '<html lang="en">')
     app.layout = layout.page()
-    _answer(app)
     _carry(app)
+    app.server.add_url_rule("/answer/<part>", "answer", _answer)
     app.server.add_url_rule("/csv/<name>", "csv", _csv)
     security.protect(app, token)
     return app
@@ -57,6 +58,14 @@ def matrices_of(state: State, then: Callable[[Matrices], T]) -> T:
             raise UnanswerableError(str(error)) from error
 
 
+def curves_of(state: State) -> Curves:
+    """Those who ask at the same time wait for each other."""
+    try:
+        return compute.curves(matrices_of(state, lambda found: found))
+    except CurvoscopeError as error:
+        raise UnanswerableError(str(error)) from error
+
+
 def spectra_of(state: State) -> Spectra:
     """Those who ask at the same time wait for each other."""
     with _second:
@@ -66,87 +75,60 @@ def spectra_of(state: State) -> Spectra:
             raise UnanswerableError(str(error)) from error
 
 
-def _answer(app: Dash) -> None:
-    """The callbacks that compute."""
+def _answer(part: str) -> Response:
+    """What a state writes into the page: the values of its figures by their places, its numbers and lines of text.
+
+    A state without numbers has an error instead; it is an answer as others are, as controls can be moved there.
+    """
+    if part not in _PARTS:
+        return security.refuse(404, f"there is no part of that name; there are {', '.join(_PARTS)}")
+    state, problems = read(request.args.to_dict())
+    if state is None:
+        return jsonify(error=" ".join(problems))
+    try:
+        return jsonify(_PARTS[part](state))
+    except UnanswerableError as error:
+        return jsonify(error=str(error))
+
+
+def _pictures(found: Matrices) -> dict[str, Any]:
+    return {
+        "figures": matrix_figures.fill(found),
+        "numbers": layout.norms(found),
+        "lines": {"pooling": [layout.pooling_note(found)]},
+    }
+
+
+def _growth(found: Curves) -> dict[str, Any]:
+    return {"figures": spectrum_figures.fill_curves(found), "numbers": {}, "lines": {}}
+
+
+def _eigenvalues(found: Spectra) -> dict[str, Any]:
+    lines = {"summary": layout.summary(found)}
+    return {"figures": spectrum_figures.fill_eigenvalues(found), "numbers": {}, "lines": lines}
+
+
+_PARTS: dict[str, Callable[[State], dict[str, Any]]] = {
+    "matrices": lambda state: matrices_of(state, _pictures),
+    "curves": lambda state: _growth(curves_of(state)),
+    "spectra": lambda state: _eigenvalues(spectra_of(state)),
+}
+
+
+def _carry(app: Dash) -> None:
+    """The callbacks. Those of assets/explorer.js write through `set_props` or past Dash; their outputs are never
+    written, but for the tour's."""
 
     @app.callback(Output("restored", "data"), Output("link-message", "children"), Input("location", "search"))
     def restore(search: object) -> tuple[Any, Any]:
         state, problems = from_link(search if isinstance(search, str) else "")
         return state.model_dump(), [html.P(line) for line in problems]
 
-    @app.callback(
-        *(Output(f"graph-{name}", "figure") for name in matrix_figures.blank()),
-        Output("pooling", "children"),
-        Output("norms", "children"),
-        Output("message", "children"),
-        Output("answer-matrices", "data"),
-        Input("request", "data"),
-        running=[(Output("busy-matrices", "data"), True, False)],
-        prevent_initial_call=True,
-    )
-    def answer_matrices(asked: object) -> tuple[Any, ...]:
-        number, state, problems = _read(asked)
-        if state is not None:
-            try:
-                shown = matrices_of(state, _shown)
-            except UnanswerableError as error:
-                problems = [str(error)]
-            else:
-                return (*shown, "", {"number": number, "accepted": True})
-        lines = [html.P(line) for line in (*problems, "The figures show the last state that could be computed.")]
-        same = (no_update for _ in range(len(matrix_figures.blank()) + 2))
-        return (*same, lines, {"number": number, "accepted": False})
-
-    @app.callback(
-        *(Output(f"graph-{name}", "figure") for name in spectrum_figures.blank()),
-        Output("summary", "children"),
-        Output("answer-spectra", "data"),
-        Input("request", "data"),
-        running=[(Output("busy-spectra", "data"), True, False)],
-        prevent_initial_call=True,
-    )
-    def answer_spectra(asked: object) -> tuple[Any, ...]:
-        number, state, _ = _read(asked)  # the other answer has the message
-        try:
-            found = None if state is None else spectra_of(state)
-        except UnanswerableError:
-            found = None
-        if found is None:
-            same = (no_update for _ in range(len(spectrum_figures.blank()) + 1))
-            return (*same, {"number": number, "accepted": False})
-        return (*spectrum_figures.fill(found), layout.summary(found), {"number": number, "accepted": True})
-
-
-def _shown(found: Matrices) -> tuple[Any, ...]:
-    """The pictures, the note on their cells and the table of norms."""
-    return (*matrix_figures.fill(found), layout.pooling_note(found), layout.norm_table(found))
-
-
-def _read(asked: object) -> tuple[object, State | None, list[str]]:
-    """The number of a request, its state, and what is wrong with it."""
-    if not isinstance(asked, dict):
-        return None, *read(asked)
-    number = asked.get("number")
-    return number if isinstance(number, int) else None, *read(asked.get("state"))
-
-
-def _carry(app: Dash) -> None:
-    """The callbacks of assets/explorer.js. They write through `set_props`; their outputs are never written."""
-
     def client(name: str, *arguments: Any, first: bool = False) -> None:
         app.clientside_callback(ClientsideFunction("explorer", name), *arguments, prevent_initial_call=not first)
 
     memory = Given("memory", "data")
     client("restored", Output("memory", "modified_timestamp"), Input("restored", "data"), memory, first=True)
-    sliders = (Input(control.name, "value") for control in layout.CONTROLS if control.kind != "choice")
-    client("moved", Output("restored", "modified_timestamp"), *sliders)
-    parts = ("matrices", "spectra")
-    client(
-        "settled",
-        Output("answer-matrices", "modified_timestamp"),
-        *(Input(f"busy-{part}", "data") for part in parts),
-        *(Given(f"answer-{part}", "data") for part in parts),
-    )
     client(
         "tour",
         Output("tour-title", "children"),
@@ -156,7 +138,6 @@ def _carry(app: Dash) -> None:
         Input("tour-next", "n_clicks"),
         Input("tour-back", "n_clicks"),
     )
-    client("reset", Output("request", "modified_timestamp"), Input("reset", "n_clicks"))
 
 
 def _csv(name: str) -> Response:

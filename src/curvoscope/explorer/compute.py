@@ -1,5 +1,6 @@
 """The numbers of a state, all from closed forms."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ SINKS = tuple(float(sink) for sink in np.linspace(0, 8, 9))
 _VOCABULARY = 10
 _AT_MOST = {name: int(bounds(name)[1]) for name in ("L", "d", "d_k", "heads")}
 _background = ThreadPoolExecutor(1, thread_name_prefix="eigenvalues")
+_one_curve = threading.Lock()
 
 
 class Beside(losses.CrossEntropy):
@@ -75,20 +77,11 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class Spectra:
-    """What takes longer: eigenvalues, and curves over a scale.
-
-    `eigenvalues` (n,) of the total ascend; `pairs` are the positive eigenvalues of its T-functional part, descending,
-    each `d_k` times there and as often with a minus; `bulk` are those that the total has for sure, and how often;
-    `growth` (curves, sigmas) are the norms of `CURVES` at `SIGMAS`, `here` at the state's own σ; `scalar` the spectra
-    of the scalar model at `SINKS`, then at the state's own sink.
-    """
+class Curves:
+    """Curves over a scale: `growth` (curves, sigmas) are the norms of `CURVES` at `SIGMAS`, `here` at the state's own
+    σ; `scalar` the spectra of the scalar model at `SINKS`, then at the state's own sink."""
 
     matrices: Matrices
-    eigenvalues: np.ndarray
-    pairs: np.ndarray
-    bulk: np.ndarray
-    multiplicity: int
     growth: np.ndarray
     here: tuple[float, ...]
     scalar: tuple[ScalarSpectrum, ...]
@@ -97,6 +90,20 @@ class Spectra:
     def state(self) -> State:
         """The state that they belong to."""
         return self.matrices.state
+
+
+@dataclass(frozen=True)
+class Spectra(Curves):
+    """What takes longest.
+
+    `eigenvalues` (n,) of the total ascend; `pairs` are the positive eigenvalues of its T-functional part, descending,
+    each `d_k` times there and as often with a minus; `bulk` are those that the total has for sure, and how often.
+    """
+
+    eigenvalues: np.ndarray
+    pairs: np.ndarray
+    bulk: np.ndarray
+    multiplicity: int
 
 
 def problem(state: State, sigma: float | None = None) -> Problem:
@@ -161,23 +168,35 @@ def matrices(state: State) -> Matrices:
     )
 
 
+def curves(found: Matrices) -> Curves:
+    """Growth and the scalar model. Those who ask at the same time wait for each other."""
+    with _one_curve:
+        return _curves(found)
+
+
+@lru_cache(maxsize=2)
+def _curves(found: Matrices) -> Curves:
+    here = tuple(found.norms[curve] for curve in CURVES)
+    return Curves(matrices=found, growth=_growth(found.state), here=here, scalar=_scalar(found.state))
+
+
 @lru_cache(maxsize=2)
 def spectra(found: Matrices) -> Spectra:
     """The rest. The eigenvalues of the Hessian are found beside the curves, in a thread of their own."""
-    state, H = found.state, found.hessian
+    H = found.hessian
     eigenvalues = _background.submit(torch.linalg.eigvalsh, torch.from_numpy(found.dense["total"]))
     bulk, multiplicity = H.bulk()
     pairs = torch.cat([torch.linalg.svdvals(B) for B in H.t_functional.gradients])
-    growth, scalar = _growth(state.model_copy(update={"sigma": 1.0})), _scalar(state)
+    beside = curves(found)
     return Spectra(
         matrices=found,
+        growth=beside.growth,
+        here=beside.here,
+        scalar=beside.scalar,
         eigenvalues=eigenvalues.result().numpy(),
         pairs=pairs.sort(descending=True).values.numpy(),
         bulk=bulk.numpy(),
         multiplicity=multiplicity,
-        growth=growth,
-        here=tuple(found.norms[curve] for curve in CURVES),
-        scalar=scalar,
     )
 
 
@@ -195,9 +214,16 @@ def exponents(state: State) -> tuple[float | None, ...]:
     return tuple(None if power is None else 0.0 if state.norm == "pre" else power for power in powers)
 
 
-@lru_cache(maxsize=4)
 def _growth(state: State) -> np.ndarray:
-    """The norms of `CURVES`, (curves, sigmas): the same for all scales of the state."""
+    """The norms of `CURVES`, (curves, sigmas): functional parts are linear in the residual, as G is, outer ones free
+    of it."""
+    shares = [state.residual if part == "functional" else 1.0 for _, _, part in CURVES]
+    return np.array(shares)[:, None] * _whole_growth(state.model_copy(update={"sigma": 1.0, "residual": 1.0}))
+
+
+@lru_cache(maxsize=4)
+def _whole_growth(state: State) -> np.ndarray:
+    """The same at a residual of one; no scale of X but `SIGMAS` matters."""
     columns = []
     for sigma in SIGMAS:
         H = problem(state, sigma).hessian()

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from dash import Patch
 
 Blank = dict[str, Any]
+Writes = dict[str, Any]
+"""Values by their places in a figure, as "data.0.y" or "layout.xaxis.range"."""
 
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
 
@@ -51,13 +52,15 @@ def positive(values: Sequence[float] | np.ndarray) -> list[float | None]:
     return [float(value) if value > 0 else None for value in values]
 
 
-def set_log_range(patch: Patch, values: Sequence[float]) -> None:
+def log_range(values: Sequence[float]) -> Writes:
     """The y axis from the smallest to the largest value, with at most some seven powers of ten named."""
     seen = [math.log10(value) for value in values if value > 0] or [-1.0, 0.0]
     pad = 0.3 + 0.04 * (max(seen) - min(seen))
-    axis, reach = patch["layout"]["yaxis"], max(seen) - min(seen) + 2 * pad
-    axis["range"] = [min(seen) - pad, max(seen) + pad]
-    axis["dtick"] = "D2" if reach < 1.5 else math.ceil(reach / 7)
+    reach = max(seen) - min(seen) + 2 * pad
+    return {
+        "layout.yaxis.range": [min(seen) - pad, max(seen) + pad],
+        "layout.yaxis.dtick": "D2" if reach < 1.5 else math.ceil(reach / 7),
+    }
 
 
 def upright(x: float) -> Blank:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import Any
 
 from dash import dcc, html
@@ -100,8 +101,6 @@ def page() -> html.Div:
             dcc.Location(id="location", refresh=False),
             dcc.Store(id="memory", data=memory),
             dcc.Store(id="restored"),
-            dcc.Store(id="request"),
-            *(dcc.Store(id=f"{what}-{which}") for what in ("answer", "busy") for which in ("matrices", "spectra")),
             html.Header(
                 [
                     html.H1("Curvature of an attention layer"),
@@ -163,7 +162,7 @@ def _control(control: Control) -> html.Div:
 
 def _results() -> html.Div:
     blank = matrix_figures.blank() | spectrum_figures.blank()
-    table = html.Section(id="norms", className="card", **_extra(aria_label="Norms of the blocks"))
+    table = html.Section(_norm_table(), id="norms", className="card", **_extra(aria_label="Norms of the blocks"))
     cards = [_card(name, *words, blank[name]) for name, words in _FIGURES.items()]
     return html.Div(
         [
@@ -205,7 +204,7 @@ def _csv_link(name: str, title: str) -> html.A:
 
 
 def summary(found: Spectra) -> list[Any]:
-    """The state in one line of found."""
+    """The state in one line of text and of numbers with their names."""
     smallest, largest = float(found.eigenvalues[0]), float(found.eigenvalues[-1])
     negative = int((found.eigenvalues < 0).sum())
     n = len(found.eigenvalues)
@@ -213,11 +212,11 @@ def summary(found: Spectra) -> list[Any]:
     outliers = ", ".join(f"{float(value):.4g}" for value in spectrum.outliers)
     return [
         f"Loss {found.matrices.loss:.4g}. The Hessian has {n:,} rows; its eigenvalues go from ",
-        _number(smallest, "smallest"),
+        {"smallest": number(smallest)},
         " to ",
-        _number(largest, "largest"),
+        {"largest": number(largest)},
         f", {negative:,} of them below zero. Scalar model: {spectrum.multiplicity} pairs ±",
-        _number(spectrum.bulk, "scalar-bulk"),
+        {"scalar-bulk": number(spectrum.bulk)},
         f" and the outliers {outliers}.",
     ]
 
@@ -233,18 +232,27 @@ def pooling_note(found: Matrices) -> str:
     )
 
 
-def norm_table(found: Matrices) -> html.Div:
-    """Frobenius norms of all blocks and parts; the title of a cell has all digits."""
-    pairs = list(dict.fromkeys((row, column) for row, column, _ in found.norms))
+def norms(found: Matrices) -> dict[str, list[str]]:
+    """The numbers of the table, by their names there."""
+    return {"norm-" + "-".join(place): number(norm) for place, norm in found.norms.items()}
+
+
+def number(value: float) -> list[str]:
+    """As it is shown, and with all of its digits."""
+    return [f"{value:.4g}", repr(value)]
+
+
+def _norm_table() -> html.Div:
+    """Places for the Frobenius norms of all blocks and parts; the title of a cell gets all digits."""
     head = [html.Th(word, scope="col") for word in ("block", *PARTS)]
     body = [
         html.Tr(
             [
                 html.Th(row if row == column else f"{row}, {column}", scope="row"),
-                *(html.Td(_number(found.norms[row, column, part], f"norm-{row}-{column}-{part}")) for part in PARTS),
+                *(html.Td(html.Span(**_extra(data_number=f"norm-{row}-{column}-{part}"))) for part in PARTS),
             ]
         )
-        for row, column in pairs
+        for row, column in combinations_with_replacement("QKV", 2)
     ]
     return html.Div(
         [
@@ -254,7 +262,3 @@ def norm_table(found: Matrices) -> html.Div:
         ],
         className="table",
     )
-
-
-def _number(value: float, name: str) -> html.Span:
-    return html.Span(f"{value:.4g}", title=repr(value), **_extra(data_number=name))

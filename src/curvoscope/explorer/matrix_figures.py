@@ -4,11 +4,10 @@ into it, sent with every move."""
 from itertools import pairwise
 
 import numpy as np
-from dash import Patch
 
 from curvoscope.explorer import drawing, pictures
 from curvoscope.explorer.compute import Matrices
-from curvoscope.explorer.drawing import Blank
+from curvoscope.explorer.drawing import Blank, Writes
 
 _LONG = {"Q": "query", "K": "key", "V": "value"}
 
@@ -18,10 +17,12 @@ def blank() -> dict[str, Blank]:
     return {"attention": _attention(), "hessian": _matrix(scale=True), "outer": _matrix(), "functional": _matrix()}
 
 
-def fill(found: Matrices) -> list[Patch]:
-    """What to write into them, in their order."""
+def fill(found: Matrices) -> dict[str, Writes]:
+    """What to write into them, by name."""
     top = max(float(np.abs(values).max()) for values in found.dense.values()) or 1.0
-    return [_fill_attention(found), *(_fill_matrix(found, part, top) for part in ("total", "outer", "functional"))]
+    parts = {"hessian": "total", "outer": "outer", "functional": "functional"}
+    matrices = {name: _fill_matrix(found, part, top) for name, part in parts.items()}
+    return {"attention": _fill_attention(found), **matrices}
 
 
 def _attention() -> Blank:
@@ -34,7 +35,7 @@ def _attention() -> Blank:
     return {"data": [heat], "layout": drawing.layout(x, y, right=52)}
 
 
-def _fill_attention(found: Matrices) -> Patch:
+def _fill_attention(found: Matrices) -> Writes:
     heads, L, _ = found.attention.shape
     gap = np.full((L, 1), np.nan)
     tiles = [tile for head in found.attention for tile in (gap, head)][1:]
@@ -42,23 +43,23 @@ def _fill_attention(found: Matrices) -> Patch:
     columns: list[str] = []
     for h in range(heads):
         columns += ([" " * h] if h else []) + names[h * L : (h + 1) * L]
-    patch = Patch()
-    heat = patch["data"][0]
-    heat["z"] = drawing.rows(np.concatenate(tiles, 1))
-    heat["x"], heat["y"] = columns, list(range(1, L + 1))
     most = float(np.abs(found.attention).max()) or 1.0
     linear = found.state.attention == "linear"
-    heat["zmin"], heat["zmax"] = (-most, most) if linear else (0.0, 1.0)
-    heat["colorscale"] = (
-        [[0, drawing.ORANGE], [0.5, "#ffffff"], [1, drawing.BLUE]] if linear else [[0, "#ffffff"], [1, "#003a5c"]]
-    )
+    signed, one = [[0, drawing.ORANGE], [0.5, "#ffffff"], [1, drawing.BLUE]], [[0, "#ffffff"], [1, "#003a5c"]]
     shown = names[:: max(1, L // 4)] if heads == 1 else names[L // 2 :: L]
     words = [str(1 + i * max(1, L // 4)) for i in range(len(shown))]
-    patch["layout"]["yaxis"]["range"] = [L + 0.5, 0.5]
-    patch["layout"]["xaxis"]["range"] = [-0.5, len(columns) - 0.5]
-    patch["layout"]["xaxis"]["tickvals"] = shown
-    patch["layout"]["xaxis"]["ticktext"] = words if heads == 1 else [f"head {h + 1}" for h in range(heads)]
-    return patch
+    return {
+        "data.0.z": drawing.rows(np.concatenate(tiles, 1)),
+        "data.0.x": columns,
+        "data.0.y": list(range(1, L + 1)),
+        "data.0.zmin": -most if linear else 0.0,
+        "data.0.zmax": most if linear else 1.0,
+        "data.0.colorscale": signed if linear else one,
+        "layout.yaxis.range": [L + 0.5, 0.5],
+        "layout.xaxis.range": [-0.5, len(columns) - 0.5],
+        "layout.xaxis.tickvals": shown,
+        "layout.xaxis.ticktext": words if heads == 1 else [f"head {h + 1}" for h in range(heads)],
+    }
 
 
 def _matrix(scale: bool = False) -> Blank:
@@ -82,21 +83,23 @@ def _matrix(scale: bool = False) -> Blank:
     return {"data": [colours if scale else unseen], "layout": drawing.layout(x, y) | {"images": [picture]}}
 
 
-def _fill_matrix(found: Matrices, part: str, top: float) -> Patch:
+def _fill_matrix(found: Matrices, part: str, top: float) -> Writes:
     n, step = found.borders[-1], pictures.pooling(found.borders[-1])
-    patch = Patch()
-    picture = patch["layout"]["images"][0]
-    picture["source"] = pictures.address(found.dense[part], top)
-    picture["sizex"] = picture["sizey"] = step * -(-n // step)  # the last cells may reach beyond the matrix
-    if part == "total":
-        bar = patch["data"][0]["marker"]["colorbar"]
-        bar["tickvals"], bar["ticktext"] = pictures.ticks(top)
+    side = step * -(-n // step)  # the last cells may reach beyond the matrix
     middles = [(start + stop - 1) / 2 for start, stop in pairwise(found.borders)]
     names = [_LONG[name] for name in found.names]
+    writes: Writes = {
+        "layout.images.0.source": pictures.address(found.dense[part], top),
+        "layout.images.0.sizex": side,
+        "layout.images.0.sizey": side,
+    }
+    if part == "total":
+        places, words = pictures.ticks(top)
+        writes |= {"data.0.marker.colorbar.tickvals": places, "data.0.marker.colorbar.ticktext": words}
     for axis, ends in (("xaxis", [-0.5, n - 0.5]), ("yaxis", [n - 0.5, -0.5])):
-        patch["layout"][axis]["range"] = ends
-        patch["layout"][axis]["tickvals"], patch["layout"][axis]["ticktext"] = middles, names
-    patch["layout"]["shapes"] = [
+        writes[f"layout.{axis}.range"] = ends
+        writes |= {f"layout.{axis}.tickvals": middles, f"layout.{axis}.ticktext": names}
+    writes["layout.shapes"] = [
         {"type": "line", "x0": x0, "x1": x1, "y0": y0, "y1": y1, "line": {"color": drawing.GREY, "width": 1.5}}
         for border in found.borders
         for x0, x1, y0, y1 in (
@@ -104,4 +107,4 @@ def _fill_matrix(found: Matrices, part: str, top: float) -> Patch:
             (-0.5, n - 0.5, border - 0.5, border - 0.5),
         )
     ]
-    return patch
+    return writes

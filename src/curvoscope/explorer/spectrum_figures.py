@@ -2,11 +2,10 @@
 sent with every move."""
 
 import numpy as np
-from dash import Patch
 
 from curvoscope.explorer import drawing, pictures
-from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Spectra, exponents
-from curvoscope.explorer.drawing import Blank
+from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Curves, Spectra, exponents
+from curvoscope.explorer.drawing import Blank, Writes
 
 _CURVES = (
     ("Q, outer", drawing.BLUE, "circle"),
@@ -22,9 +21,14 @@ def blank() -> dict[str, Blank]:
     return {"eigenvalues": _eigenvalues(), "growth": _growth(), "scalar": _scalar()}
 
 
-def fill(found: Spectra) -> list[Patch]:
-    """What to write into them, in their order."""
-    return [_fill_eigenvalues(found), _fill_growth(found), _fill_scalar(found)]
+def fill_curves(found: Curves) -> dict[str, Writes]:
+    """What to write into growth and the scalar model, by name."""
+    return {"growth": _fill_growth(found), "scalar": _fill_scalar(found)}
+
+
+def fill_eigenvalues(found: Spectra) -> dict[str, Writes]:
+    """What to write into the eigenvalues, by name."""
+    return {"eigenvalues": _fill_eigenvalues(found)}
 
 
 def _eigenvalues() -> Blank:
@@ -55,7 +59,7 @@ def _eigenvalues() -> Blank:
     return {"data": data, "layout": drawing.layout(x, y, legend=True)}
 
 
-def _fill_eigenvalues(found: Spectra) -> Patch:
+def _fill_eigenvalues(found: Spectra) -> Writes:
     descending, pairs, n = found.eigenvalues[::-1], found.pairs, len(found.eigenvalues)
     top = max(float(np.abs(descending).max()), float(pairs.max(initial=0.0))) or 1.0
     # each pair stands for d_k equal eigenvalues at either end: the marker is in their middle
@@ -67,16 +71,18 @@ def _fill_eigenvalues(found: Spectra) -> Patch:
         (np.concatenate([middle, n + 1 - middle]), np.concatenate([pairs, -pairs])),
         (np.array(places), sure),
     )
-    patch = Patch()
+    ticks, words = pictures.ticks(top)
+    writes: Writes = {
+        "data.2.visible": len(sure) > 0,
+        "layout.yaxis.tickvals": ticks,
+        "layout.yaxis.ticktext": words,
+        "layout.xaxis.range": [1 - 0.02 * n, 1.02 * n],
+    }
     for i, (x, values) in enumerate(series):
-        patch["data"][i]["x"] = x.tolist()
-        patch["data"][i]["y"] = np.round(pictures.signed_log(values, top), 4).tolist()
-        patch["data"][i]["customdata"] = values.tolist()
-    patch["data"][2]["visible"] = len(sure) > 0
-    axis = patch["layout"]["yaxis"]
-    axis["tickvals"], axis["ticktext"] = pictures.ticks(top)
-    patch["layout"]["xaxis"]["range"] = [1 - 0.02 * n, 1.02 * n]
-    return patch
+        writes[f"data.{i}.x"] = x.tolist()
+        writes[f"data.{i}.y"] = np.round(pictures.signed_log(values, top), 4).tolist()
+        writes[f"data.{i}.customdata"] = values.tolist()
+    return writes
 
 
 def _growth() -> Blank:
@@ -115,22 +121,21 @@ def _growth() -> Blank:
     return {"data": [*measured, *guides, here], "layout": drawing.layout(x, y, legend=True)}
 
 
-def _fill_growth(found: Spectra) -> Patch:
-    patch = Patch()
+def _fill_growth(found: Curves) -> Writes:
+    writes = drawing.log_range([*found.growth.flat, *found.here])
     powers = exponents(found.state)
     for i, (curve, power) in enumerate(zip(found.growth, powers, strict=True)):
-        patch["data"][i]["y"] = drawing.positive(curve)
+        writes[f"data.{i}.y"] = drawing.positive(curve)
         word = "exactly zero" if not curve.any() else "" if power is None else f"σ{str(int(power)).translate(_RAISED)}"
-        patch["data"][i]["name"] = f"{_CURVES[i][0]}: {word}" if word else _CURVES[i][0]
+        writes[f"data.{i}.name"] = f"{_CURVES[i][0]}: {word}" if word else _CURVES[i][0]
         # the lines start where the attention is the same for all scales; behind a norm, past its ε
         start = 6 if found.state.norm == "pre" else 0
         line = 0 * curve if power is None else curve[start] * (np.array(SIGMAS) / SIGMAS[start]) ** power
-        patch["data"][len(CURVES) + i]["y"] = drawing.positive(line)
-    patch["data"][2 * len(CURVES)]["x"] = [found.state.sigma] * len(CURVES)
-    patch["data"][2 * len(CURVES)]["y"] = drawing.positive(found.here)
-    drawing.set_log_range(patch, [*found.growth.flat, *found.here])
-    patch["layout"]["shapes"] = [drawing.upright(found.state.sigma)]
-    return patch
+        writes[f"data.{len(CURVES) + i}.y"] = drawing.positive(line)
+    writes[f"data.{2 * len(CURVES)}.x"] = [found.state.sigma] * len(CURVES)
+    writes[f"data.{2 * len(CURVES)}.y"] = drawing.positive(found.here)
+    writes["layout.shapes"] = [drawing.upright(found.state.sigma)]
+    return writes
 
 
 def _scalar() -> Blank:
@@ -153,14 +158,13 @@ def _scalar() -> Blank:
     return {"data": data, "layout": drawing.layout(x, y, legend=True)}
 
 
-def _fill_scalar(found: Spectra) -> Patch:
-    patch = Patch()
+def _fill_scalar(found: Curves) -> Writes:
     spectra = found.scalar[:-1]
     curves = [[one.bulk for one in spectra]]
     sizes = [sorted(one.outliers.abs().tolist(), reverse=True) for one in spectra]
     curves += [[size[i] for size in sizes] for i in range(3)]
+    writes = drawing.log_range([value for curve in curves for value in curve])
     for i, curve in enumerate(curves):
-        patch["data"][i]["y"] = drawing.positive(curve)
-    drawing.set_log_range(patch, [value for curve in curves for value in curve])
-    patch["layout"]["shapes"] = [drawing.upright(found.state.sink)]
-    return patch
+        writes[f"data.{i}.y"] = drawing.positive(curve)
+    writes["layout.shapes"] = [drawing.upright(found.state.sink)]
+    return writes

@@ -1,8 +1,13 @@
-/* The page's memory of its state. At most one request is under way: what is moved meanwhile changes `wanted`, and the
-   last of it is asked for when the answer is there. So a storm of moves makes no queue. */
+/* The page's memory of its state. At most one state is asked for: what is moved meanwhile changes `wanted`, and the
+   last of it is asked for when the answer is there. So a storm of moves makes no queue. Answers are fetched and drawn
+   here: through Dash, every move would take tens of milliseconds more. */
 (function () {
   "use strict";
-  const page = { kinds: {}, tour: [], defaults: {}, wanted: null, places: {}, asked: 0, sent: "", busy: false, step: -1 };
+  const page = { kinds: {}, tour: [], defaults: {}, wanted: null, sent: "", busy: false, step: -1, figures: {} };
+  const parts = ["matrices", "curves", "spectra"];
+  const patience = 30000; // milliseconds
+  const silence = "The server gave no answer. Is it still running? Move a control to try again.";
+  const shown = "show the last state that could be computed.";
   const set = (id, props) => window.dash_clientside.set_props(id, props);
   const none = () => window.dash_clientside.no_update;
   const query = (state) => new URLSearchParams(state).toString();
@@ -28,42 +33,133 @@
     if (page.busy || now === page.sent) return;
     page.busy = true;
     page.sent = now;
-    page.asked += 1;
     document.getElementById("main").setAttribute("aria-busy", "true");
-    set("request", { data: { number: page.asked, state: page.wanted } });
-    window.setTimeout(watch, 2000, page.asked, 1);
+    answer(parts.map(get)).then(finish, (error) => {
+      window.console.error(error);
+      fail("The answer could not be drawn. Load the page again.");
+    });
   }
 
-  /* Dash says nothing when a request does not reach the server: look whether it is there, while no answer comes. */
-  function watch(number, times) {
-    if (!page.busy || number !== page.asked) return;
-    const again = () => (times < 15 ? window.setTimeout(watch, 2000, number, times + 1) : fail(number));
-    window.fetch(window.location.pathname, { method: "HEAD" }).then(again, () => fail(number));
+  /* An answer, or an error: `told` by the server of this state, or of anything that went wrong on the way. */
+  async function get(part) {
+    try {
+      const options = { cache: "no-store", signal: AbortSignal.timeout(patience) };
+      const found = await window.fetch("answer/" + part + "?" + page.sent, options);
+      return Object.assign({ told: found.ok }, await found.json());
+    } catch {
+      return { error: silence };
+    }
   }
 
-  function finish(accepted) {
-    const main = document.getElementById("main");
-    page.busy = false;
-    if (accepted) link(page.sent);
-    main.dataset.answered = page.sent;
-    main.setAttribute("aria-busy", "false");
+  /* Draw a part while the next is still computed. All are waited for, also when one is refused. */
+  async function answer(requests) {
+    const found = [];
+    for (const request of requests) {
+      found.push(await request);
+      if (!found.some((one) => one.error)) await write(found[found.length - 1]);
+    }
+    return found;
+  }
+
+  function finish(found) {
+    const refused = found.find((one) => one.error);
+    if (refused && !refused.told) return fail(refused.error);
+    if (!refused) say();
+    else say(refused.error, (found[0].error ? "The figures " : "Some of the figures ") + shown);
+    if (!found[0].error) link(page.sent);
+    document.getElementById("main").dataset.answered = page.sent;
+    rest();
     ask();
   }
 
-  function fail(number) {
-    if (!page.busy || number !== page.asked) return;
-    set("message", { children: "The server gave no answer. Is it still running? Move a control to try again." });
-    page.busy = false;
+  function fail(message) {
+    say(message);
     page.sent = "";
+    rest();
+  }
+
+  function rest() {
+    page.busy = false;
     document.getElementById("main").setAttribute("aria-busy", "false");
+  }
+
+  function say(...lines) {
+    const paragraphs = lines.map((line) => {
+      const paragraph = document.createElement("p");
+      paragraph.textContent = line;
+      return paragraph;
+    });
+    document.getElementById("message").replaceChildren(...paragraphs);
+  }
+
+  async function write(found) {
+    for (const [name, values] of Object.entries(found.figures)) await draw(name, values);
+    for (const [name, [text, digits]] of Object.entries(found.numbers)) {
+      number(document.querySelector('[data-number="' + name + '"]'), text, digits);
+    }
+    for (const [id, pieces] of Object.entries(found.lines)) {
+      const nodes = pieces.map((piece) => {
+        if (typeof piece === "string") return piece;
+        const [[name, [text, digits]]] = Object.entries(piece);
+        const span = document.createElement("span");
+        span.dataset.number = name;
+        return number(span, text, digits);
+      });
+      document.getElementById(id).replaceChildren(...nodes);
+    }
+  }
+
+  function number(span, text, digits) {
+    span.textContent = text;
+    span.title = digits;
+    return span;
+  }
+
+  /* What can be changed without the axes, as the arguments of Plotly.update. */
+  const light = {
+    "layout.images.0.source": (value) => [{}, { "images[0].source": value }],
+    "data.0.marker.colorbar.tickvals": (value) => [{ "marker.colorbar.tickvals": [value] }, {}],
+    "data.0.marker.colorbar.ticktext": (value) => [{ "marker.colorbar.ticktext": [value] }, {}],
+  };
+
+  /* Values go to their places in a figure; those that are there already are not drawn again. */
+  async function draw(name, values) {
+    const figure = page.figures[name] || (page.figures[name] = await blank(name));
+    const changed = Object.entries(values).filter(([path, value]) => {
+      const text = JSON.stringify(value);
+      if (figure.written[path] === text) return false;
+      figure.written[path] = text;
+      const steps = path.split("."), last = steps.pop();
+      steps.reduce((place, step) => place[step], figure)[last] = value;
+      return true;
+    });
+    if (!changed.length) return;
+    if (changed.every(([path]) => path in light)) {
+      const pairs = changed.map(([path, value]) => light[path](value));
+      const [traces, layout] = [0, 1].map((i) => Object.assign({}, ...pairs.map((pair) => pair[i])));
+      await window.Plotly.update(figure.plot, traces, layout, [0]);
+      return;
+    }
+    const data = figure.data.map((trace) => Object.assign({}, trace));
+    await window.Plotly.react(figure.plot, data, structuredClone(figure.layout), figure.plot._context);
+  }
+
+  /* A figure as the server made the page with it, once Dash has drawn it. */
+  async function blank(name) {
+    for (;;) {
+      const plot = document.querySelector("#graph-" + name + " .js-plotly-plot");
+      if (plot && plot._fullLayout) {
+        return { plot, written: {}, data: structuredClone(plot.data), layout: structuredClone(plot.layout) };
+      }
+      await new Promise((done) => window.setTimeout(done, 10));
+    }
   }
 
   function apply(state) {
     page.wanted = Object.assign({}, state);
     for (const [name, kind] of Object.entries(page.kinds)) {
-      page.places[name] = place(name, state[name]);
       if (kind === "choice") document.getElementById(name).value = state[name];
-      else set(name, { value: page.places[name] });
+      else set(name, { value: place(name, state[name]) });
     }
     show();
     ask();
@@ -82,16 +178,30 @@
     }
   }
 
+  function moved(name, value) {
+    page.wanted[name] = value;
+    show();
+    ask();
+  }
+
   /* Dash does not follow a select: its choices are kept here. */
   document.addEventListener("change", (event) => {
     const name = event.target.id;
-    if (!page.wanted || page.kinds[name] !== "choice") return;
-    page.wanted[name] = event.target.value;
-    show();
-    ask();
+    if (page.wanted && page.kinds[name] === "choice") moved(name, event.target.value);
   });
 
+  /* Before Dash does, as it takes its time. */
+  document.addEventListener(
+    "input",
+    (event) => {
+      const { id, value } = event.target;
+      if (page.wanted && id in page.kinds && page.kinds[id] !== "choice" && value) moved(id, field(id, value));
+    },
+    true
+  );
+
   document.addEventListener("click", (event) => {
+    if (event.target.id === "reset" && page.wanted) apply(page.defaults);
     const button = event.target.closest("button[data-png]");
     if (!button) return;
     const drawn = document.querySelector("#graph-" + button.dataset.png + " .js-plotly-plot");
@@ -110,30 +220,6 @@
         return none();
       },
 
-      /* A slider or the seed was moved. Those that stand where we put them keep their exact value. */
-      moved(...values) {
-        if (!page.wanted) return none();
-        const sliders = Object.keys(page.kinds).filter((name) => page.kinds[name] !== "choice");
-        sliders.forEach((name, i) => {
-          const at = values[i];
-          if (at === null || at === undefined || at === "" || String(at) === String(page.places[name])) return;
-          page.places[name] = at;
-          page.wanted[name] = field(name, at);
-        });
-        show();
-        ask();
-        return none();
-      },
-
-      /* A part of the request has come to its end, with an answer or without one. */
-      settled(first, second, matrices, spectra) {
-        if (first || second || !page.busy) return none();
-        const whole = [matrices, spectra].every((answer) => answer && answer.number === page.asked);
-        if (whole) finish(matrices.accepted);
-        else window.setTimeout(fail, 500, page.asked); // unless the answer is only late to be seen
-        return none();
-      },
-
       tour(next, back) {
         const which = window.dash_clientside.callback_context.triggered_id;
         if (!page.wanted || !which || !(next || back)) return [none(), none(), none(), none()];
@@ -144,12 +230,6 @@
         const title = "Step " + (page.step + 1) + " of " + page.tour.length + ": " + step.title;
         const last = page.step === page.tour.length - 1;
         return [title, step.text, last ? "Again from the start" : "Next step", page.step === 0];
-      },
-
-      reset(clicks) {
-        if (!clicks || !page.wanted) return none();
-        apply(page.defaults);
-        return none();
       },
     },
   });
