@@ -42,7 +42,10 @@ def test_analyze_prints_the_table_the_sentence_and_the_files(call, tmp_path):
             assert min(image.size) >= 1000
 
 
-@pytest.mark.parametrize(("norm", "attention", "dtype"), [("none", "softmax", "float64"), ("pre", "linear", "float32")])
+@pytest.mark.parametrize(
+    ("norm", "attention", "dtype"),
+    [("none", "softmax", "float64"), pytest.param("pre", "linear", "float32", marks=pytest.mark.slow)],
+)
 def test_json_is_the_file_and_the_only_thing_on_stdout(call, tmp_path, norm, attention, dtype):
     options = [*SMALL, "--norm", norm, "--attention", attention, "--dtype", dtype]
     code, stdout, stderr = call("analyze", *options, "--out", tmp_path, "--json")
@@ -75,6 +78,7 @@ def test_json_is_the_file_and_the_only_thing_on_stdout(call, tmp_path, norm, att
     assert call(*repeated[1:], "--out", tmp_path / "again", "--json")[1] == stdout
 
 
+@pytest.mark.slow
 def test_seeds_differ(call, tmp_path):
     documents = [json.loads(call("analyze", *SMALL, "--seed", seed, "--out", tmp_path, "--json")[1]) for seed in (1, 2)]
     assert documents[0]["rows"][0]["trace"] != documents[1]["rows"][0]["trace"]

@@ -85,7 +85,10 @@ def test_tensorboard_events(tmp_path, capsys, monkeypatch):
         watch.run(watch.Options(steps=1, **SMALL), tmp_path, False, False, tensorboard=True)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "block-sgd", "block-adam"])
+_SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "block-sgd", "block-adam")]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", *_SLOWER])
 def test_stopped_and_resumed_it_is_the_same_run(tmp_path, monkeypatch, capsys, optimizer):
     budget = 1.0 if optimizer == "adam" else 1e-6  # the others: after the first step nothing is measured
     options = watch.Options(steps=3, optimizer=optimizer, **{**SMALL, "budget": budget})
@@ -110,6 +113,7 @@ def test_stopped_and_resumed_it_is_the_same_run(tmp_path, monkeypatch, capsys, o
     assert same_weights(whole, parts)
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch, capsys):
     """It dies two steps after the checkpoint; what was measured since then is kept."""
     options = watch.Options(steps=4, **{**SMALL, "every": 1})
