@@ -42,6 +42,7 @@ def beyond(found):
     return 2 * scipy.stats.t.sf(3, found.degrees) if found.stderr else 0.0
 
 
+@pytest.mark.slow
 def test_against_dense_values_at_20_points_of_a_training_run():
     """The truth is jacfwd of grad in float64, at the weights that the run has come to; the monitor has its defaults."""
     model, inputs, targets = gpt()
