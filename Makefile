@@ -40,10 +40,11 @@ $(VENV)/dev: $(VENV)/ready
 	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,digits,explore]"
 	@touch $@
 
-# What the tests of the pages drive: Debian's Chromium and axe-core. Without them those tests are skipped, and say so.
+# What the tests of the pages drive: Debian's Chromium, axe-core, MathJax. Without them those tests are skipped, and say so.
 $(VENV)/browser: $(VENV)/ready
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -qq -y chromium >/dev/null) || true
 	npm install --silent --no-save --prefix $(VENV) axe-core@4.14.0 || true
+	-$(MAKE) --no-print-directory $(VENV)/mathjax
 	@touch $@
 
 # In a folder of its own: npm would remove what else it has put in $(VENV).

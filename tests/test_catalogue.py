@@ -312,6 +312,7 @@ COMMANDS = {
     "export: a run that is not there": ("export nowhere", "RUN"),
     "export: unknown format": ("export folder --format xls", "format"),
     "export: a file that is no store": ("export plain.txt", None),
+    "bench: no checkout": ("bench", "bench"),
     "report: a run that is not there": ("report nowhere", "RUN"),
     "report: a folder without a run": ("report folder", "RUN"),
     "report: a file that is no run": ("report plain.txt", "RUN"),

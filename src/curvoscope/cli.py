@@ -282,6 +282,16 @@ def explore(
 
 
 @app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Some of them; without, all.")] = None,
+) -> None:
+    """The benchmarks, in a checkout: one JSON document with ratios against the peers."""
+    from curvoscope.commands import bench as command
+
+    raise typer.Exit(command.run(names or []))
+
+
+@app.command()
 def verify(seed: Seed = 0, as_json: AsJson = False) -> None:
     """Every theorem against automatic differentiation. Exit code 1 when one does not hold."""
     from curvoscope.commands import verify as command
