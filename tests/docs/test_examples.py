@@ -12,6 +12,7 @@ from fences import ROOT
 EXAMPLES = sorted((ROOT / "examples").glob("plot_*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -148,15 +148,14 @@ class TestDegreesAtFixedAttention:
         """6, 6, 6, 4, 4, 2 outer and 5, 5, 5 + 3, 3, 3 functional, whichever way A is held fixed."""
         layer = draw(**options)
         ways = {"Q": {"Q": sigma**-2}, "K": {"K": sigma**-2}, "s": {"temperature": sigma**2}}
-        for key, degrees in DEGREES.items():
-            part, *pair = key
-            case = layer
-            if part == "third moment":  # without S the T-outer part is this term alone
-                part, case = "t_outer", layer._replace(S=0 * layer.S)
-            before = block(case.hessian(), part, *pair)
-            for name, payment in ways.items():
-                after = block(case.hessian(X=sigma, **payment), part, *pair)
-                assert_scaled(after, before, sigma ** (degrees.X - 2 * getattr(degrees, name)))
+        cases = {"whole": layer, "third moment": layer._replace(S=0 * layer.S)}  # without S, T-outer is that term alone
+        before = {name: case.hessian() for name, case in cases.items()}
+        after = {(name, way): cases[name].hessian(X=sigma, **ways[way]) for name in cases for way in ways}
+        for (part, *pair), degrees in DEGREES.items():
+            case, part = ("third moment", "t_outer") if part == "third moment" else ("whole", part)
+            for way in ways:
+                power = degrees.X - 2 * getattr(degrees, way)
+                assert_scaled(block(after[case, way], part, *pair), block(before[case], part, *pair), sigma**power)
         assert not block(layer.hessian(X=sigma), "functional", "V", "V").any()
 
     @settings(max_examples=25, deadline=None)

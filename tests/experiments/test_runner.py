@@ -68,13 +68,13 @@ def test_draws_differ_by_point_seed_and_configuration():
     assert toy(configuration=Configuration(digits=9)).draw({"sigma": 0.0}, 0) not in seeds
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_lose_and_duplicate_nothing(tmp_path, kills):
-    """kill -9 of the parent while two workers measure; then the run is carried to its end."""
+@pytest.mark.slow
+def test_kills_at_random_moments_lose_and_duplicate_nothing(tmp_path):
+    """20 times kill -9 of the parent while two workers measure; then the run is carried to its end."""
     expected = whole(tmp_path, "uninterrupted")
     path = tmp_path / "killed"
     moments, sizes = random.Random(0), [0]
-    for _ in range(kills):
+    for _ in range(20):
         process = subprocess.Popen([sys.executable, str(SCRIPT), str(path), "2"])
         waited = time.monotonic()
         while not path.exists() and time.monotonic() - waited < 60:

@@ -255,8 +255,8 @@ class TestDownloads:
         assert [float(row[1]) for row in rows if row[0] == "hessian"] == found.eigenvalues.tolist()
         assert sum(row[0] == "t_functional" for row in rows) == 2 * STATE.d
         _, rows = self.table(client, "growth", STATE)
-        assert len(rows) == 4 * 11
-        assert [float(row[4]) for row in rows[:10]] == found.growth[0].tolist()
+        assert len(rows) == 4 * 8
+        assert [float(row[4]) for row in rows[:7]] == found.growth[0].tolist()
         _, rows = self.table(client, "scalar", STATE)
         assert float(rows[-1][1]) == found.scalar[-1].bulk
 

@@ -11,6 +11,7 @@ from rich.console import Console
 import curvoscope as cv
 from curvoscope.estimate import Estimate
 from curvoscope.report.contents import ReportError, report_of
+from curvoscope.report.vector import VectorError, inline
 from report_cases import KINDS, Page, run_of
 
 NUMBERS = ("frobenius_norm", "trace", "largest_eigenvalue")
@@ -242,3 +243,11 @@ class TestNotebooksAndTerminals:
         assert "18 × 18, float64" in page.tables[0]["caption"] and "18 × 18, float64" in shown(H)
         H.total.shapes["<i>"] = (1, 1)
         assert not Page(H._repr_html_()).all("i") and "<i>" in Page(H._repr_html_()).text
+
+
+def test_a_drawing_that_declares_entities_is_no_vector_drawing():
+    bomb = '<!DOCTYPE svg [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><svg viewBox="0 0 1 1"><g id="&b;"/></svg>'
+    for content in (bomb.encode(), bomb.encode("utf-16")):
+        with pytest.raises(VectorError):
+            inline(content, "p", "label")
+    assert inline(b'<svg viewBox="0 0 1 1"><g id="a"/></svg>', "p", "label").count("<g") == 1

@@ -58,6 +58,7 @@ def size(document, files):
     return len(page.encode())
 
 
+@pytest.mark.slow
 def test_blocks():
     rows = [
         Measurement(name, part, (2, 2), "autodiff", *(estimate() for _ in range(3)))

@@ -12,13 +12,12 @@ from curvoscope.database import EXPERIMENTS, Database
 from curvoscope.errors import NonFiniteError
 from curvoscope.experiments.figure import Figure, Point, Row, Value, canonical
 
-_COLUMNS = ("experiment", "configuration", "version", "seed", "point", "layer", "block", "part", "quantity", "at")
-_SCHEMA = f"""
+_SCHEMA = """
 CREATE TABLE measured (
     experiment TEXT NOT NULL, configuration TEXT NOT NULL, version INTEGER NOT NULL, seed INTEGER NOT NULL,
     point TEXT NOT NULL, layer INTEGER NOT NULL, block TEXT NOT NULL, part TEXT NOT NULL, quantity TEXT NOT NULL,
     at REAL NOT NULL, value REAL NOT NULL, stderr REAL NOT NULL,
-    PRIMARY KEY ({", ".join(_COLUMNS)})
+    PRIMARY KEY (experiment, configuration, version, seed, point, layer, block, part, quantity, at)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE configurations (configuration TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT, WITHOUT ROWID
 """
@@ -59,7 +58,7 @@ class Store(Database):
         found = self.read(
             "SELECT point, seed, layer, block, part, value, stderr, quantity, at FROM measured "
             "WHERE experiment = ? AND configuration = ? AND version = ? "
-            f"ORDER BY {', '.join(_COLUMNS)}",
+            "ORDER BY seed, point, layer, block, part, quantity, at",
             *(figure.name, figure.hash, figure.version),
         )
         return [Row(json.loads(point), seed, Value(*rest)) for point, seed, *rest in found if (point, seed) in wanted]
@@ -67,5 +66,5 @@ class Store(Database):
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
         """Everything: the names of the columns, and the rows in the order of the key."""
         with self._named("read"):
-            found = self._connection.execute(f"SELECT * FROM measured ORDER BY {', '.join(_COLUMNS)}")
+            found = self._connection.execute("SELECT * FROM measured ORDER BY 1, 2, 3, 4, 5, 6, 7, 8, 9, 10")
             return [column[0] for column in found.description], found.fetchall()

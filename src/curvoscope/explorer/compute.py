@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
@@ -20,7 +20,7 @@ from curvoscope.losses import LossAt
 PARTS = ("outer", "functional", "total")
 CURVES = (("Q", "Q", "outer"), ("Q", "Q", "functional"), ("Q", "K", "functional"), ("V", "V", "outer"))
 """The norms whose growth with σ is shown: four exponents."""
-SIGMAS = tuple(float(sigma) for sigma in 10 ** np.linspace(-2, 1, 10))
+SIGMAS = tuple(float(sigma) for sigma in 10 ** np.linspace(-2, 1, 7))
 SINKS = tuple(float(sink) for sink in np.linspace(0, 8, 9))
 
 _VOCABULARY = 10
@@ -63,7 +63,8 @@ class Problem:
 class Matrices:
     """What a state shows first: `attention` (heads, L, L), and the Hessian of `problem` in its three parts (n, n).
 
-    `borders` are the ends of the blocks `names` in 0...n, `norms` the Frobenius norms of the blocks of each part.
+    `borders` are the ends of the blocks `names` in 0...n, `norms` the Frobenius norms of the blocks of each part. The
+    `eigenvalues` (n,) of the total take longest: they are under way while the rest is drawn.
     """
 
     state: State
@@ -74,6 +75,7 @@ class Matrices:
     borders: tuple[int, ...]
     dense: dict[str, np.ndarray]
     norms: dict[tuple[str, str, str], float]
+    eigenvalues: Future
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def matrices(state: State) -> Matrices:
     H = posed.hessian()
     dense = {part: cast(Tensor, getattr(H, part).dense()) for part in PARTS[:2]}
     dense["total"] = dense["outer"] + dense["functional"]
+    eigenvalues = _background.submit(torch.linalg.eigvalsh, dense["total"])
     ranges = H.total.ranges
     passed = posed.layer.forward_pass(posed.X, posed.mask)
     return Matrices(
@@ -165,6 +168,7 @@ def matrices(state: State) -> Matrices:
             for column in H.names[i:]
             for part, values in dense.items()
         },
+        eigenvalues=eigenvalues,
     )
 
 
@@ -182,9 +186,8 @@ def _curves(found: Matrices) -> Curves:
 
 @lru_cache(maxsize=2)
 def spectra(found: Matrices) -> Spectra:
-    """The rest. The eigenvalues of the Hessian are found beside the curves, in a thread of their own."""
+    """The rest."""
     H = found.hessian
-    eigenvalues = _background.submit(torch.linalg.eigvalsh, torch.from_numpy(found.dense["total"]))
     bulk, multiplicity = H.bulk()
     pairs = torch.cat([torch.linalg.svdvals(B) for B in H.t_functional.gradients])
     beside = curves(found)
@@ -193,7 +196,7 @@ def spectra(found: Matrices) -> Spectra:
         growth=beside.growth,
         here=beside.here,
         scalar=beside.scalar,
-        eigenvalues=eigenvalues.result().numpy(),
+        eigenvalues=found.eigenvalues.result().numpy(),
         pairs=pairs.sort(descending=True).values.numpy(),
         bulk=bulk.numpy(),
         multiplicity=multiplicity,
@@ -239,14 +242,20 @@ def scalar_problem(state: State) -> tuple[ScalarAttention, Tensor, Tensor]:
 
 
 def _scalar(state: State) -> tuple[ScalarSpectrum, ...]:
+    return *_scalar_curve(state.model_copy(update={"sink": 0.0})), _scalar_at(state, state.sink)
+
+
+@lru_cache(maxsize=4)
+def _scalar_curve(state: State) -> tuple[ScalarSpectrum, ...]:
+    """At `SINKS`; the state's own does not matter."""
+    return tuple(_scalar_at(state, sink) for sink in SINKS)
+
+
+def _scalar_at(state: State, sink: float) -> ScalarSpectrum:
     model, x, y = scalar_problem(state)
-    return tuple(_scalar_at(model, x, y, state.residual, sink) for sink in (*SINKS, state.sink))
-
-
-def _scalar_at(model: ScalarAttention, x: Tensor, y: Tensor, residual: float, sink: float) -> ScalarSpectrum:
     mask = towards_first(len(x), sink)
     f = model(x, mask)
-    return model.spectrum(x, f + residual * (y - f), mask=mask)
+    return model.spectrum(x, f + state.residual * (y - f), mask=mask)
 
 
 @lru_cache(maxsize=4)

@@ -63,7 +63,12 @@ def log_range(values: Sequence[float]) -> Writes:
     }
 
 
-def upright(x: float) -> Blank:
-    """A dotted line at x."""
+def upright() -> Blank:
+    """A dotted line from the bottom to the top, at a place that each state writes."""
     line = {"color": GREY, "width": 1.5, "dash": "dot"}
-    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+    return {"shapes": [{"type": "line", "x0": 1.0, "x1": 1.0, "y0": 0, "y1": 1, "yref": "paper", "line": line}]}
+
+
+def move_upright(x: float) -> Writes:
+    """That line at x."""
+    return {"layout.shapes.0.x0": x, "layout.shapes.0.x1": x}

@@ -19,9 +19,10 @@ def blank() -> dict[str, Blank]:
 
 def fill(found: Matrices) -> dict[str, Writes]:
     """What to write into them, by name."""
-    top = max(float(np.abs(values).max()) for values in found.dense.values()) or 1.0
+    cells = {part: pictures.pooled(values) for part, values in found.dense.items()}
+    top = pictures.scale(max(float(np.abs(values).max()) for values in cells.values()))
     parts = {"hessian": "total", "outer": "outer", "functional": "functional"}
-    matrices = {name: _fill_matrix(found, part, top) for name, part in parts.items()}
+    matrices = {name: _fill_matrix(found, part, cells[part], top) for name, part in parts.items()}
     return {"attention": _fill_attention(found), **matrices}
 
 
@@ -83,13 +84,13 @@ def _matrix(scale: bool = False) -> Blank:
     return {"data": [colours if scale else unseen], "layout": drawing.layout(x, y) | {"images": [picture]}}
 
 
-def _fill_matrix(found: Matrices, part: str, top: float) -> Writes:
+def _fill_matrix(found: Matrices, part: str, cells: np.ndarray, top: float) -> Writes:
     n, step = found.borders[-1], pictures.pooling(found.borders[-1])
     side = step * -(-n // step)  # the last cells may reach beyond the matrix
     middles = [(start + stop - 1) / 2 for start, stop in pairwise(found.borders)]
     names = [_LONG[name] for name in found.names]
     writes: Writes = {
-        "layout.images.0.source": pictures.address(found.dense[part], top),
+        "layout.images.0.source": pictures.address(cells, top),
         "layout.images.0.sizex": side,
         "layout.images.0.sizey": side,
     }

@@ -1,12 +1,13 @@
 """A large matrix as a small picture: the entries of largest magnitude, coloured on a signed logarithmic scale.
 
-An entry v is drawn at sign(v) log10(|v|/floor) with floor = 10^-DECADES of the largest magnitude; what is below has
-the colour of zero.
+An entry v is drawn at sign(v) log10(|v|/floor), with floor = 10^-DECADES of the power of ten above the largest
+magnitude; what is below has the colour of zero.
 """
 
 import base64
 import struct
 import zlib
+from functools import cache
 
 import numpy as np
 
@@ -41,6 +42,11 @@ def _strided(values: np.ndarray, step: int, axis: int, better: np.ufunc) -> np.n
     return found if axis == 0 else found.T
 
 
+def scale(largest: float) -> float:
+    """The power of ten above: while it stays, a move changes the colours of what changed, and no axis."""
+    return float(10.0 ** np.ceil(np.log10(largest))) if largest > 0 else 1.0
+
+
 def signed_log(values: np.ndarray, top: float) -> np.ndarray:
     """sign(v) log10(|v|/floor), 0 below the floor: from -DECADES to DECADES."""
     with np.errstate(divide="ignore"):
@@ -72,9 +78,9 @@ def colour_scale(steps: int = 12) -> list[list[object]]:
     return [[i / (2 * steps), "rgb({}, {}, {})".format(*palette[place])] for i, place in enumerate(chosen)]
 
 
-def address(matrix: np.ndarray, top: float) -> str:
-    """The picture of a matrix as a data: address of a PNG, a pixel for each cell."""
-    level = np.rint(signed_log(pooled(matrix), top) * (_LEVELS / DECADES)).astype(np.int16) + _LEVELS
+def address(cells: np.ndarray, top: float) -> str:
+    """The picture of a matrix as a data: address of a PNG, a pixel for each of its `pooled` cells."""
+    level = np.rint(signed_log(cells, top) * (_LEVELS / DECADES)).astype(np.int16) + _LEVELS
     return "data:image/png;base64," + base64.b64encode(_png(level.astype(np.uint8))).decode()
 
 
@@ -82,12 +88,16 @@ def _png(levels: np.ndarray) -> bytes:
     """A PNG of palette entries (h, w)."""
     height, width = levels.shape
     rows = np.concatenate([np.zeros((height, 1), dtype=np.uint8), levels], 1)  # filter 0 before each row
-    palette = bytes(channel for colour in colours() for channel in colour)
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"PLTE", palette), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
+    chunks = ((b"IHDR", header), (b"PLTE", _palette()), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
+
+
+@cache
+def _palette() -> bytes:
+    return bytes(channel for colour in colours() for channel in colour)
 
 
 def _upwards() -> list[tuple[int, int, int]]:

@@ -61,7 +61,7 @@ def _eigenvalues() -> Blank:
 
 def _fill_eigenvalues(found: Spectra) -> Writes:
     descending, pairs, n = found.eigenvalues[::-1], found.pairs, len(found.eigenvalues)
-    top = max(float(np.abs(descending).max()), float(pairs.max(initial=0.0))) or 1.0
+    top = pictures.scale(max(float(np.abs(descending).max()), float(pairs.max(initial=0.0))))
     # each pair stands for d_k equal eigenvalues at either end: the marker is in their middle
     middle = (np.arange(len(pairs)) + 0.5) * found.state.d_k + 0.5
     sure = found.bulk if found.multiplicity else np.empty(0)
@@ -118,7 +118,7 @@ def _growth() -> Blank:
     }
     x = drawing.axis("scale σ of X", type="log", dtick=1)
     y = drawing.axis("Frobenius norm", type="log", exponentformat="power")
-    return {"data": [*measured, *guides, here], "layout": drawing.layout(x, y, legend=True)}
+    return {"data": [*measured, *guides, here], "layout": drawing.layout(x, y, legend=True) | drawing.upright()}
 
 
 def _fill_growth(found: Curves) -> Writes:
@@ -134,7 +134,7 @@ def _fill_growth(found: Curves) -> Writes:
         writes[f"data.{len(CURVES) + i}.y"] = drawing.positive(line)
     writes[f"data.{2 * len(CURVES)}.x"] = [found.state.sigma] * len(CURVES)
     writes[f"data.{2 * len(CURVES)}.y"] = drawing.positive(found.here)
-    writes["layout.shapes"] = [drawing.upright(found.state.sigma)]
+    writes |= drawing.move_upright(found.state.sigma)
     return writes
 
 
@@ -155,7 +155,7 @@ def _scalar() -> Blank:
     ]
     x = drawing.axis("attention sink")
     y = drawing.axis("|eigenvalue|", type="log", exponentformat="power")
-    return {"data": data, "layout": drawing.layout(x, y, legend=True)}
+    return {"data": data, "layout": drawing.layout(x, y, legend=True) | drawing.upright()}
 
 
 def _fill_scalar(found: Curves) -> Writes:
@@ -166,5 +166,5 @@ def _fill_scalar(found: Curves) -> Writes:
     writes = drawing.log_range([value for curve in curves for value in curve])
     for i, curve in enumerate(curves):
         writes[f"data.{i}.y"] = drawing.positive(curve)
-    writes["layout.shapes"] = [drawing.upright(found.state.sink)]
+    writes |= drawing.move_upright(found.state.sink)
     return writes

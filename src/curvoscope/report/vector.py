@@ -46,8 +46,11 @@ def inline(content: bytes, prefix: str, label: str) -> str:
         VectorError: where the content is no SVG.
     """
     try:
-        root = ElementTree.fromstring(content)
-    except ElementTree.ParseError as error:
+        text = content.decode()
+        if "<!ENTITY" in text:  # without them nothing grows and nothing is fetched
+            raise VectorError("it declares entities")
+        root = ElementTree.fromstring(text)  # nosec B314
+    except (UnicodeDecodeError, ElementTree.ParseError) as error:
         raise VectorError(str(error)) from error
     if _local(root.tag) != "svg" or not re.fullmatch(r"0 0 [\d.]+ [\d.]+", root.get("viewBox", "")):
         raise VectorError(f"the root is {_local(root.tag)}, or has no size")

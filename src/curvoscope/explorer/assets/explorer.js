@@ -115,11 +115,12 @@
     return span;
   }
 
-  /* What can be changed without the axes, as the arguments of Plotly.update. */
+  /* What can be changed without drawing the axes, with its name in Plotly. Not by Plotly.relayout: Dash hears of that,
+     and draws everything. */
   const light = {
-    "layout.images.0.source": (value) => [{}, { "images[0].source": value }],
-    "data.0.marker.colorbar.tickvals": (value) => [{ "marker.colorbar.tickvals": [value] }, {}],
-    "data.0.marker.colorbar.ticktext": (value) => [{ "marker.colorbar.ticktext": [value] }, {}],
+    "layout.images.0.source": "images[0].source",
+    "layout.shapes.0.x0": "shapes[0].x0",
+    "layout.shapes.0.x1": "shapes[0].x1",
   };
 
   /* Values go to their places in a figure; those that are there already are not drawn again. */
@@ -135,9 +136,8 @@
     });
     if (!changed.length) return;
     if (changed.every(([path]) => path in light)) {
-      const pairs = changed.map(([path, value]) => light[path](value));
-      const [traces, layout] = [0, 1].map((i) => Object.assign({}, ...pairs.map((pair) => pair[i])));
-      await window.Plotly.update(figure.plot, traces, layout, [0]);
+      const changes = changed.map(([path, value]) => [light[path], value]);
+      await window.Plotly.update(figure.plot, {}, Object.fromEntries(changes));
       return;
     }
     const data = figure.data.map((trace) => Object.assign({}, trace));
