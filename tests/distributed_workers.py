@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -124,6 +125,31 @@ class OnceTanh(nn.Module):
         return Once.apply(x)
 
 
+class Trap(nn.Module):
+    """tanh, that does something else once it is set: "forward" and "backward" raise there, "dies" and "killed" end the
+    process."""
+
+    def __init__(self):
+        super().__init__()
+        self.set = None
+
+    def forward(self, x):
+        if self.set == "forward":
+            raise ValueError("no tanh here")
+        if self.set == "dies":
+            os._exit(1)
+        if self.set == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        y = x.tanh()
+        if self.set == "backward" and y.requires_grad:
+            y.register_hook(_no_gradient)
+        return y
+
+
+def _no_gradient(gradient):
+    raise ValueError("no gradient here")
+
+
 def failures(rank):
     """Each mistake on rank 1, one after the other: the group must survive them all."""
     model, data = MLP(), points(ROWS)
@@ -160,6 +186,16 @@ def failures(rank):
     found["changed"] = caught(lambda: H @ torch.ones_like(v))
     mine[0][0].copy_(inputs)
     found["after"] = float((H @ torch.ones_like(v) - before).abs().max() / before.abs().max())
+
+    trapped = MLP(Trap)
+    H = build(model=trapped, memory_limit=1)
+    for how in ("forward", "backward"):
+        trapped.act.set = how if rank else None
+        found[how] = caught(lambda: H @ torch.ones_like(v), ValueError)
+    trapped.act.set = "forward" if rank else None
+    found["forward at once"] = caught(lambda: build(model=trapped), ValueError)
+    trapped.act.set = None
+    found["untrapped"] = caught(lambda: H @ torch.ones_like(v))
 
     small = dist.new_group([0])
     found["member"] = caught(lambda: build(process_group=small))
@@ -224,9 +260,11 @@ def _layers(model):
     return blocks_of(model).select("*.attn.[QKV]", "*.mlp.up")
 
 
-def caught(call):
+def caught(call, others=()):
     try:
         call()
     except CurvoscopeError as error:
         return type(error).__name__, error.argument, str(error)
+    except others as error:
+        return type(error).__name__, None, str(error)
     return None

@@ -1,5 +1,7 @@
 """What each of several processes does in the tests of sharded models."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,11 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from autodiff_cases import GPT, MLP, points, tokens
-from curvoscope.curvature import CrossEntropy, MeanSquaredError, blocks_of, hessian
+from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
 from curvoscope.estimate.products import Probes, Products
 from curvoscope.operators import sharded_operators
-from curvoscope.operators.distributed import Mesh
-from distributed_workers import ROWS, OnceTanh, batches, caught, shares
+from curvoscope.operators.mesh import Mesh
+from distributed_workers import ROWS, OnceTanh, Trap, batches, caught, shares
 
 
 class Encoder(nn.Module):
@@ -144,7 +146,53 @@ def sharded_mistakes(rank):
     once = sharded(MLP(OnceTanh), 2)
     found["once"] = caught(lambda: build(model=once) @ v)
     found["difference"] = caught(lambda: build(model=once, hvp="difference") @ v)
+    chosen = build(model=once, hvp="auto"), build(hvp="auto")
+    found["auto"] = None if [H.method_of("up.weight") for H in chosen] == ["difference", "autodiff"] else "wrong"
     return found
+
+
+def traps(rank):
+    """The model fails on rank 1 in the middle of a pass, at each kind of place; the group must survive all of it."""
+    model = _trapped(2)
+    mine = batches(points(ROWS), shares((4, 3))[rank])
+    found = {}
+    for hvp in ("autodiff", "difference"):
+        H = hessian(model, MeanSquaredError(), mine, hvp=hvp, memory_limit=1)
+        v = torch.ones(H.total.spaces[1].length, dtype=torch.float64)
+        before = H @ v
+        for how in ("forward", "backward"):
+            model[2].act.set = how if rank else None
+            found[f"{hvp} {how}"] = caught(lambda H=H, v=v: H @ v, ValueError)
+        model[2].act.set = None
+        found[f"{hvp} after"] = torch.equal(H @ v, before)
+    model[2].act.set = "forward" if rank else None
+    found["at once"] = caught(lambda: hessian(model, MeanSquaredError(), mine), ValueError)
+    model[2].act.set = None
+    kept = hessian(model, MeanSquaredError(), mine)  # graphs are kept; one that has to be made fails
+    model[2].act.set = "backward" if rank else None
+    found["kept"] = caught(lambda: kept.outer @ v, ValueError)
+    model[2].act.set = None
+    found["kept after"] = caught(lambda: kept.outer @ v) or bool(torch.allclose(kept @ v, before, rtol=1e-8))
+    return found
+
+
+def _trapped(ranks):
+    """Three layers, each sharded on its own, the last of them with a trap in its middle."""
+    model = nn.Sequential(MLP(), nn.Linear(2, 3, dtype=torch.float64), MLP(Trap))
+    return sharded(model, ranks, model)
+
+
+def sharded_vanishing(rank, how):
+    """Rank 1 is gone in the middle of a pass; how long until the others know."""
+    model = _trapped(dist.get_world_size())
+    H = hessian(model, MeanSquaredError(), [points()], memory_limit=1)
+    model[2].act.set = how if rank == 1 else None
+    start = time.monotonic()
+    try:
+        H.total.trace(matvecs=4)
+    except RankError as error:
+        return time.monotonic() - start, str(error)
+    return None
 
 
 def random_numbers(rank, size):

@@ -14,11 +14,13 @@ from curvoscope.models.closed_forms import ClosedForms, Layers
 from curvoscope.models.families import blocks_of
 from curvoscope.models.layer_curvatures import LayerCurvature, layer_curvatures
 from curvoscope.operators.autodiff import Autodiff
+from curvoscope.operators.autodiff_graph import SecondDerivativeError
 from curvoscope.operators.batches import BatchError, Batches
 from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.differences import Differences
-from curvoscope.operators.distributed import Mesh, RankError, ranks_of, sharded_ranks
+from curvoscope.operators.distributed import RankError, ranks_of
 from curvoscope.operators.matrix_free import AutodiffMatrix
+from curvoscope.operators.mesh import Mesh, sharded_ranks
 from curvoscope.operators.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
 from curvoscope.operators.sharded import Aligned, Sharded, ShardedDifferences
 from curvoscope.operators.sharded_model import mesh_of
@@ -31,6 +33,7 @@ __all__ = [
     "MeanSquaredError",
     "ModelHessian",
     "RankError",
+    "SecondDerivativeError",
     "blocks_of",
     "hessian",
     "trainable",
@@ -121,9 +124,10 @@ def hessian(
             `torch.distributed.group.WORLD` before it is initialised, where "world" is an error. A `DistributedSampler`
             repeats rows to give all ranks as many: those would count twice. For a sharded model: see below.
         hvp: how products are made. "autodiff": exactly, by a second derivative. "difference": by central differences
-            of gradients, for models that have no second derivative in autograd; the step follows from the precision
-            and the lengths of weights and vector, and `difference_error` tells how far off the products are. Nothing
-            is computed in closed form then.
+            of gradients, for models that have no second derivative in autograd (torch's fused attention kernels, own
+            functions that are `once_differentiable`); the step is searched for each vector, and `difference_error`
+            tells how far off the products are. Nothing is computed in closed form then. "auto": one product by autodiff
+            tells which of the two it is to be; `method_of` says "autodiff" or "difference".
 
     Half-precision weights are converted: operators, vectors and sums are float32.
 
@@ -132,11 +136,11 @@ def hessian(
     block by block, the entries whose parameters the rank holds, and no rank ever holds a whole vector. Parameters are
     gathered module by module, as they are for training; second derivatives are exact. Traces, norms, eigenvalues and
     densities are Estimates, the same on all ranks and, to rounding, the same as of the model in one piece; `dense()`,
-    `diagonal()` and closed forms raise. Should the model fail on one rank in the middle of a pass, the others know when
-    that process ends or when the timeout of the group is over.
+    `diagonal()` and closed forms raise. Should the model fail on one rank in the middle of a pass, or that process end,
+    the others raise a RankError at once; should it hang, when the timeout of the group is over.
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
-    checks.choice("hvp", hvp, ("autodiff", "difference"))
+    checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
     mesh = mesh_of(model)
@@ -153,18 +157,33 @@ def hessian(
             raise ModelError(
                 "method", "got 'exact', but for sharded models, or with differences, there are products only"
             )
-    place = split, device, memory_limit, layers.sites, ranks
-    if isinstance(ranks, Mesh):
-        spread = ShardedDifferences if hvp == "difference" else Sharded
-        return ModelHessian(spread(model, objective, Aligned(found, ranks), blocks, *place))
-    kind = Differences if hvp == "difference" else Autodiff
-    engine = kind(model, objective, found, blocks, *place)
-    if method == "autodiff" or products_only:
+    walked = Aligned(found, ranks) if isinstance(ranks, Mesh) else found
+    arguments = model, objective, walked, blocks, split, device, memory_limit, layers.sites, ranks
+    exact, by_gradients = (Sharded, ShardedDifferences) if isinstance(ranks, Mesh) else (Autodiff, Differences)
+    engine: Autodiff = by_gradients(*arguments) if hvp == "difference" else exact(*arguments)
+    if hvp == "auto" and not _differentiable_twice(engine):
+        engine = by_gradients(*arguments)
+    if method == "autodiff" or products_only or isinstance(engine, Differences):
         return ModelHessian(engine)
     closed = ClosedForms(engine, layers, limited=method == "auto")
     if method == "exact":
         _check_closed(closed, blocks)
     return ModelHessian(engine, closed)
+
+
+def _differentiable_twice(engine: Autodiff) -> bool:
+    """Whether autograd has second derivatives of the model, on all ranks: one product with zero tells."""
+    failure: Exception | None = None
+    several = list(engine.blocks.values())
+    try:
+        zero = torch.zeros(1, engine.length(several), dtype=engine.dtype, device=engine.device)
+        engine.product("total", several, several, zero)
+    except Exception as error:
+        failure = error
+    lacking = any(engine.ranks.exchange(isinstance(failure, SecondDerivativeError)))
+    if failure is not None and not lacking:
+        raise failure
+    return not lacking
 
 
 def _check_closed(closed: ClosedForms, blocks: Blocks) -> None:

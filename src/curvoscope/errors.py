@@ -53,4 +53,8 @@ class ModelError(CurvoscopeError, ValueError):
 
 
 class MemoryLimitError(CurvoscopeError, MemoryError):
-    """A result larger than the memory at hand."""
+    """A computation larger than the memory at hand, refused before it starts. `needed`: the bytes it would take."""
+
+    def __init__(self, argument: str, message: str, needed: int) -> None:
+        super().__init__(argument, message)
+        self.needed = needed

@@ -136,6 +136,19 @@ class TestMistakes:
         assert own[0] == kind
         assert other[:2] == ("RankError", "process_group") and said in other[2]
 
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("forward", "rank 1 failed in a product"),
+            ("backward", "rank 1 failed in a product"),
+            ("forward at once", "rank 1 failed with ValueError: no tanh here"),
+        ],
+    )
+    def test_a_model_that_raises_on_one(self, mistakes, name, said):
+        other, own = (answer[name] for answer in mistakes)
+        assert own[0] == "ValueError" and own[2].startswith("no ")
+        assert other[:2] == ("RankError", "process_group") and said in other[2]
+
     def test_what_no_rank_can_have(self, mistakes):
         for answer in mistakes:
             assert answer["empty"][:2] == ("EmptyError", "batches") and "no rank has batches" in answer["empty"][2]
@@ -144,7 +157,7 @@ class TestMistakes:
 
     def test_the_group_goes_on_after_errors(self, mistakes):
         for answer in mistakes:
-            assert answer["fine"] is None and answer["after"] == 0
+            assert answer["fine"] is None and answer["after"] == 0 and answer["untrapped"] is None
 
     def test_a_group_of_others(self, mistakes):
         member, stranger = (answer["member"] for answer in mistakes)

@@ -16,6 +16,8 @@ from sharded_workers import (
     random_numbers,
     sharded_answers,
     sharded_mistakes,
+    sharded_vanishing,
+    traps,
 )
 
 PARTS = ("total", "outer", "functional")
@@ -118,7 +120,7 @@ class TestMistakes:
             ("to_scipy", "RankError", "to_scipy", "needs whole vectors"),
             ("calls", "RankError", "process_group", "rank 1 asked for another product than rank 0"),
             ("curvatures", "ModelError", "process_group", "of one process"),
-            ("once", "ModelError", "model", "use hvp='difference'"),
+            ("once", "SecondDerivativeError", "model", "use hvp='difference'"),
         ],
     )
     def test_on_all_ranks(self, mistakes, name, kind, argument, said):
@@ -139,6 +141,40 @@ class TestMistakes:
         assert own[0] == kind
         assert other[:2] == ("RankError", "process_group") and said in other[2]
 
-    @pytest.mark.parametrize("name", ["fine", "world", "after", "difference"])
+    @pytest.mark.parametrize("name", ["fine", "world", "after", "difference", "auto"])
     def test_what_is_right(self, mistakes, name):
         assert all(answer[name] is None for answer in mistakes)
+
+
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory):
+    return launch(traps, 2, tmp_path_factory.mktemp("traps"))
+
+
+class TestAModelThatFailsOnOneRank:
+    """In the middle of a pass, where the others wait for its part of the parameters."""
+
+    @pytest.mark.parametrize("name", ["autodiff forward", "difference forward", "at once"])
+    def test_forward(self, trapped, name):
+        assert trapped[1][name] == ("ValueError", None, "no tanh here")
+        said = "process_group: rank 1 failed with ValueError: no tanh here"
+        assert trapped[0][name] == ("RankError", "process_group", said)
+
+    @pytest.mark.parametrize("name", ["autodiff backward", "difference backward", "kept"])
+    def test_backward(self, trapped, name):
+        assert trapped[1][name][0] == "ValueError"
+        assert trapped[0][name][:2] == ("RankError", "process_group")
+        assert "rank 1 failed with ValueError: no gradient here" in trapped[0][name][2]
+
+    def test_the_group_goes_on(self, trapped):
+        for answer in trapped:
+            assert answer["autodiff after"] and answer["difference after"] and answer["kept after"] is True
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("dies", 2), pytest.param("killed", 4, marks=pytest.mark.slow)])
+def test_a_rank_that_is_gone_in_the_middle_is_an_error_on_the_others(tmp_path, how, ranks):
+    found = launch(sharded_vanishing, ranks, tmp_path, how)
+    assert found.pop(1) is None
+    for seconds, message in found:
+        assert seconds < 20
+        assert message.startswith("process_group: another rank is gone, failed, or did not answer within the timeout")

@@ -24,6 +24,7 @@ from curvoscope.operators.second_order import kept_derivatives
 
 Selection = tuple[frozenset[str], Site | None]  # parameters with derivatives, and where the graph is cut
 
+_PASSES = 2  # what the graph of a product and the product take, in forward passes
 _AT_ONCE = 2**25  # bytes of a graph up to which several vectors at once are faster than one after the other
 _WORKSPACE = 2**28  # bytes for vectors at once
 _MOST_AT_ONCE = 64
@@ -193,6 +194,12 @@ class Autodiff:
         if not missing:
             self._kept.move_to_end(key)
             return
+        checks.fits(
+            _PASSES * self.survey.written,
+            None,
+            "a product with the Hessian, by the size of the forward pass,",
+            "give a smaller micro_batch=, or fewer or shorter sequences",
+        )
         with undisturbed(self.model, self._batches.generators):
             for i, batch in enumerate(self._batches):
                 if i in missing:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from curvoscope.blocks import Blocks
 from curvoscope.errors import DeviceError, EmptyError, LossError, NonFiniteError
@@ -70,12 +72,14 @@ class Snapshot:
 class Survey:
     """The loss, the mean over all terms, and the number of terms of each micro-batch.
 
-    `total` is their sum, over those of other processes too.
+    `total` is their sum, over those of other processes too. `written`: bytes that the forward pass of the largest
+    micro-batch writes.
     """
 
     loss: float
     terms: tuple[float, ...]
     total: float
+    written: int = 0
 
     @property
     def weights(self) -> list[float]:
@@ -85,21 +89,52 @@ class Survey:
 
 def survey(model: Snapshot, objective: Objective, batches: Iterable[Batch], ranks: Ranks) -> Survey:
     """The losses of all micro-batches, of those of the other ranks too."""
-    with ranks.together():
-        losses, counts = _losses(model, objective, batches)
+    with ranks.together(), Written() as written:
+        losses, counts = _losses(model, objective, batches, written)
     summed = sum(value * count for value, count in zip(losses, counts, strict=True))
     shares = ranks.exchange((summed, sum(counts)))
     total = float(sum(count for _, count in shares))
     if not total:
         raise EmptyError("batches", "every target is ignored, or no rank has batches: the mean has no terms")
-    return Survey(sum(share for share, _ in shares) / total, tuple(counts), total)
+    return Survey(sum(share for share, _ in shares) / total, tuple(counts), total, written.most)
 
 
-def _losses(model: Snapshot, objective: Objective, batches: Iterable[Batch]) -> tuple[list[float], list[float]]:
+class Written(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make inside; `most` is the largest count between two `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+
+    def begin(self) -> None:
+        """Count from zero."""
+        self._now = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; what it wrote into its arguments, or returns a view of, is not new."""
+        found = func(*args, **(kwargs or {}))
+        held = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        made = (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and _storage(leaf) not in held)
+        self._now += sum(leaf.nbytes for leaf in made)
+        self.most = max(self.most, self._now)
+        return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _losses(
+    model: Snapshot, objective: Objective, batches: Iterable[Batch], written: Written
+) -> tuple[list[float], list[float]]:
     """Loss and number of terms of each micro-batch; the first one is run twice, to see whether its loss changes."""
     losses, counts = [], []
     for position, batch in enumerate(batches):
+        written.begin()
         value, count = _value(model, objective, batch)
+        written.begin()
         if position == 0:
             check_same(value, _value(model, objective, batch)[0], model.dtype)
         losses.append(value)

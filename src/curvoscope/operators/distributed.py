@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from curvoscope.errors import CurvoscopeError, EmptyError, NonFiniteError
+from curvoscope.errors import CurvoscopeError, EmptyError
 from curvoscope.operators.objectives import CrossEntropy, MeanLoss, Objective
 
 Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
@@ -26,7 +25,9 @@ _MOST_NAMED = 3
 
 
 class RankError(CurvoscopeError, RuntimeError):
-    """Ranks that do not fit together, or one that is gone."""
+    """Ranks that do not fit together, or one that is gone (`gone`): then no collective works any more."""
+
+    gone = False
 
 
 class Ranks:
@@ -106,7 +107,7 @@ class Group(Ranks):
         except Exception as error:
             failure = error
         try:
-            self._check_notes(_note(question, vectors, failure is not None), vectors)
+            self.check_notes(question, vectors, failure is not None)
         except RankError:
             if failure is None:
                 raise
@@ -131,15 +132,16 @@ class Group(Ranks):
             dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found)
 
-    def _check_notes(self, note: Tensor, vectors: Tensor) -> None:
-        note = note.to("cpu" if self._on_cpu else vectors.device)
+    def check_notes(self, question: object, vectors: Tensor, failed: bool) -> None:
+        """Raise on all ranks where one failed, or asks another question, or of other vectors (n, C)."""
+        note = _note(question, vectors, failed).to("cpu" if self._on_cpu else vectors.device)
         notes = [torch.empty_like(note) for _ in range(self.size)]
         with collective():
             dist.all_gather(notes, note, group=self.group)
         table = torch.stack(notes).cpu()
-        failed = table[:, 0].nonzero().flatten().tolist()
-        if failed:
-            raise RankError("process_group", f"{_ranks(failed)} failed in a product; the cause is said there")
+        unwell = table[:, 0].nonzero().flatten().tolist()
+        if unwell:
+            raise RankError("process_group", f"{_ranks(unwell)} failed in a product; the cause is said there")
         unlike = (table[:, 1] != table[0, 1]).nonzero().flatten().tolist()
         if unlike:
             raise RankError(
@@ -154,29 +156,6 @@ class Group(Ranks):
                 "process_group",
                 f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed",
             )
-
-
-class Mesh(Group):
-    """The ranks that parameters are spread over: products make their sums themselves, between all ranks."""
-
-    def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` makes of this rank's part of the vectors, once all ranks are known to ask the same."""
-        self._meet(question, vectors, failed=not bool(torch.isfinite(vectors).all()))
-        found = compute()
-        wrong = int(self.add((~torch.isfinite(found)).sum()))
-        if wrong:
-            raise NonFiniteError("operator", f"{wrong} entries of a product are NaN or infinite")
-        return found
-
-    def refuse(self, failure: CurvoscopeError, vectors: Tensor) -> None:
-        """Raise `failure` here, and tell the ranks that go on with a product."""
-        try:
-            self._meet("refused", vectors, failed=True)
-        except RankError:
-            raise failure from None
-
-    def _meet(self, question: object, vectors: Tensor, failed: bool) -> None:
-        self._check_notes(_note(question, vectors.new_zeros(len(vectors), 0), failed), vectors)
 
 
 def ranks_of(process_group: object) -> Ranks:
@@ -199,22 +178,6 @@ def ranks_of(process_group: object) -> Ranks:
         return Group(process_group)
     except (RuntimeError, ValueError) as error:
         raise RankError("process_group", f"the group is not initialised, or destroyed: {cure}") from error
-
-
-def sharded_ranks(mesh: DeviceMesh, process_group: object) -> Mesh:
-    """The ranks that a model's parameters are spread over: those of its mesh; another group is an error."""
-    try:
-        group = mesh.get_group()
-        ranks, members = Mesh(group), dist.get_process_group_ranks(group)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise RankError("model", f"its parameters lie on {mesh}, whose process group is destroyed") from error
-    if process_group is not None:
-        given = ranks_of(process_group)
-        if not isinstance(given, Group) or dist.get_process_group_ranks(given.group) != members:
-            raise RankError(
-                "process_group", f"its ranks are not {members}, over which the model is sharded; leave it out"
-            )
-    return ranks
 
 
 def hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -286,8 +249,10 @@ def collective() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankError(
+        failure = RankError(
             "process_group",
             "another rank is gone, failed, or did not answer within the timeout of the group "
             f"({str(error).strip().splitlines()[0]})",
-        ) from error
+        )
+        failure.gone = True
+        raise failure from error

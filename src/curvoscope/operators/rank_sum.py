@@ -13,6 +13,7 @@ from torch import Tensor
 from curvoscope import checks, estimate
 from curvoscope.errors import MemoryLimitError
 from curvoscope.estimate import Estimate
+from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import Tiles
 from curvoscope.operators.cores import DenseCore
@@ -58,6 +59,10 @@ class RankSum(LinearOperator):
                 self._own._write(mine)
         out.copy_(self._ranks.add(mine))
 
+    def _workspace(self, room: int) -> int:
+        entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return 2 * entries + (0 if self._own is None else self._own._workspace(max(0, room - entries)))
+
     def _trace(self, memory_limit: int | None) -> float:
         with self._ranks.together():
             mine = 0.0 if self._own is None else self._own._trace(memory_limit)
@@ -70,7 +75,7 @@ class RankSum(LinearOperator):
                 mine += self._own._diagonal(memory_limit)
         return self._ranks.add(mine)
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
+    def _norm(self, memory_limit: int | None) -> float:
         budget = self._ranks.least(checks.memory_budget(memory_limit))
         if max(self.shape) > _FEW:
             needed = self._ranks.exchange(0 if self._own is None else _bytes(self._own))
@@ -79,8 +84,8 @@ class RankSum(LinearOperator):
                     mine = None if self._own is None else _factors(self._own)
                 found = (other for other in self._ranks.exchange(mine) if other is not None)
                 total: LinearOperator = reduce(add, found)
-                return total._squared_norm(budget)
-        return super()._squared_norm(budget)
+                return total._norm(budget)
+        return norm(self.dense(memory_limit=budget))
 
     def frobenius_norm(
         self,

@@ -20,7 +20,8 @@ from curvoscope.operators.autodiff_layers import Site
 from curvoscope.operators.autodiff_model import Survey, check_same, loss_of
 from curvoscope.operators.batches import Batch, Batches
 from curvoscope.operators.differences import Differences
-from curvoscope.operators.distributed import Mesh, hashes
+from curvoscope.operators.distributed import hashes
+from curvoscope.operators.mesh import Mesh
 from curvoscope.operators.objectives import Objective
 from curvoscope.operators.safety import undisturbed
 from curvoscope.operators.sharded_model import ShardedSnapshot
@@ -129,26 +130,29 @@ class Sharded(Autodiff):
 
     def _survey(self) -> Survey:
         losses, counts = [0.0] * self._batches.count, [0.0] * self._batches.count
-        failure: Exception | None = None  # all ranks go on to the end: they gather parameters from each other
-        for position, batch in enumerate(self._batches):
-            batch = self.snapshot.moved(batch)
-            with torch.no_grad():
-                several = [self.snapshot(self.snapshot.weights, batch) for _ in range(1 if position else 2)]
-            try:
+        with self.ranks.together():
+            for position, batch in enumerate(self._batches):
+                batch = self.snapshot.moved(batch)
+                with torch.no_grad():
+                    several = [self.snapshot(self.snapshot.weights, batch) for _ in range(1 if position else 2)]
                 if self._batches.counts(position):
                     values = [loss_of(outputs, self.objective, batch) for outputs in several]
                     check_same(values[0][0], values[-1][0], self.dtype)
                     losses[position], counts[position] = values[0]
-            except Exception as error:
-                failure = failure or error
-        with self.ranks.together():
-            if failure is not None:
-                raise failure
         self._batches.leave_out({i for i, count in enumerate(counts) if not count}, self.ranks)
         summed = sum(value * count for value, count in zip(losses, counts, strict=True))
         shares = self.ranks.exchange((summed, sum(counts)))
         total = float(sum(count for _, count in shares))
         return Survey(sum(share for share, _ in shares) / total, tuple(map(float, counts)), total)
+
+    def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
+        """From this rank's parts of the vectors to its parts of the products."""
+        try:
+            return super().product(part, rows, columns, vectors)
+        except Exception:  # on all ranks; but they may not have come equally far
+            self._kept.clear()
+            self.snapshot.forget()
+            raise
 
     # ---- this rank's part of a vector
 
@@ -259,3 +263,7 @@ class ShardedDifferences(Sharded, Differences):
 
     def _lengths(self, vectors: Tensor) -> Tensor:
         return self.ranks.add(vectors.double().square().sum(1)).sqrt()
+
+    def _random(self, like: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.ranks.rank)
+        return torch.randn(1, like.shape[1], generator=generator, dtype=torch.float64).to(like)

@@ -21,7 +21,8 @@ from curvoscope.blocks import Blocks
 from curvoscope.errors import ModelError
 from curvoscope.operators.autodiff_model import Snapshot
 from curvoscope.operators.batches import Batch
-from curvoscope.operators.distributed import Group, RankError
+from curvoscope.operators.distributed import RankError
+from curvoscope.operators.mesh import Mesh
 from curvoscope.operators.shards import Sharding, gather, gathered
 
 _FSDP = "torch.distributed.fsdp"
@@ -63,7 +64,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 class ShardedSnapshot(Snapshot):
     """As `Snapshot`; the weights are the parts of this rank, in calls too. What is not spread is cut here alike."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks, device: torch.device, group: Group) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks, device: torch.device, group: Mesh) -> None:
         self._group = group
         self._notes: dict[int, tuple[StorageWeakRef, Note]] = {}  # of parameters that are whole now, by address
         self._last: tuple[tuple[Tensor, ...], list[Tensor]] | None = None  # parts, and the whole parameters of them

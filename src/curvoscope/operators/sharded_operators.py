@@ -12,8 +12,9 @@ from curvoscope.errors import CurvoscopeError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Eigenvalues, Estimate, lanczos
 from curvoscope.estimate.space import Space
 from curvoscope.operators.base import LinearOperator, Products
-from curvoscope.operators.distributed import Mesh, RankError
+from curvoscope.operators.distributed import RankError
 from curvoscope.operators.matrix_free import AutodiffBlock, AutodiffMatrix, MatrixFree
+from curvoscope.operators.mesh import Mesh
 from curvoscope.operators.sharded import Sharded
 
 _CHUNK = 2**20  # random numbers drawn at once; a multiple of 16, which is how many torch makes at a time

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvoscope.operators.distributed import Group, collective
+from curvoscope.operators.distributed import collective
+from curvoscope.operators.mesh import Mesh
 
 # torch 2.13 renamed them
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -28,7 +29,7 @@ class Sharding:
 
     shape: tuple[int, ...]
     axis: int
-    group: Group
+    group: Mesh
 
     @property
     def span(self) -> tuple[int, int]:
@@ -73,6 +74,7 @@ def gather(parts: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tenso
     flat = [_padded(part.movedim(s.axis, 0), s.step).flatten() for part, s in zip(parts, shardings, strict=True)]
     sent = flat[0] if len(flat) == 1 else torch.cat(flat)
     found = sent.new_empty(group.size * len(sent))
+    group.meet()
     with collective():
         _all_gather(found, sent, group=group.group)
     wholes = found.view(group.size, -1).split([len(one) for one in flat], 1)
@@ -91,6 +93,7 @@ def scatter(wholes: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Ten
     ]
     sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
     found = sent.new_empty(sent.shape[1])
+    group.meet()
     with collective():
         _reduce_scatter(found, sent.flatten(), group=group.group)
     return [
