@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint bench docs clean
+.PHONY: demo test test-slow fuzz lint bench docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -17,14 +17,21 @@ test: $(VENV)/dev $(VENV)/browser
 test-slow: $(VENV)/dev $(VENV)/browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow
 
+# Ten minutes of fresh examples against autodiff; prints how many, and the seed that repeats a failure.
+fuzz: $(VENV)/dev
+	FUZZ_MINUTES=$${FUZZ_MINUTES:-10} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
+
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --recursive -ll src
+	-$(BIN)/pip-audit --local --skip-editable --progress-spinner off # its data may be out of reach: it says what it skipped
 
-bench: $(VENV)/bench
-	$(BIN)/python -m benchmarks
+bench: $(VENV)/dev
+	$(BIN)/python -m benchmarks > benchmarks/results.json
+	$(BIN)/python -m benchmarks.page benchmarks/results.json > docs/benchmarks.md
 
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax
@@ -36,8 +43,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
-$(VENV)/dev: $(VENV)/ready
+# The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
+$(VENV)/dev: $(VENV)/ready benchmarks/peers.txt
 	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,digits,explore]"
+	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 
 # What the tests of the pages drive: Debian's Chromium, axe-core, MathJax. Without them those tests are skipped, and say so.
@@ -50,11 +59,6 @@ $(VENV)/browser: $(VENV)/ready
 # In a folder of its own: npm would remove what else it has put in $(VENV).
 $(VENV)/mathjax: $(VENV)/ready
 	npm install --silent --no-save --prefix $(VENV)/share/mathjax mathjax@3.2.2
-	@touch $@
-
-# The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
-$(VENV)/bench: $(VENV)/dev benchmarks/peers.txt
-	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 
 clean:

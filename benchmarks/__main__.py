@@ -1,13 +1,21 @@
-"""`python -m benchmarks [NAME ...]`: run the benchmarks and print their results as one JSON document."""
+"""`python -m benchmarks [NAME ...]`: run the benchmarks and print their results as one JSON document.
 
+One that fails says so in the document and on stderr, and the others are run.
+"""
+
+import contextlib
 import importlib
 import json
 import pkgutil
 import sys
+import time
+import traceback
+from importlib.metadata import PackageNotFoundError, version
 
 import benchmarks
 
-NOT_BENCHMARKS = {"__main__", "measure"}
+PEERS = ("torch", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "transformers")
+NOT_BENCHMARKS = {"__main__", "measure", "page"}
 
 
 def main() -> None:
@@ -17,8 +25,29 @@ def main() -> None:
     for name in names:
         if name not in known:
             sys.exit(f"error: there is no benchmark {name!r} among {', '.join(known)}")
-    results = {name: importlib.import_module(f"benchmarks.{name}").run() for name in names}
+    results: dict[str, object] = {"versions": versions()}
+    failed = []
+    for name in names:
+        start = time.perf_counter()
+        try:
+            results[name] = importlib.import_module(f"benchmarks.{name}").run()
+        except Exception as error:
+            traceback.print_exc()
+            results[name] = {"fails": f"{type(error).__name__}: {error}"}
+            failed.append(name)
+        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print(json.dumps(results, indent=1))
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}")
+
+
+def versions() -> dict[str, str]:
+    """Of torch and of the peers that are installed."""
+    found = {}
+    for name in PEERS:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name).split("+")[0]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Products with the Hessian of a GPT-2 in units of its gradient, against curvlinops and hessian-eigenthings.
+"""Products with the Hessian of a GPT-2 in units of its gradient, against curvlinops, hessian-eigenthings and PyHessian.
 
 4 layers, d = 256, L = 128, batch 4, vocabulary 5000, float32, two threads. A run of 50 products, each needing the one
 before as in Lanczos: what it costs to set up is shared among them. Whatever is compared is measured in turns of ten
-products, so that a busy machine moves the ratios little. Peak memory is that of a process of its own.
+products, so that a busy machine moves the ratios little. Peak memory is that of a process of its own. Trace and largest
+eigenvalue are timed against PyHessian's, which has methods for both, set-up included.
 """
 
 import json
@@ -10,17 +11,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.measure import in_own_process, peak_gib
+from benchmarks.measure import in_own_process, once, peak_gib
 from curvoscope.curvature import CrossEntropy, ModelHessian, hessian
 
 LAYERS, WIDTH, HEADS, LENGTH, ROWS, VOCABULARY = 4, 256, 4, 128, 4, 5000
 VECTORS, TURN = 50, 10
+PROBES = 16
 BLOCK = "h.2.attn.Q"
 
 Product = Callable[[Tensor], Tensor]
@@ -149,6 +152,28 @@ def eigenthings(kind: type[nn.Module]) -> Product:
     return product
 
 
+def pyhessian(kind: type[nn.Module]) -> Any:
+    """One batch: it differentiates once, keeps the graph, and makes its products from that."""
+    from pyhessian import hessian as peer
+
+    model, tokens, targets = problem(kind)
+    with sdpa_kernel(SDPBackend.MATH):
+        return peer(model, nn.CrossEntropyLoss(), data=(tokens, targets), cuda=False)
+
+
+def pyhessian_product(kind: type[nn.Module]) -> Product:
+    from pyhessian import hessian_vector_product
+
+    found = pyhessian(kind)
+    sizes = [p.numel() for p in found.params]
+
+    def product(vector: Tensor) -> Tensor:
+        parts = [v.view_as(p) for v, p in zip(vector.split(sizes), found.params, strict=True)]
+        return torch.cat([part.flatten() for part in hessian_vector_product(found.gradsH, found.params, parts)])
+
+    return product
+
+
 def runners(kind: type[nn.Module]) -> dict[str, Callable[[], Product]]:
     """What is measured, by name: a function that sets up and returns the product."""
     return {
@@ -165,6 +190,7 @@ def runners(kind: type[nn.Module]) -> dict[str, Callable[[], Product]]:
         "curvlinops hessian of one block": lambda: curvlinops(kind, "hessian", one_block=True),
         "curvlinops ggn of one block": lambda: curvlinops(kind, "ggn", one_block=True),
         "eigenthings hessian": lambda: eigenthings(kind),
+        "pyhessian hessian": lambda: pyhessian_product(kind),
     }
 
 
@@ -205,6 +231,42 @@ def timed(kind: type[nn.Module]) -> dict[str, float]:
     return {name: statistics.median(values) + shares[name] for name, values in seconds.items()}
 
 
+def questions(kind: type[nn.Module]) -> dict[str, dict[str, float | None]]:
+    """Trace from 16 products, and the largest eigenvalue to a thousandth of itself as each package means it.
+
+    PyHessian's tolerance is the step from one power iteration to the next, ours the residual.
+    """
+    try:
+        pyhessian(kind)
+    except ImportError:
+        return {}
+    found: dict[str, list[float | None]] = {}
+
+    def our_trace() -> None:
+        trace = ours(kind).total.trace(matvecs=PROBES)
+        found["trace"] = [trace.value, trace.stderr]
+
+    def their_trace() -> None:
+        samples = pyhessian(kind).trace(maxIter=PROBES, tol=0.0)
+        found["pyhessian trace"] = [statistics.mean(samples), statistics.stdev(samples) / len(samples) ** 0.5]
+
+    def our_eigenvalue() -> None:
+        (largest,) = ours(kind).total.eigenvalues(1, "LM", tolerance=1e-3)
+        found["eigenvalue"] = [largest.value, largest.stderr]
+
+    def their_eigenvalue() -> None:
+        found["pyhessian eigenvalue"] = [pyhessian(kind).eigenvalues(maxIter=100, tol=1e-3)[0][0], None]
+
+    calls = {
+        "trace": our_trace,
+        "pyhessian trace": their_trace,
+        "eigenvalue": our_eigenvalue,
+        "pyhessian eigenvalue": their_eigenvalue,
+    }
+    seconds = {name: once(call) for name, call in calls.items()}
+    return {name: {"seconds": seconds[name], "value": value, "stderr": err} for name, (value, err) in found.items()}
+
+
 def memory(kind: type[nn.Module], name: str) -> dict[str, float]:
     """Peak memory of a process that makes three products, and how much of it came after the model was made."""
     size = _size(kind, name)
@@ -227,11 +289,16 @@ def summary(kind: type[nn.Module]) -> dict[str, object]:
         "memory": {name: in_own_process("benchmarks.matrix_free", kind.__name__, name) for name in runners(kind)},
     }
     pairs = {
-        "hessian": ("curvlinops hessian", "eigenthings hessian"),
+        "hessian": ("curvlinops hessian", "eigenthings hessian", "pyhessian hessian"),
         "ggn": ("curvlinops ggn",),
         "hessian of one block": ("curvlinops hessian of one block",),
         "ggn of one block": ("curvlinops ggn of one block",),
+        "trace": ("pyhessian trace",),
+        "eigenvalue": ("pyhessian eigenvalue",),
     }
+    asked = questions(kind)
+    seconds |= {name: one["seconds"] for name, one in asked.items()}
+    result["questions"] = asked
     result["times_faster"] = {
         f"{name} than {peer}": seconds[peer] / seconds[name]
         for name, peers in pairs.items()

@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PEERS = {"curvlinops": "curvlinops", "hessian_eigenthings": "hessian-eigenthings", "pyhessian": "PyHessian"}
 SET_UP = ("git clone", "cd ", "make ", "source ", ".venv/bin/pip ", "pip ")
 """Commands that install. `test_pages` looks at what they name instead of running them."""
 
@@ -33,11 +32,6 @@ class Fence:
     language: str
     body: str
     shown: tuple[int, int] | None = None
-
-    @property
-    def peer(self) -> str | None:
-        """The package besides ours that the code is an example of."""
-        return next((name for name in PEERS if re.search(rf"\b(import|from) {name}\b", self.body)), None)
 
 
 def pages() -> list[Path]:

@@ -1,13 +1,12 @@
 """All code of the pages runs, and prints what the pages show."""
 
-import importlib
 import re
 import tomllib
 
 import pytest
 import torch
 
-from fences import DOCS, PEERS, ROOT, SET_UP, Runner, difference, fences, pages
+from fences import DOCS, ROOT, SET_UP, Runner, difference, fences, pages
 
 SLOW = {"howto/training.md", "howto/cluster.md"}  # the Trainer, Lightning, processes of their own
 
@@ -22,20 +21,6 @@ MARKED = [
 ]
 
 
-def run(page, call, peer=None):
-    text = page.read_text()
-    runner = Runner(call)
-    count = 0
-    for fence in fences(text):
-        if fence.peer not in (None, peer):
-            continue
-        printed = runner.run(fence)
-        if fence.shown is not None:
-            assert (found := difference(text[slice(*fence.shown)], printed)) is None, found
-        count += 1
-    return count
-
-
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """An empty directory, and the random state as it was before."""
@@ -48,16 +33,12 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", MARKED)
 def test_the_code_of_a_page(page, call, elsewhere):
-    assert run(page, call)
-
-
-@pytest.mark.parametrize("peer", PEERS)
-def test_the_code_beside_a_peer(peer, call, elsewhere):
-    try:
-        importlib.import_module(peer)
-    except ImportError:
-        pytest.skip(f"{PEERS[peer]} is not installed: the calls of docs/migrating.md beside it were not run")
-    run(DOCS / "migrating.md", call, peer)
+    text = page.read_text()
+    runner = Runner(call)
+    for fence in fences(text):
+        printed = runner.run(fence)
+        if fence.shown is not None:
+            assert (found := difference(text[slice(*fence.shown)], printed)) is None, found
 
 
 def test_every_page_with_code_is_among_them():
@@ -74,6 +55,26 @@ def test_commands_that_install_name_what_exists():
             assert f"\n{target}:" in makefile, f"{page}: make {target}"
         for names in re.findall(r'-e "?\.\[([\w,]+)\]', text):
             assert set(names.split(",")) <= set(extras), f"{page}: {names}"
+
+
+def test_links_lead_somewhere():
+    for page in pages():
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, heading = target.partition("#")
+            if "://" in target or path.startswith("gallery/") or "/gallery/" in path:
+                continue
+            file = (page.parent / path).resolve() if path else page
+            assert file.is_file(), f"{page}: {target}"
+            if heading:
+                titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert heading in anchors, f"{page}: {target}"
+
+
+def test_the_extras_are_listed():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = re.findall(r"^\| `(\w+)` \|", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
+    assert set(listed) == set(extras) - {"dev", "docs"}
 
 
 def test_text_without_code_and_unknown_languages_are_refused():

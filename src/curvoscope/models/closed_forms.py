@@ -34,7 +34,7 @@ from curvoscope.operators.distributed import Group
 from curvoscope.operators.rank_sum import RankSum
 from curvoscope.operators.second_order import kept_derivatives
 
-_MOST_PRODUCTS = 1024  # through the tail of the network, for one layer, unless closed forms are asked for
+_MOST_PRODUCTS = 256  # through the tail of the network, for one layer, unless closed forms are asked for
 _MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
 _SMALL_GRAPH = 2**22  # bytes up to which many products are made at once
 _TOTAL = {"total": ("total", "total")}

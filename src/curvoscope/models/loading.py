@@ -98,7 +98,7 @@ def transformers() -> Any:
     try:
         import transformers as package
     except ImportError as error:
-        install = 'pip install "curvoscope[hf]"'
+        install = 'pip install "curvoscope[hf]", in the environment that curvoscope is installed in'
         raise MissingPackageError("model", f"models other than 'addition' need transformers: {install}") from error
     return package
 
@@ -195,10 +195,10 @@ def _check_pickle(file: Path) -> int:
 
 def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: bool) -> Loaded:
     package = transformers()
-    local = {"local_files_only": True, "trust_remote_code": False}
+    local = {"local_files_only": True, "trust_remote_code": False}  # nothing from the hub
     name = configuration.get("model_type", "nothing")
     try:
-        config = package.AutoConfig.from_pretrained(path, **local)
+        config = package.AutoConfig.from_pretrained(path, **local)  # nosec B615
     except Exception as error:  # a bad value can fail anywhere in the class of the configuration
         if name not in package.CONFIG_MAPPING:
             raise UnknownArchitectureError(

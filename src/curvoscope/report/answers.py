@@ -36,9 +36,10 @@ def of_blocks(
     norms = [(row.block, row.frobenius_norm.value) for row in rows if row.part == "total"]
     sizes = {(row.block, row.part): row.frobenius_norm.value for row in rows}
     larger = sum(sizes[block, "functional"] > max(sizes[block, "outer"], rounding) for block, _ in norms)
+    others = ", the outer part in the others" if 0 < larger < len(norms) else ""
     sentences = (
         _apart(norms, rounding),
-        f"The functional part has the larger norm in {larger} of {len(norms)} blocks, the outer part in the others.",
+        f"The functional part has the larger norm in {larger} of {len(norms)} blocks{others}.",
         _reach(ends),
     )
     # what is zero to rounding, or smaller than its error, was not measured
@@ -63,13 +64,18 @@ def of_training(records: Sequence[Record], momentum: float | None) -> Answer:
     """Of a watched training run; momentum: that of SGD, None where the steps are those of another optimizer."""
     first, last = records[0], records[-1]
     tops = [one.largest_eigenvalue.value for one in records]
-    sentences = (
-        f"From step {first.step} to step {last.step} the loss on the probe went from {first.probe_loss:.3g} to "
-        f"{last.probe_loss:.3g}, and λ max from {with_error(first.largest_eigenvalue)} to "
-        f"{with_error(last.largest_eigenvalue)}, with {max(tops):.3g} the most.",
-        _edge(records),
-        _shares(records),
-    )
+    if len(records) == 1:
+        course = (
+            f"One measurement only, at step {first.step}: the loss on the probe was {first.probe_loss:.3g} and λ max "
+            f"{with_error(first.largest_eigenvalue)}; more steps, or a larger budget, show a course."
+        )
+    else:
+        course = (
+            f"From step {first.step} to step {last.step} the loss on the probe went from {first.probe_loss:.3g} to "
+            f"{last.probe_loss:.3g}, and λ max from {with_error(first.largest_eigenvalue)} to "
+            f"{with_error(last.largest_eigenvalue)}, with {max(tops):.3g} the most."
+        )
+    sentences = (course, _edge(records), _shares(records))
     sharpness = {one.step: one.largest_eigenvalue.value for one in records}
     norms = [one.gradient_norm for one in records]
     findings = Findings(gradient_norms=norms)
@@ -117,6 +123,8 @@ def _edge(records: Sequence[Record]) -> str:
         return "No learning rate was given, so there is no edge to compare it with."
     beyond = sum(ratio > 1 for ratio, _ in known)
     ratio, step = max(known)
+    if len(known) == 1:
+        return f"λ max was {ratio:.2g} of the edge of plain gradient descent, 2/lr."
     return (
         f"λ max was beyond the edge of plain gradient descent, 2/lr, in {beyond} of {len(known)} measurements, and at "
         f"most {ratio:.2g} of it, at step {step}."

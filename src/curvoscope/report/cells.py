@@ -36,10 +36,12 @@ def short(value: float | None) -> Cell:
     return Cell("") if value is None else Cell(f"{value:.3g}", value)
 
 
-def measured(estimate: Estimate | None) -> Cell:
-    """Three digits without an exponent, and the standard error in percent."""
+def measured(estimate: Estimate | None, zero: float = 0.0) -> Cell:
+    """Three digits without an exponent, and the standard error in percent; ~0 for what is not larger than `zero`."""
     if estimate is None:
         return Cell("")
+    if 0 < abs(estimate.value) <= zero:
+        return Cell("~0", estimate.value, estimate.stderr)
     error = f" ±{estimate.stderr / abs(estimate.value):.1%}" if estimate.stderr and estimate.value else ""
     return Cell(f"{estimate.value:.3g}{error}", estimate.value, estimate.stderr)
 

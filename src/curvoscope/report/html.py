@@ -2,6 +2,7 @@
 
 import base64
 import html
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -49,4 +50,10 @@ def _templates() -> "jinja2.Environment":
         lstrip_blocks=True,
     )
     templates.filters["full"] = lambda value: repr(float(value))  # reads back as the same number
+    templates.filters["unbroken"] = _unbroken
     return templates
+
+
+def _unbroken(escaped: str) -> str:
+    """Numbers such as 1e-04 and options such as --seed stay on one line: browsers break lines behind a hyphen."""
+    return re.sub(r"-?[\d.]+e-\d+|(?<!\w)--[\w-]+|λ max", r'<span class="unbroken">\g<0></span>', str(escaped))

@@ -6,6 +6,7 @@ from typing import Any
 from curvoscope.report import cells
 from curvoscope.report.contents import Cell, Figure, ReportError, Section, Table
 from curvoscope.report.documents import Training
+from curvoscope.report.watch_figures import ROUNDING
 from curvoscope.training.records import Record
 
 _SHOWN = 40  # measurements beyond which their table is folded
@@ -69,9 +70,10 @@ def _blocks(records: Sequence[Record]) -> list[Table]:
     if not known:
         return []
     step, details = known[-1]
+    zero = ROUNDING * max(max(norms.outer.value, norms.functional.value) for norms in details.blocks.values())
     rows = [
-        (Cell(name), cells.measured(norms.outer), cells.measured(norms.functional))
+        (Cell(name), cells.measured(norms.outer, zero), cells.measured(norms.functional, zero))
         for name, norms in details.blocks.items()
     ]
-    caption = f"Diagonal blocks at step {step}: ‖H‖F of the two parts, ± standard error in percent"
+    caption = f"Diagonal blocks at step {step}: ‖H‖F of the two parts, ± standard error in percent; ~0 up to rounding"
     return [Table(caption, ("block", "outer", "functional"), 1, rows)]

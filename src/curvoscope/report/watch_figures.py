@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _BLUE, _ZERO = "#0072B2", "#c8c8c8"
 _TEXT, _HEADING = 9, 11
-_ROUNDING = 1e-7  # of the largest norm: models are trained in float32
+ROUNDING = 1e-7  # of the largest norm: models are trained in float32
 
 
 def detailed(records: Sequence[Record]) -> list[tuple[int, Details]]:
@@ -62,7 +62,7 @@ def block_map(records: Sequence[Record]) -> "matplotlib.figure.Figure":
         for part in ("outer", "functional")
     }
     everything = np.concatenate(list(tables.values()))
-    seen = everything[everything > _ROUNDING * everything.max()]
+    seen = everything[everything > ROUNDING * everything.max()]
     low, high = (float(seen.min()), float(seen.max())) if seen.size else (0.1, 1.0)
     scale = LogNorm(low, high if high > low else 10 * low)
     figure = Figure(figsize=(9.6, 1.8 + 0.24 * len(names)), layout="constrained")
