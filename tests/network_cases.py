@@ -3,10 +3,13 @@
 import math
 
 import torch
+from hypothesis import strategies as st
 
 import curvoscope as cv
+from curvoscope.theorems.autodiff import differentiate
 
 EPS = 0.1
+TOLERANCE = 1e-9
 PRIMITIVES = {
     "relu": lambda h: h.clamp_min(0),
     "gelu": lambda h: h * (1 + torch.erf(h / math.sqrt(2))) / 2,
@@ -139,3 +142,64 @@ def normalise(x, gamma, beta):
 def flat(matrix, names):
     """The whole matrix of a dict of blocks."""
     return torch.cat([torch.cat([matrix[row, column] for column in names], 1) for row in names])
+
+
+class Compared:
+    """A block, an input and a loss, with the Hessian and what autodiff says of it."""
+
+    def __init__(self, batch=(2, 3), kind="mse", wrt_input=True, seed=0, **options):
+        draw = Draw(seed)
+        self.case = BlockCase(draw, **options)
+        d = self.case.block.d
+        self.X, self.loss = draw(*batch, d), draw.loss(kind, (*batch, d))
+        self.H = self.case.block.hessian(self.X, self.loss, wrt_input=wrt_input)
+        parameters = {**self.case.weights, "X": self.X}
+        self.parameters = {name: parameters[name] for name in self.H.names}
+        self.truth = differentiate(lambda p: self.case.network(p, p.get("X", self.X)), self.loss, self.parameters)
+        self.v = draw(self.H.shape[0], 2)
+
+    def parts(self):
+        H, truth = self.H, self.truth
+        return (H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)
+
+    @property
+    def scale(self):
+        return max(block.abs().max() for block in self.truth.hessian.values())
+
+    def assert_whole(self):
+        for found, expected in self.parts():
+            expected = flat(expected, self.H.names)
+            if found is not self.H.total:  # whose entries are the sum to the bit, see TestStructure
+                assert_close(found.dense(), expected, self.scale)
+            assert_close(found @ self.v, expected @ self.v, self.scale * len(expected))
+
+    def assert_blocks(self):
+        """Each block alone, asked for above the diagonal or below; the total is the sum to the bit."""
+        for found, expected in self.parts()[:2]:
+            for number, ((row, column), block) in enumerate(expected.items()):
+                if (self.H.names.index(row) <= self.H.names.index(column)) == bool(number % 3):
+                    assert_close(found[row, column].dense(), block, self.scale)
+
+
+def assert_close(found, expected, scale):
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= TOLERANCE * (1e-6 + scale)
+
+
+block_cases = st.fixed_dictionaries(
+    {
+        "batch": st.lists(st.integers(1, 3), min_size=1, max_size=2),
+        "kind": st.sampled_from(["mse", "cross-entropy", "token", "sequence", "batch"]),
+        "d": st.integers(2, 3),
+        "placement": st.sampled_from(["pre", "post", "none"]),
+        "heads": st.integers(1, 2),
+        "widths": st.tuples(st.integers(1, 2), st.integers(1, 2)),
+        "hidden": st.integers(1, 4),
+        "causal": st.booleans(),
+        "norm": st.sampled_from(["layer", "rms"]),
+        "activation": st.sampled_from(["relu", "gelu", "silu"]),
+        "gated": st.booleans(),
+        "biases": st.booleans(),
+        "seed": st.integers(0, 10**6),
+    }
+)

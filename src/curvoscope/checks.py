@@ -1,8 +1,13 @@
 """Checks of what comes in from outside, and of the memory at hand."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import psutil
 import torch
@@ -18,6 +23,19 @@ from curvoscope.errors import (
 )
 
 _SHARE_OF_FREE_MEMORY = 0.4
+_SHARE_OF_EXPONENTS = 0.2  # 5e7 in float32, 4e61 in float64: five such factors still have a product
+LEAST_CHUNK = 2**20  # bytes that a chunk may always have
+
+
+@dataclass
+class Memory:
+    """Bytes that the computations of a scope may use, and the largest peak that one of them predicted."""
+
+    limit: int | None = None
+    predicted: int = 0
+
+
+_scope: ContextVar[Memory | None] = ContextVar("memory", default=None)
 
 
 def floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -38,6 +56,39 @@ def floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> Tenso
     return tensor
 
 
+Answer = TypeVar("Answer", float, Tensor)
+
+
+def finite(question: str, answer: Answer) -> Answer:
+    """`answer` itself, once it is known to be finite: what is computed leaves through here."""
+    if isinstance(answer, Tensor):
+        # the sum costs less, and may overflow alone
+        held = bool(torch.isfinite(answer.sum())) or bool(torch.isfinite(answer).all())
+    else:
+        held = math.isfinite(answer)
+    if not held:
+        raise NonFiniteError(question, "overflows; scale the weights and inputs down, or convert them to float64")
+    return answer
+
+
+def commensurate(factors: Mapping[str, Tensor]) -> None:
+    """Raise `RangeError` where huge factors of one product meet tiny ones: products of some of them would vanish on the
+    way to a result that does not. Factors that are zero, or only tiny, or only huge, are no such danger."""
+    sizes = {name: float(torch.stack(torch.aminmax(factor)).abs().max()) for name, factor in factors.items()}
+    sizes = {name: size for name, size in sizes.items() if size}
+    if not sizes:
+        return
+    least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    dtype = factors[least].dtype
+    reach = torch.finfo(dtype).max ** _SHARE_OF_EXPONENTS
+    if sizes[most] > reach and sizes[least] < 1 / reach:
+        raise RangeError(
+            least,
+            f"has entries up to {sizes[least]:.1g} beside {sizes[most]:.1g} in {most}: products of both vanish in "
+            f"{dtype}; move the scale from one to the other, or convert to float64",
+        )
+
+
 def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:
     """`value` itself, once it is known to be one of `allowed`."""
     if value not in allowed:
@@ -45,8 +96,35 @@ def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
+@contextmanager
+def limited(memory_limit: int | None = None) -> Iterator[Memory]:
+    """Inside, computations may use `memory_limit` bytes where they are not told otherwise; None changes nothing.
+
+    What it yields tells the largest peak that was predicted so far, also that of a computation that was refused.
+    """
+    around = _scope.get()
+    limit = around.limit if memory_limit is None and around is not None else memory_limit
+    here = Memory(None if limit is None else memory_budget(limit))
+    token = _scope.set(here)
+    try:
+        yield here
+    finally:
+        _scope.reset(token)
+        predict(here.predicted)
+
+
+def predict(peak: int) -> None:
+    """Say how many bytes a computation will use."""
+    here = _scope.get()
+    if here is not None:
+        here.predicted = max(here.predicted, peak)
+
+
 def memory_budget(memory_limit: int | None) -> int:
-    """Bytes that a computation may use: the limit given, else a part of what is free."""
+    """Bytes that a computation may use: the limit given, else that of the scope, else a part of what is free."""
+    here = _scope.get()
+    if memory_limit is None and here is not None:
+        memory_limit = here.limit
     if memory_limit is None:
         return int(_SHARE_OF_FREE_MEMORY * _free_memory(int(time.monotonic())))
     if memory_limit <= 0:
@@ -63,13 +141,21 @@ def _free_memory(second: int) -> int:
 def fits(needed: int, memory_limit: int | None, what: str, instead: str) -> None:
     """Raise `MemoryLimitError` when `needed` bytes are more than the budget."""
     budget = memory_budget(memory_limit)
+    predict(needed)
     if needed > budget:
-        raise MemoryLimitError("memory_limit", f"{what} needs {_size(needed)}, the limit is {_size(budget)}; {instead}")
+        message = f"{what} needs {_size(needed)}, the limit is {_size(budget)}; {instead}"
+        raise MemoryLimitError("memory_limit", message, needed)
 
 
 def chunks(tokens: int, period: int, bytes_per_token: int, budget: int) -> Iterator[tuple[int, int]]:
-    """Cut `tokens` into ranges of at most `budget` bytes: whole sequences of `period` tokens, or parts of one."""
+    """Cut `tokens` into ranges of at most `budget` bytes: whole sequences of `period` tokens, or parts of one.
+
+    `MemoryLimitError` where a single token needs more than there is.
+    """
+    if bytes_per_token > max(budget, LEAST_CHUNK):
+        fits(bytes_per_token, None, "a single token", "give a larger memory_limit, or narrower layers")
     at_once = max(1, budget // max(1, bytes_per_token))
+    predict(bytes_per_token * min(tokens, at_once))
     if at_once >= period:
         step = at_once // period * period
         yield from ((start, min(start + step, tokens)) for start in range(0, tokens, step))

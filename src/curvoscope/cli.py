@@ -140,7 +140,7 @@ def analyze(
 ) -> None:
     """The Hessian of MODEL, block by block: norms, traces and largest eigenvalues with error bars.
 
-    Without MODEL: the exact attention Hessian of the paper's single-block GPT-2 on five-digit addition.
+    Without MODEL: the exact Hessian of the paper's single-block GPT-2 on five-digit addition.
     """
     if model is None:
         from curvoscope.commands import analyze as command

@@ -2,7 +2,7 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +30,7 @@ class Database:
     application: ClassVar[int]
     version: ClassVar[int]
     schema: ClassVar[str]
+    changes: ClassVar[Mapping[int, str]] = {}  # of the tables: what makes a file of a version one of the next
     wait: ClassVar[float] = 60.0
 
     def __init__(self, path: Path) -> None:
@@ -85,12 +86,22 @@ class Database:
                 problems = self._pragma("quick_check(1)")
                 if problems != "ok":
                     raise sqlite3.DatabaseError(problems)
+                self._change(version)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
             if not tables and not fresh:
                 raise sqlite3.DatabaseError("no tables")
             if not tables:
                 self._create()
+
+    def _change(self, version: int) -> None:
+        while version < self.version:
+            with self._transaction():
+                if int(self._pragma("user_version")) == version:  # another process may have been here
+                    for statement in self.changes[version].split(";"):
+                        self._connection.execute(statement)
+                    self._connection.execute(f"PRAGMA user_version = {version + 1}")
+            version += 1
 
     def _create(self) -> None:
         with self._transaction():  # of two processes that start at once, the second finds the tables

@@ -5,6 +5,7 @@ S is kept in the sparsest form that it has: c I (`ScalarCurvature`), one m x m m
 through its port: the rows of W_O that lead from the head to the output, or the columns of F that it fills.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -271,7 +272,7 @@ class CrossEntropy:
 def at(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
     """Value, gradient and Hessian of any loss at F (N, L, m); `squeeze` when the loss expects (L, m)."""
     found = loss.at(F) if isinstance(loss, MSE | CrossEntropy) else _by_autodiff(loss, F, squeeze)
-    if not torch.isfinite(torch.tensor(found.value)):
+    if not math.isfinite(found.value):
         raise NonFiniteError("loss", f"is {found.value} at this input")
     return found
 

@@ -9,6 +9,7 @@ from curvoscope.commands import export, watch
 from curvoscope.commands.reproduce import STORE
 from curvoscope.database import StoreError
 from curvoscope.training import RunStore
+from curvoscope.versions import versions
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,7 @@ def test_csv_of_a_directory(run, capsys):
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     with RunStore(run / STORE) as store:
         records = {record.step: record for record in store.run("run 1").records()}
+    assert {(row["seed"], *(row[name] for name in versions())) for row in rows} == {("0", *versions().values())}
     assert {int(row["step"]) for row in rows} == {1, 3} and {row["run"] for row in rows} == {"run 1"}
     for row in rows:
         if row["quantity"] == "trace":

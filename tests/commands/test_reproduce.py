@@ -10,6 +10,7 @@ from curvoscope.commands.reproduce import run as reproduced
 from curvoscope.errors import RangeError
 from curvoscope.experiments import figures
 from curvoscope.experiments.setting import Setting
+from curvoscope.versions import versions
 
 
 @pytest.fixture
@@ -57,7 +58,10 @@ def test_the_json_document(small, tmp_path, capsys):
     assert outer["predicted"] == 6 and abs(outer["fitted"] - 6) < 0.1 and outer["agrees"] is True
     zero = next(fit for fit in fits if (fit["block"], fit["part"]) == ("V", "functional"))
     assert zero["agrees"] is True and zero["fitted"] is None
-    for kind, start in (("png", b"\x89PNG"), ("pdf", b"%PDF"), ("html", b"<!doctype html")):
+    assert (document["fig3a"]["seeds"], document["fig3a"]["versions"]) == ([0, 1], versions())
+    made_by = ", ".join(f"{name} {version}" for name, version in versions().items())
+    assert f"Seeds: 0, 1. Versions: {made_by}." in (tmp_path / "fig3a.html").read_text()
+    for kind, start in (("png", b"\x89PNG"), ("pdf", b"%PDF"), ("html", b"<!DOCTYPE html")):
         assert (tmp_path / f"fig3a.{kind}").read_bytes().startswith(start)
 
 
@@ -108,6 +112,7 @@ def test_export(small, undrawn, tmp_path, capsys):
     export.run(tmp_path, "csv", None)
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(table) == len(document) and table[0]["experiment"] == "fig3a"
+    assert {name: table[0][name] for name in versions()} == versions()
     key = ("sigma", "seed", "layer", "block", "part", "value")
     assert {tuple(str(point[name]) for name in key) for point in document} == {
         tuple(row[name] for name in key) for row in table

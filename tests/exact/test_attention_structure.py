@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import curvoscope as cv
-from curvoscope import theorems
+from curvoscope import checks, theorems
 from curvoscope.errors import RangeError
 from reference import attention, dense_hessian, normal, relative
 
@@ -308,12 +308,13 @@ def test_contractions_in_small_memory(loss_kind, options, monkeypatch):
     from curvoscope.exact import moments
 
     monkeypatch.setattr(moments, "_KEPT_NUMBERS", 0)
+    monkeypatch.setattr(checks, "LEAST_CHUNK", 1)
     r = normal(13)
     layer, X, Y = _layer(r, causal=True, **options), r(3, 7, 4), r(3, 7, 4)
     cross_entropy = cv.losses.CrossEntropy(torch.arange(21).view(3, 7) % 6, r(4, 6))
     H = layer.hessian(X, cv.losses.MSE(Y) if loss_kind == "mse" else cross_entropy)
     truth = H.dense()
-    for limit in (3000, 20_000, 200_000):  # parts of one sequence, one sequence, several
+    for limit in (12_000, 40_000, 200_000):  # parts of one sequence, one sequence, several
         for row in H.names:
             for column in H.names:
                 expected = truth[H.total.ranges[row], H.total.ranges[column]]

@@ -1,10 +1,8 @@
 import itertools
-import math
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.func import grad, vmap
 
 import curvoscope as cv
@@ -19,66 +17,13 @@ from curvoscope.errors import (
 )
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from curvoscope.theorems.autodiff import differentiate
-from loss_cases import Draws
+from layer_cases import PRIMITIVES
+from layer_cases import FeedForwardCase as Case
+from layer_cases import feedforward_cases as cases
+from loss_cases import LOSSES
 
-LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
 SMOOTH = ["gelu", "gelu_tanh", "silu"]
 TOLERANCE = 1e-10
-
-PRIMITIVES = {
-    "relu": lambda h: h.clamp_min(0),
-    "gelu": lambda h: h * (1 + torch.erf(h / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda h: h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2,
-    "silu": lambda h: h / (1 + torch.exp(-h)),
-}
-
-
-class Case(Draws):
-    """A layer, an input, a loss and what autodiff says of them."""
-
-    def __init__(self, sizes, batch, activation="gelu", kind="mse", gated=False, absent=(), seed=0):
-        super().__init__(seed)
-        d, f, m = sizes
-        self.activation, self.gated = activation, gated
-        every = {
-            "W1": self.normal(d, f) / d**0.5,
-            "b1": self.normal(f),
-            "W2": self.normal(f, m) / f**0.5,
-            "b2": self.normal(m),
-        }
-        if gated:
-            every |= {"W_gate": self.normal(d, f) / d**0.5, "b_gate": self.normal(f)}
-        self.parameters = {name: values for name, values in every.items() if name not in absent}
-        given = {name: self.parameters.get(name) for name in ("W1", "b1", "W2", "b2", "W_gate", "b_gate")}
-        self.layer = cv.exact.FeedForward(**given, activation=activation)
-        self.X = self.normal(*batch, d)
-        self.loss = self.make_loss(kind, (*batch, m))
-
-    def network(self, p):
-        x, phi = p.get("X", self.X), PRIMITIVES[self.activation]
-        h = x @ p["W1"] + p.get("b1", 0.0)
-        z = phi(x @ p["W_gate"] + p.get("b_gate", 0.0)) * h if self.gated else phi(h)
-        return z @ p["W2"] + p.get("b2", 0.0)
-
-    def truth(self):
-        return differentiate(self.network, self.loss, {**self.parameters, "X": self.X})
-
-    def hessian(self, **options):
-        return self.layer.hessian(self.X, self.loss, **{"wrt_input": True, **options})
-
-
-cases = st.fixed_dictionaries(
-    {
-        "sizes": st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
-        "batch": st.lists(st.integers(1, 2), min_size=1, max_size=2),
-        "activation": st.sampled_from(list(PRIMITIVES)),
-        "kind": st.sampled_from(LOSSES),
-        "gated": st.booleans(),
-        "absent": st.sets(st.sampled_from(["b1", "b2", "b_gate"])),
-        "seed": st.integers(0, 10**6),
-    }
-)
 
 
 def parts(H, truth):

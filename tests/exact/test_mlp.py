@@ -3,54 +3,15 @@ import itertools
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import curvoscope as cv
 from curvoscope.errors import DtypeError, EmptyError, LossError, MemoryLimitError, NonFiniteError, ShapeError
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from curvoscope.theorems.autodiff import differentiate
-from loss_cases import Draws
+from layer_cases import LinearCase as Case
+from layer_cases import linear_cases as cases
+from loss_cases import LOSSES
 
-LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
 TOLERANCE = 1e-10
-
-
-class Case(Draws):
-    """A network, an input, a loss and what autodiff says of them."""
-
-    def __init__(self, widths, batch, kind, seed=0):
-        super().__init__(seed)
-        self.weights = [self.normal(a, b) / a**0.5 for a, b in itertools.pairwise(widths)]
-        self.X = self.normal(*batch, widths[0])
-        self.layer = cv.exact.LinearMLP(self.weights)
-        self.loss = self.make_loss(kind, (*batch, widths[-1]))
-        self.kind = kind
-
-    def truth(self, wrt_input=False):
-        parameters = {f"W{i + 1}": weight for i, weight in enumerate(self.weights)}
-        if wrt_input:
-            parameters["X"] = self.X
-
-        def network(weights):
-            F = weights.get("X", self.X)
-            for name in weights:
-                F = F if name == "X" else torch.matmul(F, weights[name])
-            return F
-
-        return differentiate(network, self.loss, parameters)
-
-    def hessian(self, **options):
-        return self.layer.hessian(self.X, self.loss, **options)
-
-
-cases = st.fixed_dictionaries(
-    {
-        "widths": st.lists(st.integers(1, 4), min_size=2, max_size=5),
-        "batch": st.lists(st.integers(1, 3), min_size=1, max_size=2),
-        "kind": st.sampled_from(LOSSES),
-        "seed": st.integers(0, 10**6),
-    }
-)
 
 
 def assert_close(found, expected, scale=None):

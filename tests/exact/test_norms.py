@@ -3,7 +3,6 @@ import itertools
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev
 
 import curvoscope as cv
@@ -17,67 +16,12 @@ from curvoscope.errors import (
     ShapeError,
 )
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from curvoscope.theorems.autodiff import differentiate
-from loss_cases import Draws
+from layer_cases import NORMS, normalised
+from layer_cases import NormCase as Case
+from layer_cases import norm_cases as cases
+from loss_cases import LOSSES
 
-LOSSES = ["mse", "cross-entropy", "token", "sequence", "batch", "linear"]
-NORMS = ["layer", "layer without beta", "rms"]
 TOLERANCE = 1e-10
-
-
-def normalised(x, centred, eps):
-    """x̂ from primitives: the native layer norm is wrong under nested transforms."""
-    c = x - x.mean(-1, keepdim=True) if centred else x
-    return c / (c.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-class Case(Draws):
-    """A norm, an input, a loss and what autodiff says of them."""
-
-    def __init__(self, d, batch, norm="layer", kind="mse", eps=1e-2, seed=0, constant=False):
-        super().__init__(seed)
-        self.centred, self.eps = norm != "rms", eps
-        self.parameters = {"gamma": self.normal(d)}
-        if norm == "layer":
-            self.parameters["beta"] = self.normal(d)
-        self.X = self.normal(*batch, d)
-        if constant:
-            self.X[..., 0, :] = 0.1 if self.centred else 0.0
-        self.layer = {
-            "layer": lambda: cv.exact.LayerNorm(self.parameters["gamma"], self.parameters["beta"], eps),
-            "layer without beta": lambda: cv.exact.LayerNorm(self.parameters["gamma"], eps=eps),
-            "rms": lambda: cv.exact.RMSNorm(self.parameters["gamma"], eps),
-        }[norm]()
-        self.loss = self.make_loss(kind, (*batch, d))
-
-    def network(self, p):
-        return p["gamma"] * normalised(p.get("X", self.X), self.centred, self.eps) + p.get("beta", 0.0)
-
-    def truth(self, wrt_input=True):
-        parameters = {**self.parameters, "X": self.X} if wrt_input else self.parameters
-        return differentiate(self.network, self.loss, parameters)
-
-    def hessian(self, wrt_input=True):
-        return self.layer.hessian(self.X, self.loss, wrt_input=wrt_input)
-
-    def scale(self, truth):
-        """The size that rounding errors are measured by: the entries, and what cancels in them where σ is small."""
-        cancelling = truth.loss_gradient.abs().max() * self.parameters["gamma"].abs().max()
-        entries = max(block.abs().max() for block in truth.hessian.values())
-        return entries + cancelling / self.layer.sigma(self.X).min() ** 2
-
-
-cases = st.fixed_dictionaries(
-    {
-        "d": st.integers(1, 5),
-        "batch": st.lists(st.integers(1, 3), min_size=1, max_size=2),
-        "norm": st.sampled_from(NORMS),
-        "kind": st.sampled_from(LOSSES),
-        "eps": st.sampled_from([1e-5, 1e-2, 1.0]),
-        "seed": st.integers(0, 10**6),
-        "constant": st.booleans(),
-    }
-)
 
 
 def parts(H, truth):

@@ -9,6 +9,7 @@ import pytest
 
 from curvoscope.errors import NonFiniteError
 from curvoscope.experiments import Store, StoreError, Value
+from curvoscope.versions import versions
 from experiments.toy import Configuration, toy
 
 VALUE = Value(1, "Q", "outer", 0.1 + 0.2, 1e-300)
@@ -71,7 +72,7 @@ def test_a_store_of_a_newer_version_is_left_alone(tmp_path):
     connection.execute("PRAGMA user_version = 99")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"^store: .* has version 99, this program knows 1"):
+    with pytest.raises(StoreError, match=r"^store: .* has version 99, this program knows 2"):
         Store(path)
     assert path.read_bytes() == before
 
@@ -138,6 +139,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from curvoscope.experiments import Store, StoreError, Value
+from curvoscope.versions import versions
 from experiments.toy import toy
 with Store(Path({path!r})) as store:
     try:
@@ -163,5 +165,19 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path):
     assert int(seed) > 5
     assert message.startswith("store: cannot write") and "what was measured before stays" in message
     with Store(path) as store:
-        values = [row[-2] for row in store.table()[1]]
+        columns, table = store.table()
+        values = [row[columns.index("value")] for row in table]
     assert values == [float(i) for i in range(int(seed))]
+
+
+def test_a_store_of_the_first_version_is_read_and_goes_on(tmp_path):
+    """It knew nothing of programs."""
+    path = filled(tmp_path / "s")
+    connection = sqlite3.connect(path)
+    connection.executescript("DROP TABLE programs; PRAGMA user_version = 1")
+    connection.close()
+    with Store(path) as store:
+        store.add(toy(), {"sigma": 0.0}, 8, [VALUE])
+        columns, table = store.table()
+    found = {row[columns.index("seed")]: row[columns.index("torch")] for row in table}
+    assert found == {7: None, 8: versions()["torch"]}

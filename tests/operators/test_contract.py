@@ -12,17 +12,10 @@ from curvoscope.operators.block_matrix import Slot, Tiles
 from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Single, Term
+from operator_cases import term_truth
 from reference import normal
 
 T, A, P, B, Q = 5, 3, 4, 2, 6  # tokens, rows (3, 4), columns (2, 6)
-
-
-def _term_truth(left, right, cores, axes):
-    """The definition, entry by entry."""
-    rows, columns = ["a", "p"], ["b", "q"]
-    names = f"t{rows[axes[0]]},t{columns[axes[1]]},t{rows[1 - axes[0]]}{columns[1 - axes[1]]}->apbq"
-    dense = torch.einsum(names, left, right, cores)
-    return dense.flatten(2).flatten(0, 1)
 
 
 def _rectangular(axes):
@@ -34,7 +27,7 @@ def _rectangular(axes):
     operator = KroneckerSum(
         rows, columns, [Term(left, right, DenseCore(cores), axes), Single(outer, inner, (0, 1))], left
     )
-    truth = _term_truth(left, right, cores, axes) + torch.einsum("aq,pb->apbq", outer, inner).reshape(A * P, B * Q)
+    truth = term_truth(left, right, cores, axes) + torch.einsum("aq,pb->apbq", outer, inner).reshape(A * P, B * Q)
     return operator, truth
 
 
@@ -45,7 +38,7 @@ def _symmetric(axis, tokens=T):
     cores = cores + cores.mT
     outer, inner = (m + m.T for m in (r(A, A), r(P, P)))
     terms = [Term(left, left, DenseCore(cores, symmetric=True), (axis, axis)), Single(outer, inner, (0, 0), True)]
-    truth = _term_truth(left, left, cores, (axis, axis)) + torch.kron(outer, inner)
+    truth = term_truth(left, left, cores, (axis, axis)) + torch.kron(outer, inner)
     return KroneckerSum(shape, shape, terms, left), truth
 
 
@@ -55,7 +48,7 @@ def _few_tokens():
     cores = cores @ cores.mT
     return (
         KroneckerSum((6, 3), (6, 3), [Term(left, left, DenseCore(cores, symmetric=True))], left),
-        _term_truth(left, left, cores, (0, 0)),
+        term_truth(left, left, cores, (0, 0)),
     )
 
 
@@ -63,7 +56,7 @@ def _square_but_unsymmetric():
     r = normal(4)
     left, right, cores = r(T, A), r(T, P), r(T, P, A)
     operator = KroneckerSum((A, P), (A, P), [Term(left, right, DenseCore(cores), (0, 1))], left)
-    return operator, _term_truth(left, right, cores, (0, 1))
+    return operator, term_truth(left, right, cores, (0, 1))
 
 
 def _zero():
@@ -96,7 +89,7 @@ def _block_matrix():
     r = normal(6)
     left, right, cores = r(T, A), r(T, 6), r(T, P, 3)
     cross = KroneckerSum((A, P), (6, 3), [Term(left, right, DenseCore(cores))], left)
-    mixed = _term_truth(left, right, cores, (0, 0))
+    mixed = term_truth(left, right, cores, (0, 0))
     blocks = {("a", "a"): diagonal, ("a", "b"): cross, ("b", "b"): other}
     operator = cv.BlockMatrix({"a": (A, P), "b": (6, 3)}, lambda row, column: blocks[row, column], left)
     return operator, torch.cat([torch.cat([one, mixed], 1), torch.cat([mixed.T, two], 1)])

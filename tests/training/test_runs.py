@@ -57,11 +57,12 @@ def test_what_is_there_stays_and_a_step_has_one_record(tmp_path):
 
 def test_the_table_has_a_row_for_each_number(tmp_path):
     with RunStore(tmp_path / "s") as store:
-        run = monitor(store.run("a", {}))
+        run = monitor(store.run("a", {"seed": 5, "versions": {"torch": "2.0"}}))
         record = run.step(1.0, 0.1)
         columns, rows = store.table()
-    assert columns == ["run", "step", "quantity", "of", "value", "stderr"]
-    found = {(quantity, of): (value, stderr) for _, _, quantity, of, value, stderr in rows}
+    assert columns == ["run", "step", "quantity", "of", "value", "stderr", "seed", "curvoscope", "torch", "python"]
+    assert {row[6:] for row in rows} == {(5, None, "2.0", None)}
+    found = {(quantity, of): (value, stderr) for _, _, quantity, of, value, stderr, *_ in rows}
     assert {row[:2] for row in rows} == {("a", 1)} and len(found) == len(rows)
     assert found["loss", ""] == (1.0, None) and found["lr", ""] == (0.1, None) and found["edge", ""] == (20.0, None)
     top, norm = record.largest_eigenvalue, record.details.blocks["up.weight"].outer

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from curvoscope.errors import BlockNameError
+from curvoscope.magnitudes import norm as norm_of
 from curvoscope.operators import BlockHessian
 
 Part = Literal["outer", "functional", "total"]
@@ -119,7 +120,7 @@ def _reason(rows: Sequence[BlockRow], norm: float) -> str:
 
 def _measure(H: BlockHessian, row: str, column: str, part: Part) -> BlockRow:
     dense = getattr(H, part)[row, column].dense()
-    norm = float(torch.linalg.matrix_norm(dense))
+    norm = norm_of(dense)
     median = float(np.median(dense.abs().cpu().numpy()))
     if row != column:
         return BlockRow(row, column, part, norm, median)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from curvoscope import estimate
+from curvoscope import checks, estimate
 from curvoscope.analysis.heterogeneity import PARTS, Part, times
 from curvoscope.curvature import ModelHessian
 from curvoscope.errors import RangeError
@@ -69,7 +69,8 @@ class Extremes:
         top = self.largest
         if top.value <= 0:
             return None
-        return Estimate(2 / top.value, 2 * top.stderr / top.value**2, top.matvecs, top.method)
+        rate = checks.finite("critical_learning_rate", 2 / top.value)
+        return Estimate(rate, rate * (top.stderr / top.value), top.matvecs, top.method)
 
 
 def measurements(H: ModelHessian, effort: Effort, seed: int = 0) -> Iterator[Measurement]:

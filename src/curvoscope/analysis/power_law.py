@@ -12,6 +12,7 @@ from curvoscope.errors import EmptyError, NonFiniteError, RangeError
 LARGEST_FACTOR = 10.0
 """How far beyond the measured sizes a law is followed unless more is allowed."""
 _LEAST_SIZES = 3
+_LEAST_LOG = -700.0  # of numbers that floats have all digits of
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,12 @@ class PowerLaw:
             raise RangeError("size", f"got {size}, expected a positive number")
         factor = self._factor(size)
         self._check("size", size, factor, most)
-        drawn = np.exp(self.resampled[:, 0] + self.resampled[:, 1] * math.log(size))
-        low, high = _ends(drawn, self.level)
-        return Prediction(self.prefactor * size**self.exponent, low, high, factor > 1, factor)
+        drawn = self.resampled[:, 0] + self.resampled[:, 1] * math.log(size)
+        logs = (math.log(self.prefactor) + self.exponent * math.log(size), *_ends(drawn, self.level))
+        if max(map(abs, logs)) >= -_LEAST_LOG:
+            raise RangeError("size", f"got {size:g}, where the law leaves the range of floating point")
+        value, low, high = map(math.exp, logs)
+        return Prediction(value, low, high, factor > 1, factor)
 
     def required(self, target: float, most: float = LARGEST_FACTOR) -> Prediction:
         """The size at which the law reaches `target`. Refused where the exponent may be zero, and beyond `most` times
@@ -130,6 +134,10 @@ def power_law(
         residuals = (y - fitted) * math.sqrt(len(x) / (len(x) - 2))
         again = fitted + rng.choice(residuals - residuals.mean(), (resamples, len(x)))
     resampled = np.array([_line(x, row) for row in again])
+    if not _LEAST_LOG < line[0] < -_LEAST_LOG:
+        raise RangeError(
+            "measurements", f"at size 1 the law is exp({line[0]:.3g}), beyond floating point; give sizes nearer 1"
+        )
     return PowerLaw(
         math.exp(line[0]),
         line[1],

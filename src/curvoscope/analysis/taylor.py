@@ -1,5 +1,6 @@
 """The second-order prediction of the loss along a line, and the learning rate at which gradient descent diverges."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -272,7 +273,7 @@ def _descend(surface: Surface, displacement: Tensor, rate: float, losses: Tensor
     """Write the losses of a run into (steps + 1,); where it leaves the range of floats, infinity stays."""
     for i in range(len(losses)):
         loss = float(surface.losses(displacement[None])[0])
-        if not torch.isfinite(torch.tensor(loss)):
+        if not math.isfinite(loss):
             if i == 0:
                 raise NonFiniteError("kick", f"the loss is {loss} where the runs start; give a smaller kick")
             return

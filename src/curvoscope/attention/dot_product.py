@@ -9,9 +9,12 @@ import math
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.attention.functions import Attention
 from curvoscope.attention.rows import Options
 from curvoscope.errors import DeviceError, DtypeError, EmptyError, MaskError, RangeError, ShapeError
+
+_DERIVATIVES = 3  # times queries, keys, values and outputs: what two derivatives hold at once
 
 
 def sdpa(
@@ -45,9 +48,22 @@ def sdpa(
         which = which.expand(*lead, heads).reshape(-1, heads // shared)
     q = query.expand(*lead, heads, L, query.shape[-1]).reshape(-1, heads // shared, L, query.shape[-1])
     k, v = (_keys(x, lead, shared) for x in (key, value))
+    _fits(q, k, v)
     options = Options(1 / math.sqrt(query.shape[-1]) if scale is None else float(scale), bool(is_causal))
     out, _ = Attention.apply(options, which, q, k, v, mask)
     return out.reshape((*lead, heads, L, value.shape[-1])[-axes:])
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise where queries, keys, values and outputs, with their derivatives if wanted, exceed the memory at hand."""
+    numbers = q.numel() + k.numel() + v.numel() + q[..., 0].numel() * v.shape[-1]
+    wanted = any(x.requires_grad for x in (q, k, v))
+    checks.fits(
+        (_DERIVATIVES if wanted else 1) * numbers * max(4, q.element_size()),
+        None,
+        f"attention of queries {tuple(q.shape)} to keys {tuple(k.shape)}",
+        "use fewer or shorter sequences",
+    )
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int, int]:

@@ -15,7 +15,6 @@ from curvoscope.analysis.attention_heads import HeadMoments, head_moments
 from curvoscope.analysis.propagation import Propagation, propagation
 from curvoscope.analysis.spectra import BlockSpectrum
 from curvoscope.commands.document import REPORTS, depth_facts, heads_facts, pictures, shown_files, write_run
-from curvoscope.commands.versions import versions
 from curvoscope.estimate import Density
 from curvoscope.models import GPT2
 from curvoscope.operators import BlockHessian
@@ -23,6 +22,7 @@ from curvoscope.report import answers, depth_figures, figures, head_figures, tab
 from curvoscope.report.density_figures import density_figure
 from curvoscope.report.density_figures import headline_of as densities_headline
 from curvoscope.report.heat_figures import pair_map
+from curvoscope.versions import versions
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _LINEAR = "Attention moments by head: without softmax the rows of attention are no distributions."

@@ -18,6 +18,7 @@ from curvoscope.commands.document import REPORTS
 from curvoscope.errors import RangeError
 from curvoscope.experiments import Figure, Row, Store, Task, Verdict
 from curvoscope.report import experiment_figures
+from curvoscope.versions import versions
 
 STORE = "store.sqlite"
 _LONG = 600.0  # seconds beyond which a run is announced
@@ -44,7 +45,7 @@ def run(
     if "all" in names and experiments.left_out():
         absent = ", ".join(experiments.left_out())
         Console(stderr=True, highlight=False).print(
-            Text(f"all without {absent}: scikit-learn is missing, pip install curvoscope[digits]"), soft_wrap=True
+            Text(f"all without {absent}: scikit-learn is missing, pip install 'curvoscope[digits]'"), soft_wrap=True
         )
     commands.make_directory(out)
     with Store(store_path or out / STORE) as store:
@@ -58,7 +59,7 @@ def run(
         rows = found[figure.name]
         verdicts = figure.verdicts(rows)
         written = _write(figure, rows, out)
-        document[figure.name] = _document(rows, verdicts)
+        document[figure.name] = _document(rows, verdicts) | {"seeds": _seeds(rows), "versions": versions()}
         if not as_json:
             _show(figure, verdicts, written)
     reproduce_report.write_report(out, found, figures, quick, names)
@@ -102,7 +103,10 @@ def _write(figure: Figure, rows: Sequence[Row], out: Path) -> list[Path]:
     panels = figure.panels(rows)
     drawn = experiment_figures.draw(figure.title, panels, figure.columns)
     contents = {kind: experiment_figures.encode(drawn, kind) for kind in ("png", "pdf")}
-    contents["html"] = experiment_figures.page(figure.title, panels, figure.columns).encode()
+    seeds = ", ".join(map(str, _seeds(rows)))
+    made_by = ", ".join(f"{name} {version}" for name, version in versions().items())
+    page = experiment_figures.page(figure.title, panels, figure.columns, f"Seeds: {seeds}. Versions: {made_by}.")
+    contents["html"] = page.encode()
     paths = []
     for kind, content in contents.items():
         paths.append(out / f"{figure.name}.{kind}")
@@ -120,6 +124,10 @@ def _document(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> dict[str, Any
         for verdict in verdicts
     ]
     return {"points": points, "fits": fits}
+
+
+def _seeds(rows: Sequence[Row]) -> list[int]:
+    return sorted({row.seed for row in rows})
 
 
 def _show(figure: Figure, verdicts: Sequence[Verdict], written: Sequence[Path]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from curvoscope.commands.document import write_run
-from curvoscope.commands.versions import versions
 from curvoscope.experiments import Figure, Row
 from curvoscope.report import answers, experiment_figures
 from curvoscope.report.vector import svg
+from curvoscope.versions import versions
 
 DOCUMENT = "reproduce.json"
 
@@ -54,6 +54,7 @@ def write_report(
             f"{sum(len(rows) for rows in found.values()):,} measured values"
             + (", with the few seeds of --quick." if quick else "."),
             "All measured values are in the store of the run; curvoscope export writes them as a table.",
+            "; ".join(f"{figure.name}: seeds {_listed(found[figure.name])}" for figure in figures) + ".",
         ],
         "command": shlex.join(["curvoscope", "reproduce", *names, *(["--quick"] if quick else [])]),
         "versions": versions(),
@@ -61,6 +62,10 @@ def write_report(
         "figures": shown,
     }
     return write_run(out, DOCUMENT, facts, drawn)
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    return ", ".join(map(str, sorted({row.seed for row in rows})))
 
 
 def _verdict(facts: dict[str, Any]) -> dict[str, Any]:

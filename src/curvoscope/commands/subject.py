@@ -9,12 +9,12 @@ from torch import nn
 
 from curvoscope import data
 from curvoscope.blocks import Blocks
-from curvoscope.commands.versions import versions
 from curvoscope.curvature import CrossEntropy, blocks_of
 from curvoscope.data import text
 from curvoscope.errors import BlockNameError, RangeError
 from curvoscope.models import configs, loading
 from curvoscope.models.tokenizer import tokenizer
+from curvoscope.versions import versions
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _SEQUENCES = {"addition": 64, "causal": 8, "masked": 8, "image": 32}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import platform
 from collections import Counter
 from typing import Any
 
@@ -12,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from curvoscope import __version__
 from curvoscope.theorems import Result
 from curvoscope.theorems.registry import Verdict
 from curvoscope.theorems.verify import examine, names
+from curvoscope.versions import versions
 
 _TABLE_WIDTH = 160
 """Columns of the table where there is no terminal to ask."""
@@ -73,11 +72,7 @@ def _document(results: list[Result], seed: int) -> dict[str, Any]:
         ],
         "holds": all(result.holds for result in results),
         "seed": seed,
-        "versions": {
-            "curvoscope": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
 
 

@@ -17,13 +17,13 @@ from rich.table import Table
 from curvoscope import commands
 from curvoscope.commands.document import REPORTS
 from curvoscope.commands.reproduce import STORE
-from curvoscope.commands.versions import versions
 from curvoscope.commands.watch_report import DOCUMENT, write_report
 from curvoscope.commands.watch_run import Options, TrainingRun, load, save
 from curvoscope.database import StoreError
 from curvoscope.errors import EmptyError
 from curvoscope.models.loading import MissingPackageError
 from curvoscope.training import Incident, Record, RunStore, StoredRun
+from curvoscope.versions import versions
 
 CHECKPOINT, EVENTS = "checkpoint.pt", "tensorboard"
 _SHOWN = 20  # rows of the live table
@@ -67,7 +67,7 @@ def _train(training: TrainingRun, name: str, checkpoint: Path) -> bool:
     live = Live(console=stderr, auto_refresh=False, transient=True)
 
     def keep() -> float:
-        save(checkpoint, {"run": name, **training.state()})
+        save(checkpoint, {"run": name, "versions": versions(), **training.state()})
         return time.monotonic()
 
     with _interruptible() as stopped, live if stderr.is_terminal else nullcontext():
@@ -198,7 +198,8 @@ def _show(training: TrainingRun, records: list[Record], incidents: list[Incident
     console.print(_table(records[-_SHOWN:]))
     share = monitor.pace.share
     more = "; give a larger --budget for more" if len(records) < _FEW else ""
-    console.print(f"{len(records)} measurements in {monitor.steps} steps, {share:.0%} of the time{more}.")
+    taken = "1 measurement" if len(records) == 1 else f"{len(records)} measurements"
+    console.print(f"{taken} in {monitor.steps} steps, {share:.0%} of the time{more}.")
     for incident in incidents:
         console.print(f"step {incident.step}: {incident.kind} {incident.message}", markup=False)
     if stopped:

@@ -86,11 +86,11 @@ def _rank(R: Tensor) -> int:
 def _extended(space: Space, Q: Tensor, Y: Tensor) -> Tensor:
     """An orthonormal basis of Y (n, k) whose first columns are Q, the basis of the first columns of Y."""
     known = Q.shape[1]
-    fresh, scale = Y[:, known:], space.norm(Y, 0).max()
-    for _ in range(2):
+    fresh = Y[:, known:]
+    for scale in (float(space.norm(Y, 0).max()), 1.0):  # the second time the columns are orthonormal already
         fresh = fresh - Q @ space.total(Q.T @ fresh)
         fresh, R = space.factor(fresh)
-        if float(R.diagonal().abs().max()) <= _CAPTURED * float(scale):
+        if float(R.diagonal().abs().max()) <= _CAPTURED * scale:
             return Q
         fresh = fresh[:, : _rank(R)]
     return torch.cat([Q, fresh], 1)

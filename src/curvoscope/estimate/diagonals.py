@@ -135,4 +135,5 @@ def _exact(products: Products) -> DiagonalEstimate:
 
 def _result(products: Products, values: Tensor, stderr: Tensor, method: str, degrees: float) -> DiagonalEstimate:
     device, dtype = products.operator.device, products.operator.dtype
-    return DiagonalEstimate(values.to(device, dtype), stderr.to(device, dtype), products.matvecs, method, degrees)
+    values, stderr = (checks.finite("diagonal", (part * products.unit).to(device, dtype)) for part in (values, stderr))
+    return DiagonalEstimate(values, stderr, products.matvecs, method, degrees)

@@ -12,6 +12,7 @@ from curvoscope.errors import NonFiniteError, RangeError
 from curvoscope.estimate.krylov import DEFAULT_TOLERANCE, WHICH, Eigenvalues, lanczos
 from curvoscope.estimate.products import Matrix, check_budget, check_symmetric
 from curvoscope.estimate.result import Estimate
+from curvoscope.magnitudes import power_of_two
 
 METHODS = ("lanczos", "eigsh", "lobpcg")
 _ITERATIONS = 1000
@@ -73,19 +74,22 @@ def eigenvalues(
 
 
 class _Counted(scipy.sparse.linalg.LinearOperator):
-    """A scipy operator that counts its products, and refuses NaN."""
+    """A scipy operator that counts its products, refuses NaN, and divides by the size of its first product: ARPACK and
+    LOBPCG have thresholds for matrices of norm one."""
 
     def __init__(self, inner: scipy.sparse.linalg.LinearOperator) -> None:
         super().__init__(inner.dtype, inner.shape)
         self._inner = inner
         self.products = 0
+        self.unit = 0.0  # a power of two, once known
 
     def _matmat(self, columns: np.ndarray) -> np.ndarray:
         product: np.ndarray = self._inner.matmat(columns)
         if not np.isfinite(product).all():
             raise NonFiniteError("operator", "a product has entries that are NaN or infinite")
         self.products += columns.shape[1]
-        return product
+        self.unit = self.unit or power_of_two(torch.from_numpy(np.ascontiguousarray(product)))
+        return product / self.unit
 
     def _matvec(self, vector: np.ndarray) -> np.ndarray:
         return self._matmat(vector.reshape(-1, 1))
@@ -155,7 +159,7 @@ def _rayleigh_ritz(
     norm = float(np.abs(values).max())
     stderr = np.maximum(residuals, np.finfo(operator.dtype).eps * norm)
     estimates = tuple(
-        Estimate(float(value), float(error), operator.products, method)
+        Estimate(float(value), float(error), operator.products, method).scaled(operator.unit).checked("eigenvalues")
         for value, error in zip(values, stderr, strict=True)
     )
     return Eigenvalues(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import MemoryLimitError, RangeError, ShapeError
+from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.result import Estimate
 from curvoscope.estimate.space import Space
@@ -151,15 +151,15 @@ class _Run:
         least = min(self._size, self._k + 2 * self._block + 2)
         short = 8 * length * (4 * least + beside) > budget
         dtype = torch.float32 if short and self._products.operator.dtype != torch.float64 else torch.float64
-        rows = budget // (dtype.itemsize * length) - beside
-        if rows < least:
-            needed = dtype.itemsize * length * (least + beside)
-            raise MemoryLimitError(
-                "memory_limit",
-                f"a basis of {least} vectors of length {length} needs {needed} bytes, the limit is {budget}; "
-                "ask for fewer eigenvalues, or give a smaller block",
-            )
-        return max(least, min(rows, wanted)), dtype
+        one = dtype.itemsize * length
+        rows = max(least, min(budget // one - beside, wanted))
+        checks.fits(
+            one * (rows + beside),
+            budget,
+            f"a basis of {rows} vectors of length {length}",
+            "ask for fewer eigenvalues, or give a smaller block",
+        )
+        return rows, dtype
 
     def go(self, matvecs: int, tolerance: float) -> None:
         """Multiply and extend, until the residuals are within the tolerance or the budget is spent."""
@@ -266,13 +266,14 @@ class _Run:
             Estimate(float(value), max(float(residual), rounding), matvecs, "lanczos")
             for value, residual in zip(values, residuals, strict=True)
         ]
+        unit = self._products.unit
         found: Tensor | None = None
         if vectors:
             operator = self._products.operator
             found = (turn.T.to(basis.dtype) @ basis).T.to(operator.device, operator.dtype)
         loss = self._space.total(basis @ basis.T) - torch.eye(self._done, dtype=basis.dtype, device=basis.device)
         return Eigenvalues(
-            tuple(estimates),
+            tuple(estimate.scaled(unit).checked("eigenvalues") for estimate in estimates),
             tuple(bool(estimate.stderr <= tolerance * norm) for estimate in estimates),
             found,
             matvecs,

@@ -12,11 +12,14 @@ from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
 from curvoscope.estimate.space import Space
+from curvoscope.magnitudes import exponent_of
 
 COLUMNS = 8  # vectors a product, at most
 LEAST = 16  # products before a tolerance may end the work
 MOST = 100_000  # products before the work ends without meeting its tolerance
 DEFAULT_MATVECS = 64
+_ORDINARY = 100  # binary exponents whose sixfold a float64 still has
+_ZERO = 2000  # the exponent of zero is below that of all numbers
 _COPIES = 6  # of the columns and their products, in memory at once
 
 
@@ -36,7 +39,10 @@ class Matrix(Protocol):
 
 
 class Products:
-    """B applied to columns in float64, a few at a time in the operator's own precision, counted and checked.
+    """B / unit applied to columns in float64, a few at a time in the operator's own precision, counted and checked.
+
+    The unit is one, unless the entries of the first product that is not zero are so large or small that their squares
+    and cubes would leave the range of float64: then it is the power of two nearest to them, and answers are in units.
 
     Used as a context, so that a progress bar does not outlive its work.
     """
@@ -50,8 +56,11 @@ class Products:
         # float64 where the device has it: the algebra around the products is done in it
         self.device = torch.device("cpu") if operator.device.type == "mps" else operator.device
         self.matvecs = 0
-        room = self.budget(None) // (_COPIES * 8 * max(1, self._longest))
-        self.columns = max(1, min(COLUMNS, room))  # vectors a product
+        self._exponent: int | None = None  # that of the unit, once known
+        needed = _COPIES * 8 * max(1, self._longest)
+        self.columns = max(1, min(COLUMNS, self.budget(None) // needed))  # vectors a product
+        what = f"a product with a vector of length {self._longest}"
+        checks.fits(self.columns * needed, self.budget(None), what, "give a larger memory_limit")
         self._ticker = Ticker(label, total)
 
     def __enter__(self) -> "Products":
@@ -82,7 +91,22 @@ class Products:
             raise NonFiniteError("operator", f"{bad} of {product.numel()} entries of a product are NaN or infinite")
         self.matvecs += count
         self._ticker.advance(count)
-        return product
+        if self._exponent is None:
+            self._exponent = self._common_exponent(product)
+        return product if self.unit == 1 else product / self.unit
+
+    @property
+    def unit(self) -> float:
+        """What answers are in."""
+        return 2.0 ** (self._exponent or 0)
+
+    def _common_exponent(self, product: Tensor) -> int | None:
+        """The exponent of the largest entry in all processes, or 0 where it is ordinary; None for a zero product."""
+        mine = exponent_of(product)
+        exponent = -self.row_space.least(_ZERO if mine is None else -mine)
+        if exponent == -_ZERO:
+            return None
+        return exponent if abs(exponent) > _ORDINARY else 0
 
     @property
     def epsilon(self) -> float:
@@ -98,7 +122,9 @@ class Products:
 
     def fits(self, columns: int) -> bool:
         """Whether so many float64 vectors of the operator's size fit in the memory at hand."""
-        return 8 * self._longest * columns <= self.budget(None)
+        fit = 8 * self._longest * columns <= self.budget(None)
+        checks.predict(8 * self._longest * columns if fit else 0)
+        return fit
 
     def budget(self, memory_limit: int | None) -> int:
         """Bytes that may be used in this process, the same in all."""

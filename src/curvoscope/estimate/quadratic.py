@@ -50,7 +50,8 @@ def trace(
         method: "auto", "hutchinson", "hutch++" or "xtrace".
     """
     check_square(operator, "a trace")
-    return _Question(operator, trace_form, "trace", signs=True).answer(method, matvecs, tolerance, seed)
+    question = _Question(operator, trace_form, "trace", signs=True)
+    return question.answer(method, matvecs, tolerance, seed).scaled(question.unit).checked("trace")
 
 
 def squared_frobenius_norm(
@@ -66,7 +67,9 @@ def squared_frobenius_norm(
     The sketches of `hutch++` and `xtrace` are of the range of B, and what is wanted is that of B^T. So they are for
     operators that say they are `symmetric`. `hutchinson` with a budget spends it on probes, however small B is.
     """
-    return _Question(operator, norm_form, "Frobenius norm").answer(method, matvecs, tolerance, seed)
+    question = _Question(operator, norm_form, "Frobenius norm")
+    square = question.answer(method, matvecs, tolerance, seed)
+    return square.scaled(question.unit).scaled(question.unit).checked("squared_frobenius_norm")
 
 
 def frobenius_norm(
@@ -80,7 +83,8 @@ def frobenius_norm(
     """|B|_F, the root of `squared_frobenius_norm`, with the standard error of the delta method."""
     check_budget(matvecs, tolerance)
     square = None if tolerance is None else min(2 * tolerance, 1 - 1e-9)  # of the square, for `tolerance` of its root
-    return squared_frobenius_norm(operator, matvecs=matvecs, tolerance=square, seed=seed, method=method).root()
+    question = _Question(operator, norm_form, "Frobenius norm")
+    return question.answer(method, matvecs, square, seed).root().scaled(question.unit).checked("frobenius_norm")
 
 
 class _Question:
@@ -91,7 +95,13 @@ class _Question:
         self._of_entries, self._of_trace = form, form is trace_form
         self._deflates = self._of_trace or getattr(operator, "symmetric", False)
 
+    @property
+    def unit(self) -> float:
+        """That of the products: a trace is in units, the trace of B^T B in their squares."""
+        return self._products.unit
+
     def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int) -> Estimate:
+        """The estimate, in units."""
         checks.choice("method", method, METHODS)
         check_budget(matvecs, tolerance)
         deflated = method in ("hutch++", "xtrace")

@@ -67,7 +67,8 @@ def _collect(
     dtype = torch.float32 if short else torch.float64
     what = f"{steps} Lanczos vectors of length {products.space.longest}"
     checks.fits(dtype.itemsize * length, room, what, "give fewer steps, or a larger memory_limit")
-    together = min(products.columns, room // (dtype.itemsize * length))
+    together = min(products.columns, most, room // (dtype.itemsize * length))
+    checks.predict(together * dtype.itemsize * length)
     rules: list[tuple[Tensor, Tensor, Tensor]] = []
     count = 0
     while True:
@@ -75,6 +76,7 @@ def _collect(
         rules.append(_rule(products, probes.signs(new), steps, dtype))
         count += new
         nodes, weights, residuals = (torch.cat(parts) for parts in zip(*rules, strict=True))
+        nodes, residuals = (checks.finite("density", part * products.unit) for part in (nodes, residuals))
         found = gauss(nodes, weights, residuals, products.size, products.matvecs, products.epsilon)
         if count >= most or (tolerance is not None and count >= _LEAST_PROBES and found.error() <= tolerance):
             return found
@@ -114,4 +116,5 @@ def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> 
 def _exact(products: Products) -> Density:
     """All eigenvalues, from all entries."""
     dense = products.space.whole(torch.cat([columns for _, columns in products.identity()], 1))
-    return Density.exact(torch.linalg.eigvalsh((dense + dense.T) / 2), products.matvecs)
+    values = torch.linalg.eigvalsh((dense + dense.T) / 2) * products.unit
+    return Density.exact(checks.finite("density", values), products.matvecs)

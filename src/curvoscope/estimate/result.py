@@ -2,11 +2,12 @@
 
 import html
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scipy import special
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import RangeError
 
 _SYMMETRIC = 1e-4  # a skewness below this is none
@@ -63,19 +64,27 @@ class Estimate:
         below, above = _reach(level, self.degrees, abs(self.skewness))
         if self.skewness < 0:
             below, above = above, below
-        power = self.power if self.value else 1.0
-        centre = self.value**power
-        scale = power * self.value ** (power - 1) * self.stderr
-        low, high = centre - below * scale, centre + above * scale
-        if power == 1:
-            return low, high
-        return max(low, 0.0) ** (1 / power), high ** (1 / power)
+        if self.power == 1 or not self.value:
+            return self.value - below * self.stderr, self.value + above * self.stderr
+        power, relative = self.power, self.power * self.stderr / self.value  # of the square
+        low, high = max(1 - below * relative, 0.0), 1 + above * relative
+        return self.value * low ** (1 / power), self.value * high ** (1 / power)
 
     def root(self) -> "Estimate":
         """The square root, its standard error by the delta method: se(sqrt m) = se(m) / (2 sqrt m)."""
         root = max(self.value, 0.0) ** 0.5
         stderr = self.stderr / (2 * root) if root else self.stderr**0.5
         return Estimate(root, stderr, self.matvecs, self.method, self.degrees, self.skewness, 2 * self.power)
+
+    def checked(self, question: str) -> "Estimate":
+        """The estimate itself, once value and error are known to be finite."""
+        checks.finite(question, self.value)
+        checks.finite(question, self.stderr)
+        return self
+
+    def scaled(self, factor: float) -> "Estimate":
+        """The estimate of a positive multiple."""
+        return replace(self, value=self.value * factor, stderr=self.stderr * factor)
 
 
 @dataclass(frozen=True, eq=False)

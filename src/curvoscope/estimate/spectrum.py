@@ -9,6 +9,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import RangeError
 from curvoscope.estimate.result import Estimate, student
+from curvoscope.magnitudes import unit
 
 _WIDTH = 0.01  # of a kernel, relative to the spread
 _ZERO = 10  # times sqrt(n) units of rounding: eigenvalues that small are zero
@@ -156,8 +157,10 @@ class Density:
 
     def _mean(self, values: Tensor) -> Estimate:
         """The mean of (probes,)."""
-        stderr = float(values.std() / self.probes**0.5) if self.probes > 1 else 0.0
-        return Estimate(float(values.mean()), stderr, self.matvecs, self.method, self._degrees)
+        near, exponent = unit(values)
+        stderr = float(near.std() / self.probes**0.5) if self.probes > 1 else 0.0
+        found = Estimate(float(near.mean()), stderr, self.matvecs, self.method, self._degrees)
+        return found.scaled(2.0**exponent).checked("moment")
 
     def _cumulative(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of masses (probes, m + 1), and which of them each point has below it (probes, points)."""

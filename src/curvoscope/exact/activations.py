@@ -8,7 +8,7 @@ with the logistic s and s̄ = 1 - s: w = h is SiLU, and w = 2 √(2/π) (h + 0.0
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,11 @@ class DiagonalCore(Core):
         """(t, p, p)."""
         return torch.diag_embed(self._values[start:stop])
 
+    @property
+    def diagonal_workspace(self) -> int:
+        """None but the values."""
+        return self.shape[0]
+
     def diagonal(self, start: int, stop: int) -> Tensor:
         """The values."""
         return self._values[start:stop]
@@ -138,3 +143,8 @@ def fits_jacobian(rows: int, columns: int, name: str, like: Tensor) -> None:
     """Raise where a dense Jacobian is larger than the memory at hand."""
     what = f"the Jacobian in {name}, {rows} x {columns}"
     checks.fits(rows * columns * like.element_size(), None, what, "use fewer tokens, or products of the Hessian")
+
+
+def fits_jacobians(output: Tensor, sizes: Mapping[str, int]) -> None:
+    """Raise where those of an output in all that is named are, together."""
+    fits_jacobian(output.numel(), sum(sizes.values()), ", ".join(sizes), output)

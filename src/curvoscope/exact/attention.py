@@ -5,6 +5,7 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import ShapeError
+from curvoscope.exact.activations import fits_jacobians
 from curvoscope.exact.attention_hessian import AttentionHessian
 from curvoscope.exact.attention_layer import AttentionLayer
 from curvoscope.exact.attention_product import AttentionProduct
@@ -81,4 +82,5 @@ class SelfAttention(AttentionLayer):
         """dF/dW for each weight and for "X": (N L d_out, size), rows in the order of F."""
         product = AttentionProduct(self, self.forward_pass(X, mask), None)
         shapes = {**self.shapes(self.biases), "X": (product.passed.X[..., 0].numel(), self.d)}
+        fits_jacobians(product.passed.F, {name: a * p for name, (a, p) in shapes.items()})
         return {name: product.jacobian(name, shape) for name, shape in shapes.items()}

@@ -77,16 +77,16 @@ class Scores(Core):
     def __init__(self, left: Response, seen: Seen, right: Response) -> None:
         shape = (left.feature.width, right.feature.width)
         same = left.rows is right.rows and left.feature is right.feature
-        workspace = seen.workspace + left.workspace + right.workspace + 2 * shape[0] * shape[1]
-        super().__init__(shape, left.rows.length, workspace, seen.symmetric and same)
+        (p, q), length = shape, left.rows.length
         self._left, self._seen, self._right, self._same = left, seen, right, same
+        matrices = left.workspace + (0 if same else right.workspace)
+        inside = 3 * length * length + length * q if self._by_tokens(shape) else matrices + p * q
+        super().__init__(shape, length, seen.workspace + inside + p * q, seen.symmetric and same)
 
     def dense(self, start: int, stop: int) -> Tensor:
         """(t, p, q), through the features or, when it is shorter, through the tokens."""
-        (e, f), (p, q), length = self._seen.shape, self.shape, self._left.rows.length
-        by_features = length * (e * p + (0 if self._same else f * q)) + e * f * q + e * p * q
-        by_tokens = length * e * f + length * length * (f + 3 + q) + length * p * q
-        if by_tokens < by_features and start % length == 0 and stop % length == 0:
+        length = self._left.rows.length
+        if self._by_tokens(self.shape) and start % length == 0 and stop % length == 0:
             form = self.token_form()
             n, last = start // length, stop // length
             inner = form.inner(start, stop).view(last - n, length, length, length)
@@ -95,6 +95,27 @@ class Scores(Core):
         if self._seen.factor is not None:
             return (left.mT @ right).mul_(self._seen.factor)
         return left.mT @ (self._seen.blocks(start, stop) @ right)
+
+    def _by_tokens(self, shape: tuple[int, int]) -> bool:
+        """Whether it is shorter through the tokens."""
+        (e, f), (p, q), length = self._seen.shape, shape, self._left.rows.length
+        by_features = length * (e * p + (0 if self._same else f * q)) + e * f * q + e * p * q
+        return length * e * f + length * length * (f + 3 + q) + length * p * q < by_features
+
+    @property
+    def diagonal_workspace(self) -> int:
+        """The matrices, and their product with S."""
+        return self._seen.workspace + self._left.workspace + (0 if self._same else self._right.workspace)
+
+    @property
+    def trace_workspace(self) -> int:
+        """A few rows of the Gram matrices, where that is all."""
+        return 8 * self._left.rows.length if self._has_kernel else self.diagonal_workspace
+
+    @property
+    def _has_kernel(self) -> bool:
+        rows = self._left.rows
+        return self._seen.shared is not None and self._same and rows.softmax and rows is self._right.rows
 
     def diagonal(self, start: int, stop: int) -> Tensor:
         """sum_e M[e, p] (S M')[e, p], (t, p)."""
@@ -107,7 +128,7 @@ class Scores(Core):
         <Cov_i[V, f], S Cov_i[V, f]> = sum_jl A_ij A_il of the doubly centred Gram matrices of V S V^T and f f^T.
         """
         rows, shared = self._left.rows, self._seen.shared
-        if shared is None or not (self._same and rows.softmax and rows is self._right.rows):
+        if shared is None or not self._has_kernel:
             return super().trace(start, stop)
         n, last = start // rows.length, -(-stop // rows.length)
         values, features = self._left.value.values[n:last], self._left.feature.values[n:last]

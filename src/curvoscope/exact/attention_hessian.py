@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import RangeError
 from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight, weights_of
 from curvoscope.exact.attention_joint import JointEntries, joint_is_cheaper
@@ -40,6 +41,7 @@ class AttentionHessian(BlockHessian):
         per_head: bool,
         wrt_input: bool,
     ) -> None:
+        checks.commensurate({**layer.factors, "X": passed.X})
         self._layer, self._passed, self._loss = layer, passed, loss
         self._terms = AttentionBlocks(layer, passed, loss)
         self._whole = layer.shapes(biases)

@@ -11,6 +11,8 @@ from curvoscope.errors import EmptyError, MaskError, NonFiniteError, RangeError,
 from curvoscope.exact.rotary import Rotary
 from curvoscope.losses import Port
 
+_SCORES = 4  # matrices of the scores' size in a forward pass: scores, masked, their softmax and its exponentials
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -118,6 +120,12 @@ class AttentionLayer:
             positions = torch.arange(batch.shape[1], device=X.device)
             query, key = self.rotary.turn(query, positions), self.rotary.turn(key, positions)
         share = self.heads // self.kv_heads
+        checks.fits(
+            _SCORES * query[..., 0].numel() * batch.shape[1] * X.element_size(),
+            None,
+            f"attention between {batch.shape[1]} tokens of {batch.shape[0]} sequences, {self.heads} heads",
+            "use fewer or shorter sequences; of long ones, products by cv.hessian need memory linear in the length",
+        )
         scores = self.scale * (query @ key.repeat_interleave(share, 1).mT)
         bias, visible = self._mask(scores, mask)
         if bias is not None:
@@ -134,6 +142,12 @@ class AttentionLayer:
         if not bool(torch.isfinite(F).all()):
             raise NonFiniteError("X", "the scores or values overflow; scale the input or the weights down")
         return Pass(batch, query, key, value, A, open_keys, visible, head_output, F, X.ndim == 2)
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """The weight matrices."""
+        found = {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
+        return {name: weight for name, weight in found.items() if weight is not None}
 
     def shapes(self, biases: bool) -> dict[str, tuple[int, int]]:
         """Names and shapes of the weights that are blocks of the Hessian; a bias is a weight with one row."""

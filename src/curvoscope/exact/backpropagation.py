@@ -21,6 +21,7 @@ from curvoscope.exact.chain import Chain
 from curvoscope.exact.descent import Descent
 from curvoscope.exact.grouped import Grouped
 from curvoscope.exact.links import Layer, Link
+from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.operators.matrix_free import MatrixFree
@@ -78,8 +79,8 @@ class LowRank(LinearOperator):
     def _diagonal(self, memory_limit: int | None) -> Tensor:
         return self.vectors.square() @ self.values
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
-        return float(self.values.square().sum())
+    def _norm(self, memory_limit: int | None) -> float:
+        return norm(self.values)
 
     def _spectrum_is_cheap(self) -> bool:
         return True

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
+from curvoscope.exact.activations import fits_jacobians
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.chain import Branch, Chain
 from curvoscope.exact.chain_hessian import ChainHessian
@@ -49,6 +50,7 @@ class _Network:
         """dZ/dW for each weight and for "X": (N L m, size), rows in the order of Z."""
         chain = self.chain(X, lambda Z: Z.sum())
         shapes = {**{name: chain.shapes[name] for name in self._names(chain)}, "X": (chain.tokens, self.d)}
+        fits_jacobians(chain.output, {name: a * p for name, (a, p) in shapes.items()})
         return {name: chain.jacobian(name, shape) for name, shape in shapes.items()}
 
     def hessian(self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False) -> ChainHessian:

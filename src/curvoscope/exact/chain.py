@@ -38,6 +38,9 @@ class Chain:
 
     def __init__(self, branches: Sequence[Branch], X: Tensor, loss: losses.LossFunction) -> None:
         self.X, squeeze = (X, False) if X.ndim == 3 else (X[None], True)
+        layers = [pair for branch in branches for pair in branch.layers]
+        weights = {f"{name}.{label}": w for name, layer in layers for label, w in layer.factors.items()}
+        checks.commensurate({**weights, "X": X})
         self.branches: list[tuple[list[Link], bool]] = []
         stream = self.X
         for branch in branches:
@@ -181,18 +184,12 @@ class Chain:
     def jacobian(self, name: str, shape: Shape) -> Tensor:
         """dZ/dW as a dense matrix (T m, a p), for a weight or "X"."""
         size = shape[0] * shape[1]
-        checks.fits(
-            self.output.numel() * size * self.output.element_size(),
-            None,
-            f"the Jacobian in {name}, {self.output.numel()} x {size}",
-            "use fewer tokens, or products of the Hessian",
-        )
-        columns = []
+        result = self.output.new_empty(self.output.numel(), size)
         for start, stop in self.chunks(size):
             direction = self.X.new_zeros(stop - start, size)
             direction[torch.arange(stop - start), torch.arange(start, stop)] = 1
-            columns.append(self.push({name: direction.view(-1, *shape)})[0].flatten(1).T)
-        return torch.cat(columns, 1)
+            result[:, start:stop] = self.push({name: direction.view(-1, *shape)})[0].flatten(1).T
+        return result
 
     def chunks(self, columns: int) -> list[tuple[int, int]]:
         """Ranges of columns whose intermediate tensors fit into the memory at hand."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
-from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore, Reach, fits_jacobian
+from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore, Reach, fits_jacobian, fits_jacobians
 from curvoscope.exact.tokenwise import Directions, Mixed, Pairs, Terms, TokenwiseHessian, input_jacobian_matrix
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
@@ -62,6 +62,11 @@ class FeedForward:
         given = {"W1": W1, "b1": b1, "W2": W2, "b2": b2, "W_gate": W_gate, "b_gate": b_gate}
         self.weights = {name: values for name, values in given.items() if values is not None}
 
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """The weight matrices."""
+        return {name: values for name, values in self.weights.items() if values.ndim == 2}
+
     def __call__(self, X: Tensor) -> Tensor:
         """y, (L, m) or (N, L, m)."""
         return self._pass(X).y.view(*X.shape[:-1], -1)
@@ -69,6 +74,7 @@ class FeedForward:
     def jacobian(self, X: Tensor) -> dict[str, Tensor]:
         """dy/dW for each weight and bias and dy/dX for "X": (N L m, size), rows in the order of y."""
         at = self._pass(X)
+        fits_jacobians(at.y, {**{name: weight.numel() for name, weight in self.weights.items()}, "X": X.numel()})
         found = {name: at.reach(name).jacobian(at.y.shape[1], name) for name in self.weights}
         return {**found, "X": input_jacobian_matrix(at.input_jacobian)}
 
@@ -83,6 +89,7 @@ class FeedForward:
     def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
         """The layer to second order at X, for a loss known by its G and S at y."""
         at = self._pass(X)
+        checks.commensurate({**self.factors, "X": X})
         names = [name for name in self.weights if biases or not name.startswith("b")]
         reaches = {name: at.reach(name) for name in names}
         tables = {name: values if values.ndim == 2 else values[None] for name, values in self.weights.items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.losses import Curvature, PairCurvature, PerToken, ScalarCurvature, TokenCurvature
+from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator
 
 _ROUTES = 4  # matrices of the result's size that a product needs at once
@@ -107,14 +108,17 @@ class Grouped(LinearOperator):
         parts = self.blocks.view(self.groups, self.size, self.row_shape[1], self.size, self.column_shape[1])
         cut.diagonal(dim1=0, dim2=3).copy_(parts.permute(1, 2, 3, 4, 0))
 
+    def _workspace(self, room: int) -> int:
+        return 0
+
     def _trace(self, memory_limit: int | None) -> float:
         return float(self._diagonal(memory_limit).sum())
 
     def _diagonal(self, memory_limit: int | None) -> Tensor:
         return self.blocks.diagonal(dim1=1, dim2=2).flatten()
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
-        return float(self.blocks.double().square().sum())
+    def _norm(self, memory_limit: int | None) -> float:
+        return norm(self.blocks)
 
     def _spectral_norm(self, memory_limit: int | None) -> float:
         if self.symmetric:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import EmptyError, NonFiniteError, ShapeError
+from curvoscope.exact.activations import fits_jacobian
 from curvoscope.exact.ports import Plain, seen_through
 from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
 from curvoscope.operators.base import LinearOperator, Shape
@@ -58,12 +59,15 @@ class LinearMLP:
 
     def jacobian(self, X: Tensor) -> dict[str, Tensor]:
         """dF/dW_i for each weight and dF/dX for "X": (N L d_D, size), rows in the order of F."""
-        chain = self._chain(X)
-        return {name: chain.jacobian(layer, name) for name, layer in self._layers(with_input=True).items()}
+        chain, layers = self._chain(X), self._layers(with_input=True)
+        size = sum(chain.factors[layer].numel() for layer in layers.values())
+        fits_jacobian(chain.tokens * chain.width, size, ", ".join(layers), X)
+        return {name: chain.jacobian(layer) for name, layer in layers.items()}
 
     def hessian(self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False) -> BlockHessian:
         """The Hessian of loss(F) over "W1", ..., "WD", and with `wrt_input` over "X" as well."""
         chain = self._chain(X)
+        checks.commensurate({**{f"W{i}": weight for i, weight in enumerate(self.weights, 1)}, "X": X})
         found = losses.at(loss, chain.F, X.ndim == 2)
         layers = self._layers(wrt_input)
         blocks, everything = _Blocks(chain, found, layers), list(layers)
@@ -139,15 +143,9 @@ class _Chain:
         """I in the dtype and on the device of the chain."""
         return torch.eye(size, dtype=self.factors[0].dtype, device=self.factors[0].device)
 
-    def jacobian(self, layer: int, name: str) -> Tensor:
+    def jacobian(self, layer: int) -> Tensor:
         """J_i[tm, ap] = Z_i[t, a] R_i[p, m] as a dense matrix."""
         size, outputs = self.factors[layer].numel(), self.tokens * self.width
-        checks.fits(
-            outputs * size * self.factors[0].element_size(),
-            None,
-            f"the Jacobian in {name}, {outputs} x {size}",
-            "use fewer tokens, or products of the Hessian",
-        )
         behind = through(self.identity(self.width), self.ports[layer]).T  # (p, m)
         return torch.einsum("ta,pm->tmap", self.input(layer), behind).reshape(outputs, size)
 

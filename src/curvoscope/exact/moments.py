@@ -53,8 +53,10 @@ class Rows:
         weight, self._top = A.max(-1, keepdim=True)
         sharp = (weight > 1 - _SHARP).flatten() & (open_keys is None)
         self._sharp = sharp.nonzero()[:, 0]
+        self._single = self._sharp[:0]
         if len(self._sharp):  # where all other weights are zero, as in a first causal row, so are the moments, exactly
-            self._sharp = self._sharp[A.flatten(0, 1)[self._sharp].count_nonzero(-1) > 1]
+            alone = A.flatten(0, 1)[self._sharp].count_nonzero(-1) == 1
+            self._single, self._sharp = self._sharp[alone], self._sharp[~alone]
         self._kept: dict[tuple[int, int], tuple[Feature, Feature, Tensor]] = {}
         self._last: tuple[Feature, Feature, tuple[int, int], Tensor] | None = None
 
@@ -99,6 +101,7 @@ class Rows:
             return (self.covariance(g, g, start, stop) @ f.source[1]).mT  # W^T Cov_i[g, g], fewer multiplications
         f_mean, g_mean = _tokens(f.means, start, stop), _tokens(g.means, start, stop)
         found = self._second(self.A, f, g, start, stop).addcmul_(f_mean[:, :, None], g_mean[:, None, :], value=-1)
+        found[self._single[(self._single >= start) & (self._single < stop)] - start] = 0  # fused, it leaves a rounding
         for at in self.sharp(start, stop).split(max(1, _KEPT_NUMBERS // (self.length * (f.width + g.width)))):
             found[at - start] = self._about_top(f, g, at)
         return found
@@ -201,7 +204,7 @@ class Third(Core):
     """C_i = the third central moment of f and g, contracted with the gradient through P."""
 
     def __init__(self, rows: Rows, P: Tensor, f: Feature, g: Feature) -> None:
-        super().__init__((f.width, g.width), rows.length, 2 * _workspace(rows, f, g), symmetric=f is g)
+        super().__init__((f.width, g.width), rows.length, _workspace(rows, f, g), symmetric=f is g)
         self._rows, self._P, self._f, self._g = rows, P, f, g
 
     def dense(self, start: int, stop: int) -> Tensor:
@@ -215,6 +218,11 @@ class Third(Core):
             self._rows.apply(self._P, values, start, stop) for values in (f.values * g.values, f.values, g.values)
         )
         return Pfg - Pf * _tokens(g.means, start, stop) - _tokens(f.means, start, stop) * Pg
+
+    @property
+    def diagonal_workspace(self) -> int:
+        """A few vectors."""
+        return 8 * self._f.width
 
     def token_form(self) -> TokenForm:
         """f^T (diag(p) - p a^T - a p^T) g."""

@@ -92,6 +92,11 @@ class _Norm:
             raise RangeError("eps", f"got {eps}, expected a finite number that is not negative")
         self.eps = float(eps)
 
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """What x̂ is multiplied with."""
+        return {"gamma": self.gamma}
+
     def __call__(self, X: Tensor) -> Tensor:
         """y, of the shape of X."""
         return self._output(self._at(X)).view(X.shape)

@@ -123,14 +123,15 @@ class ScalarAttention:
         if not bool(torch.isfinite(matrix).all()):
             raise NonFiniteError("x", "its moments or the loss overflow; scale the input or the weights down")
         reach = torch.stack([torch.ones_like(P), torch.hypot(P, M)])  # the norms of dw_V and ds in the weights
-        difference = 2 * (self.w_Q @ self.w_K) / k  # P^2 - M^2
+        # products of three eigenvalues, in float64: they leave the range of float32 long before the eigenvalues do
+        vv, vs, ss, pair, difference = (float(n) for n in (L_vv, L_vs, L_ss, b, 2 * (self.w_Q @ self.w_K) / k))
         return ScalarSpectrum(
             bulk=float(b.abs()),
             multiplicity=k - 1,
             outliers=torch.linalg.eigvalsh(matrix),
             gauss_newton=torch.linalg.eigvalsh(outer * torch.outer(reach, reach)),
             trace=float(L_vv + L_ss * (P**2 + M**2)),
-            determinant=float((L_vs**2 - L_vv * L_ss) * difference * b - L_vv * b**2),
+            determinant=(vs * vs - vv * ss) * difference * pair - vv * pair * pair,  # P^2 - M^2 is the difference
             mean=mean.view(x.shape),
             variance=variance.view(x.shape),
             third_moment=third.view(x.shape),

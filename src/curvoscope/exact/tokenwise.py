@@ -11,6 +11,7 @@ from curvoscope import checks
 from curvoscope.exact.activations import Reach, ScaledCore, fits_jacobian
 from curvoscope.exact.ports import Plain, seen_through
 from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
+from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator, Multiplication, Product, Products, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.operators.kronecker import KroneckerSum
@@ -62,14 +63,17 @@ class TokenDiagonal(LinearOperator):
         out.zero_()
         out.diagonal(dim1=0, dim2=2).copy_(self.blocks.permute(1, 2, 0))
 
+    def _workspace(self, room: int) -> int:
+        return 0
+
     def _trace(self, memory_limit: int | None) -> float:
         return float(self.blocks.diagonal(dim1=1, dim2=2).sum())
 
     def _diagonal(self, memory_limit: int | None) -> Tensor:
         return self.blocks.diagonal(dim1=1, dim2=2).flatten()
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
-        return float(self.blocks.double().square().sum())
+    def _norm(self, memory_limit: int | None) -> float:
+        return norm(self.blocks)
 
     def _spectrum_is_cheap(self) -> bool:
         return True

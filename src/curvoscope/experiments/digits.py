@@ -170,5 +170,6 @@ def check_installed() -> None:
     """Raise unless scikit-learn is there."""
     if not is_installed():
         raise MissingPackageError(
-            "digits", "the handwritten digits come with scikit-learn, which is missing: pip install curvoscope[digits]"
+            "digits",
+            "the handwritten digits come with scikit-learn, which is missing: pip install 'curvoscope[digits]'",
         )

@@ -2,31 +2,44 @@
 
 A point of a figure's grid is in the store with all its values or not at all, so that a run may be killed at any moment.
 The key is the experiment, the hash of its full configuration, its version, the seed and the point: a change of any of
-them finds nothing. Rows hold nothing of when or where: two runs with the same seeds make equal tables.
+them finds nothing. Rows hold nothing of when or where: two runs with the same seeds make equal tables. Beside each
+point stand the versions of the programs that measured it.
 """
 
 import json
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 from curvoscope.database import EXPERIMENTS, Database
 from curvoscope.errors import NonFiniteError
 from curvoscope.experiments.figure import Figure, Point, Row, Value, canonical
+from curvoscope.versions import versions
 
-_SCHEMA = """
+_PROGRAMS = """
+CREATE TABLE programs (
+    experiment TEXT NOT NULL, configuration TEXT NOT NULL, version INTEGER NOT NULL, seed INTEGER NOT NULL,
+    point TEXT NOT NULL, curvoscope TEXT NOT NULL, torch TEXT NOT NULL, python TEXT NOT NULL,
+    PRIMARY KEY (experiment, configuration, version, seed, point)
+) STRICT, WITHOUT ROWID
+"""
+_SCHEMA = f"""
 CREATE TABLE measured (
     experiment TEXT NOT NULL, configuration TEXT NOT NULL, version INTEGER NOT NULL, seed INTEGER NOT NULL,
     point TEXT NOT NULL, layer INTEGER NOT NULL, block TEXT NOT NULL, part TEXT NOT NULL, quantity TEXT NOT NULL,
     at REAL NOT NULL, value REAL NOT NULL, stderr REAL NOT NULL,
     PRIMARY KEY (experiment, configuration, version, seed, point, layer, block, part, quantity, at)
 ) STRICT, WITHOUT ROWID;
-CREATE TABLE configurations (configuration TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT, WITHOUT ROWID
+CREATE TABLE configurations (configuration TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT, WITHOUT ROWID;
+{_PROGRAMS}
 """
 
 
 class Store(Database):
     """The measured values of all experiments in one file."""
 
-    application, version, schema = EXPERIMENTS, 1, _SCHEMA
+    application, version, schema = EXPERIMENTS, 2, _SCHEMA
+    changes: ClassVar[Mapping[int, str]] = {1: _PROGRAMS}
 
     def done(self, figure: Figure) -> set[tuple[str, int]]:
         """The points that are there, as (canonical point, seed)."""
@@ -43,14 +56,20 @@ class Store(Database):
         key = (figure.name, figure.hash, figure.version, seed, canonical(point))
         rows = [(*key, v.layer, v.block, v.part, v.quantity, v.at, v.value, v.stderr) for v in values]
         document = canonical(figure.configuration.model_dump(mode="json"))
+        known = versions()
+        programs = (*key, known["curvoscope"], known["torch"], known["python"])
         with self._named("write"), self._transaction():
             self._connection.execute("INSERT OR IGNORE INTO configurations VALUES (?, ?)", (figure.hash, document))
             self._connection.executemany(f"INSERT OR IGNORE INTO measured VALUES ({', '.join('?' * 12)})", rows)
+            self._connection.execute("INSERT OR IGNORE INTO programs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", programs)
 
     def forget(self, figure: Figure) -> None:
         """Delete what was measured for the figure's present configuration and version."""
-        statement = "DELETE FROM measured WHERE experiment = ? AND configuration = ? AND version = ?"
-        self.write(statement, figure.name, figure.hash, figure.version)
+        for statement in (
+            "DELETE FROM measured WHERE experiment = ? AND configuration = ? AND version = ?",
+            "DELETE FROM programs WHERE experiment = ? AND configuration = ? AND version = ?",
+        ):
+            self.write(statement, figure.name, figure.hash, figure.version)
 
     def rows(self, figure: Figure, quick: bool) -> list[Row]:
         """The values of a figure's grid, in the order of the key."""
@@ -64,7 +83,11 @@ class Store(Database):
         return [Row(json.loads(point), seed, Value(*rest)) for point, seed, *rest in found if (point, seed) in wanted]
 
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
-        """Everything: the names of the columns, and the rows in the order of the key."""
+        """Everything, with the versions of the programs: the names of the columns, and the rows in the order of the
+        key."""
         with self._named("read"):
-            found = self._connection.execute("SELECT * FROM measured ORDER BY 1, 2, 3, 4, 5, 6, 7, 8, 9, 10")
+            found = self._connection.execute(
+                "SELECT * FROM measured LEFT JOIN programs USING (experiment, configuration, version, seed, point) "
+                "ORDER BY 1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
+            )
             return [column[0] for column in found.description], found.fetchall()

@@ -129,7 +129,7 @@ def _fill_growth(found: Curves) -> Writes:
         word = "exactly zero" if not curve.any() else "" if power is None else f"σ{str(int(power)).translate(_RAISED)}"
         writes[f"data.{i}.name"] = f"{_CURVES[i][0]}: {word}" if word else _CURVES[i][0]
         # the lines start where the attention is the same for all scales; behind a norm, past its ε
-        start = 6 if found.state.norm == "pre" else 0
+        start = SIGMAS.index(1.0) if found.state.norm == "pre" else 0
         line = 0 * curve if power is None else curve[start] * (np.array(SIGMAS) / SIGMAS[start]) ** power
         writes[f"data.{len(CURVES) + i}.y"] = drawing.positive(line)
     writes[f"data.{2 * len(CURVES)}.x"] = [found.state.sigma] * len(CURVES)

@@ -8,6 +8,7 @@ the gradient g = J^T G is made once, with its graph. G passes a gate on its way 
     outer v         = J^T S J v:  J v = d<g, v>/dG,  S u = d<G, u>/dF,  then one backward pass from F
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,13 @@ from curvoscope.errors import ModelError
 Edges = list[GradientEdge | None]
 
 _NO_SECOND_DERIVATIVE = "torch::autograd::Error"
+_SAID_BY_TORCH = re.compile(r"derivative for .* is not implemented|ouble.?backwards? is not supported")
 
 _saved_names: dict[type, list[str]] = {}
+
+
+class SecondDerivativeError(ModelError):
+    """A model that autograd cannot differentiate twice."""
 
 
 class _Switch:
@@ -113,8 +119,8 @@ def _backward(
     ends: Any = [end for end in inputs if end is not None]
     if not starts or not ends:
         return [None] * len(inputs)
-    found = iter(
-        torch.autograd.grad(
+    try:
+        found = torch.autograd.grad(
             [o for o, _ in starts],
             ends,
             [d for _, d in starts],
@@ -122,8 +128,15 @@ def _backward(
             allow_unused=True,
             is_grads_batched=many,
         )
-    )
-    return [None if end is None else next(found) for end in inputs]
+    except RuntimeError as error:
+        if not _SAID_BY_TORCH.search(str(error)):
+            raise
+        said = str(error).strip().splitlines()[0]
+        raise SecondDerivativeError(
+            "model", f"has a function without a second derivative ({said}); use another one, or hvp='difference'"
+        ) from error
+    products = iter(found)
+    return [None if end is None else next(products) for end in inputs]
 
 
 def _edges(tensors: Sequence[Tensor | None]) -> Edges:
@@ -138,7 +151,7 @@ def _saved_bytes(edges: Any, known: set[int]) -> int:
     while stack:
         node = stack.pop()
         if node.name() == _NO_SECOND_DERIVATIVE:
-            raise ModelError(
+            raise SecondDerivativeError(
                 "model",
                 "has a function without a second derivative (once_differentiable), which torch leaves out silently; "
                 "write its derivative, or use hvp='difference'",

@@ -4,8 +4,9 @@ A block maps the row-major vec of one weight (b, q) to that of another (a, p). I
 `B[ap, bq]`; `row_shape = (a, p)` and `column_shape = (b, q)`.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import scipy.sparse.linalg
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks, estimate
-from curvoscope.errors import RangeError, ShapeError
+from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Density, DiagonalEstimate, Eigenvalues, Estimate
+from curvoscope.magnitudes import norm, power_of_two
 
 Shape = tuple[int, int]
 Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
@@ -22,6 +24,8 @@ Products = tuple[Multiplication, Multiplication]  # with an operator and with it
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
+_BESIDE = 6  # vectors beside a Lanczos basis
+_FACTORED = 2  # matrices in memory while LAPACK finds eigenvalues or singular values: the entries, and its copy
 
 
 class LinearOperator(ABC):
@@ -52,22 +56,42 @@ class LinearOperator(ABC):
         flat = out.new_empty(self.shape) if not out.is_contiguous() else out.view(self.shape)
         for start in range(0, size, step):
             stop = min(start + step, size)
-            identity = out.new_zeros(size, stop - start)
-            identity[torch.arange(start, stop), torch.arange(stop - start)] = 1
-            flat[:, start:stop] = self._matmat(identity)
+            flat[:, start:stop] = self._matmat(self._units(start, stop))
         if self.symmetric:
-            flat.copy_((flat + flat.T) / 2)
+            flat.copy_((flat + flat.T).mul_(0.5))
         if not out.is_contiguous():
             out.copy_(flat.view(out.shape))
 
+    def _workspace(self, room: int) -> int:
+        """Bytes that `_write` needs beside the entries, `room` being left for it: what can be cut into chunks is."""
+        rows, columns = self.shape
+        step = max(1, min(columns, 2**24 // max(rows, columns)))
+        return self.dtype.itemsize * max(2 * step * (rows + columns), rows * columns if self.symmetric else 0)
+
     def _trace(self, memory_limit: int | None) -> float:
-        return float(self.dense(memory_limit=memory_limit).diagonal().sum())
+        return float(self._diagonal(memory_limit).sum())
 
     def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return self.dense(memory_limit=memory_limit).diagonal().clone()
+        return torch.cat([part[start:].diagonal() for start, part in self._columns(memory_limit)])
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
-        return float(self.dense(memory_limit=memory_limit).square().sum())
+    def _norm(self, memory_limit: int | None) -> float:
+        return math.hypot(*(norm(part) for _, part in self._columns(memory_limit)))
+
+    def _columns(self, memory_limit: int | None) -> Iterator[tuple[int, Tensor]]:
+        """The entries, (R, c) from a column on: all of them where they fit, else a few columns at a time."""
+        rows, columns = self.shape
+        budget = checks.memory_budget(memory_limit)
+        if self._bytes(2, budget) <= budget:
+            yield 0, self.dense(memory_limit=budget)
+            return
+        for start, stop in checks.chunks(columns, 1, 2 * (rows + columns) * self.dtype.itemsize, budget):
+            yield start, self._matmat(self._units(start, stop))
+
+    def _units(self, start: int, stop: int) -> Tensor:
+        """Columns `start` to `stop` of the identity."""
+        units = torch.zeros(self.shape[1], stop - start, dtype=self.dtype, device=self.device)
+        units[torch.arange(start, stop), torch.arange(stop - start)] = 1
+        return units
 
     # ---- what everyone asks
 
@@ -79,13 +103,17 @@ class LinearOperator(ABC):
             )
         checks.floating("vector", other, like=torch.empty(0, dtype=self.dtype, device=self.device))
         columns = other if other.ndim == 2 else other[:, None]
-        product = self._matmat(columns)
+        product = checks.finite("product", self._matmat(columns))
         return product if other.ndim == 2 else product[:, 0]
 
     @property
     def T(self) -> "LinearOperator":
         """The transposed operator."""
         return self if self.symmetric else self._transposed()
+
+    def adjoint(self) -> "LinearOperator":
+        """The same, by the name that estimators of other packages ask for."""
+        return self.T
 
     def __add__(self, other: "LinearOperator") -> "LinearOperator":
         return _Sum(self, other)
@@ -105,15 +133,28 @@ class LinearOperator(ABC):
     def dense(self, memory_limit: int | None = None) -> Tensor:
         """All entries, (R, C)."""
         rows, columns = self.shape
+        room = self._fits(1, memory_limit)
+        out = _empty(rows, columns, self.dtype, self.device)
+        with checks.limited(max(1, room)):
+            self._write(out.view(*self.row_shape, *self.column_shape))
+        return checks.finite("dense", out)
+
+    def _fits(self, copies: int, memory_limit: int | None) -> int:
+        """The bytes beside the entries, once it is known that `copies` of them fit, and one with what makes it."""
+        rows, columns = self.shape
+        budget = checks.memory_budget(memory_limit)
         checks.fits(
-            rows * columns * self.dtype.itemsize,
-            memory_limit,
+            self._bytes(copies, budget),
+            budget,
             f"a dense block of {rows} x {columns}",
             "ask for trace(), diagonal(), frobenius_norm(), eigenvalues(k=...) or products with @ instead",
         )
-        out = _empty(rows, columns, self.dtype, self.device)
-        self._write(out.view(*self.row_shape, *self.column_shape))
-        return out
+        return budget - rows * columns * self.dtype.itemsize
+
+    def _bytes(self, copies: int, budget: int) -> int:
+        """What the entries take while they are made, or `copies` of them, whichever is more."""
+        entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return max(copies * entries, entries + self._workspace(max(0, budget - entries)))
 
     def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
         """The same operator for scipy.sparse.linalg, on the CPU."""
@@ -143,8 +184,9 @@ class LinearOperator(ABC):
         """The trace: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
         self._square("trace")
         if matvecs is None and tolerance is None:
-            return self._trace(memory_limit)
-        return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+            return _answered("trace", memory_limit, self._trace)
+        with checks.limited(memory_limit):
+            return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def diagonal(
         self,
@@ -157,8 +199,9 @@ class LinearOperator(ABC):
         """The diagonal, (R,): exact, or a DiagonalEstimate when `matvecs` or `tolerance` ask for one."""
         self._square("diagonal")
         if matvecs is None and tolerance is None:
-            return self._diagonal(memory_limit)
-        return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+            return _answered("diagonal", memory_limit, self._diagonal)
+        with checks.limited(memory_limit):
+            return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def frobenius_norm(
         self,
@@ -170,8 +213,9 @@ class LinearOperator(ABC):
     ) -> float | Estimate:
         """The Frobenius norm: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
         if matvecs is None and tolerance is None:
-            return max(0.0, self._squared_norm(memory_limit)) ** 0.5
-        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+            return _answered("frobenius_norm", memory_limit, self._norm)
+        with checks.limited(memory_limit):
+            return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def density(
         self,
@@ -197,7 +241,7 @@ class LinearOperator(ABC):
     ) -> float | Estimate:
         """The largest singular value: to machine precision, or an Estimate when `matvecs` or `tolerance` ask for it."""
         if matvecs is None and tolerance is None:
-            return self._spectral_norm(memory_limit)
+            return _answered("spectral_norm", memory_limit, self._spectral_norm)
         return self._lanczos_norm(memory_limit, matvecs, tolerance, seed)
 
     def eigenvalues(
@@ -221,7 +265,7 @@ class LinearOperator(ABC):
             raise RangeError("k", f"got {k}, expected 1 to {self.shape[0]}")
         checks.choice("which", which, ("LM", "LA", "SA"))
         if k is None or (matvecs is None and tolerance is None):
-            return self._eigenvalues(k, which, memory_limit)
+            return _answered("eigenvalues", memory_limit, lambda limit: self._eigenvalues(k, which, limit))
         return estimate.lanczos(
             self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
         )
@@ -230,9 +274,10 @@ class LinearOperator(ABC):
         if self.symmetric:
             return float(self._eigenvalues(1, "LM", memory_limit).abs().max())
         if min(self.shape) <= _DENSE_EIGENVALUES:
+            self._fits(_FACTORED, memory_limit)
             return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
         gram = _Gram(self if self.shape[1] <= self.shape[0] else self.T)
-        return float(gram._eigenvalues(1, "LM", None).clamp_min(0).sqrt().max())
+        return float(gram._eigenvalues(1, "LM", None).clamp_min(0).sqrt().max()) * gram.unit
 
     def _lanczos_norm(
         self, memory_limit: int | None, matvecs: int | None, tolerance: float | None, seed: int
@@ -241,8 +286,8 @@ class LinearOperator(ABC):
         found = estimate.lanczos(
             operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
         )[0]
-        if not self.symmetric:
-            return found.root()
+        if isinstance(operator, _Gram):
+            return found.root().scaled(operator.unit)
         return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
 
     def _eigenvalues(self, k: int | None, which: str, memory_limit: int | None) -> Tensor:
@@ -253,12 +298,20 @@ class LinearOperator(ABC):
                 return values
             order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
             return values[order[:k]].sort().values
+        checks.fits(
+            8 * size * (max(2 * k + 1, 20) + _BESIDE),
+            memory_limit,
+            f"a Lanczos basis for {k} eigenvalues of a block of {size} x {size}",
+            "ask for fewer, or for estimates with tolerance=",
+        )
         start = np.random.default_rng(0).standard_normal(size)
         operator = self.to_scipy()
-        if not operator.matvec(start.astype(operator.dtype)).any():  # eigsh cannot start on a zero matrix
+        first = checks.finite("product", torch.from_numpy(operator.matvec(start.astype(operator.dtype))))
+        if not bool(first.any()):  # eigsh cannot start on a zero matrix
             return torch.zeros(k, dtype=self.dtype, device=self.device)
-        found = scipy.sparse.linalg.eigsh(operator, k, which=which, v0=start, return_eigenvectors=False)
-        return torch.as_tensor(np.sort(found), dtype=self.dtype, device=self.device)
+        unit = power_of_two(first)  # the thresholds of eigsh are for norms near one
+        found = scipy.sparse.linalg.eigsh(operator * (1 / unit), k, which=which, v0=start, return_eigenvectors=False)
+        return torch.as_tensor(np.sort(found), dtype=self.dtype, device=self.device) * unit
 
     def norm_bound(self, memory_limit: int | None = None) -> float:
         """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size where possible."""
@@ -269,6 +322,7 @@ class LinearOperator(ABC):
         return False
 
     def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+        self._fits(_FACTORED, memory_limit)
         return torch.linalg.eigvalsh(self.dense(memory_limit=memory_limit))
 
     def _square(self, question: str) -> None:
@@ -311,6 +365,9 @@ class _Transpose(LinearOperator):
     def _write(self, out: Tensor) -> None:
         self._operator._write(out.permute(2, 3, 0, 1))
 
+    def _workspace(self, room: int) -> int:
+        return self._operator._workspace(room)
+
     def _transposed(self) -> LinearOperator:
         return self._operator
 
@@ -335,6 +392,10 @@ class _Sum(LinearOperator):
         self._terms[1]._write(second)
         out += second
 
+    def _workspace(self, room: int) -> int:
+        entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return entries + max(term._workspace(max(0, room - entries)) for term in self._terms)
+
     def _trace(self, memory_limit: int | None) -> float:
         return sum(term._trace(memory_limit) for term in self._terms)
 
@@ -358,26 +419,44 @@ class _Scaled(LinearOperator):
         self._operator._write(out)
         out *= self._factor
 
+    def _workspace(self, room: int) -> int:
+        return self._operator._workspace(room)
+
     def _trace(self, memory_limit: int | None) -> float:
         return self._factor * self._operator._trace(memory_limit)
 
     def _diagonal(self, memory_limit: int | None) -> Tensor:
         return self._factor * self._operator._diagonal(memory_limit)
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
-        return self._factor**2 * self._operator._squared_norm(memory_limit)
+    def _norm(self, memory_limit: int | None) -> float:
+        return abs(self._factor) * self._operator._norm(memory_limit)
 
 
 class _Gram(LinearOperator):
-    """M^T M, for the singular values of M."""
+    """M^T M / unit², for the singular values of M: the unit, a power of two, is the size of the first product with M,
+    so that squares neither over- nor underflow."""
 
     def __init__(self, operator: LinearOperator) -> None:
         like = torch.empty(0, dtype=operator.dtype, device=operator.device)
         super().__init__(operator.column_shape, operator.column_shape, like, symmetric=True)
         self._operator = operator
+        self.unit = 0.0
 
     def _matmat(self, columns: Tensor) -> Tensor:
-        return self._operator.T._matmat(self._operator._matmat(columns))
+        product = self._operator._matmat(columns)
+        self.unit = self.unit or power_of_two(product)
+        return self._operator.T._matmat(product / self.unit) / self.unit
+
+
+def _answered(question: str, memory_limit: int | None, compute: Callable[[int | None], checks.Answer]) -> checks.Answer:
+    """What `compute(memory_limit)` finds, once it is known to be finite; the limit holds for all that it calls."""
+    try:
+        with checks.limited(memory_limit):
+            return checks.finite(question, compute(memory_limit))
+    except (NonFiniteError, torch.linalg.LinAlgError):  # of entries that are not finite, LAPACK says the latter
+        raise NonFiniteError(
+            question, "the entries overflow; scale the weights and inputs down, or convert them to float64"
+        ) from None
 
 
 def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

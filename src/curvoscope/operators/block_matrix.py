@@ -2,6 +2,7 @@
 
 import difflib
 import html
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,9 @@ class Tiles(LinearOperator):
             if self.symmetric and i < j:  # the mirrored tile is a copy, so that symmetry is exact
                 self.columns[i].of(self.rows[j].of(out), 2).copy_(target.permute(2, 3, 0, 1))
 
+    def _workspace(self, room: int) -> int:
+        return max(entry._workspace(room) for entry in self.entries.values())
+
     def _matmat(self, columns: Tensor) -> Tensor:
         if self._products is not None:
             return self._products[0](columns)
@@ -105,11 +109,11 @@ class Tiles(LinearOperator):
             target.copy_(self.entries[i, i]._diagonal(memory_limit).view(target.shape))
         return result.flatten()
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
+    def _norm(self, memory_limit: int | None) -> float:
         if not self.symmetric:
-            return sum(entry._squared_norm(memory_limit) for entry in self.entries.values())
-        upper = {key: entry for key, entry in self.entries.items() if key[0] <= key[1]}
-        return sum((1 if i == j else 2) * entry._squared_norm(memory_limit) for (i, j), entry in upper.items())
+            return math.hypot(*(entry._norm(memory_limit) for entry in self.entries.values()))
+        upper = ((key, entry) for key, entry in self.entries.items() if key[0] <= key[1])
+        return math.hypot(*(_twice(i != j, entry._norm(memory_limit)) for (i, j), entry in upper))
 
 
 class BlockMatrix(LinearOperator):
@@ -176,6 +180,15 @@ class BlockMatrix(LinearOperator):
                 for strip in range(0, region.shape[0], _STRIP):  # strips that stay in the cache: twice as fast
                     mirrored[:, strip : strip + _STRIP] = region[strip : strip + _STRIP].T
 
+    def _workspace(self, room: int) -> int:
+        entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        if self.entries is not None:  # half of them, of either part
+            return entries
+        sizes = [
+            (self[pair].shape[0] * self[pair].shape[1] * self.dtype.itemsize, self[pair]) for pair in self._pairs()
+        ]
+        return max(size + block._workspace(max(0, room - size)) for size, block in sizes)
+
     def _matmat(self, columns: Tensor) -> Tensor:
         if self._product is not None:
             return self._product(columns)
@@ -192,9 +205,9 @@ class BlockMatrix(LinearOperator):
     def _diagonal(self, memory_limit: int | None) -> Tensor:
         return torch.cat([self[name]._diagonal(memory_limit) for name in self.names])
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
-        return sum(
-            (1 if row == column else 2) * self[row, column]._squared_norm(memory_limit) for row, column in self._pairs()
+    def _norm(self, memory_limit: int | None) -> float:
+        return math.hypot(
+            *(_twice(row != column, self[row, column]._norm(memory_limit)) for row, column in self._pairs())
         )
 
     def norm_bound(self, memory_limit: int | None = None) -> float:
@@ -271,6 +284,11 @@ class BlockHessian:
         for row in rows:
             table.add_row(*map(Text, row))
         return Group(Text(title), table)
+
+
+def _twice(mirrored: bool, norm: float) -> float:
+    """The norm of a block, with its mirror image where it has one."""
+    return math.sqrt(2) * norm if mirrored else norm
 
 
 def _added(

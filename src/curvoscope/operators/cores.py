@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvoscope import checks
+from curvoscope.magnitudes import Scaled, unit
+
 _NEVER = 2**62  # the cost of a route that does not exist
+_MIDDLES, _CARRIED = 4, 3  # tensors at once while the middles E are made, and while they are carried over
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,16 @@ class Core(ABC):
     def trace(self, start: int, stop: int) -> Tensor:
         """The traces, (t,)."""
         return self.diagonal(start, stop).sum(1)
+
+    @property
+    def diagonal_workspace(self) -> int:
+        """Numbers a token needs while `diagonal` computes it."""
+        return self.workspace
+
+    @property
+    def trace_workspace(self) -> int:
+        """Numbers a token needs while `trace` computes it."""
+        return self.diagonal_workspace
 
     def token_form(self) -> TokenForm | None:
         """The token-space form where there is one."""
@@ -96,6 +110,16 @@ class SumCore(Core):
         """Sum of the traces."""
         return torch.stack([core.trace(start, stop) for core in self._cores]).sum(0)
 
+    @property
+    def diagonal_workspace(self) -> int:
+        """Of the core that needs most, beside the diagonals of the others."""
+        return max(core.diagonal_workspace for core in self._cores) + len(self._cores) * self.shape[0]
+
+    @property
+    def trace_workspace(self) -> int:
+        """Of the core that needs most."""
+        return max(core.trace_workspace for core in self._cores)
+
     def token_form(self) -> TokenForm | None:
         """Sum of the inner matrices, when all share their features."""
         forms = [core.token_form() for core in self._cores]
@@ -125,6 +149,14 @@ class _TransposedCore(Core):
     def trace(self, start: int, stop: int) -> Tensor:
         return self._core.trace(start, stop)
 
+    @property
+    def diagonal_workspace(self) -> int:
+        return self._core.diagonal_workspace
+
+    @property
+    def trace_workspace(self) -> int:
+        return self._core.trace_workspace
+
     def token_form(self) -> TokenForm | None:
         form = self._core.token_form()
         return form and TokenForm(form.right, form.left, lambda start, stop: form.inner(start, stop).mT, form.tokens)
@@ -144,21 +176,34 @@ def inner_by_tokens_cost(x: Core, y: Core) -> int:
     return pairs * (f * g * (p + q) + first.tokens * f * g * (f + g) + first.tokens * second.tokens * g * g)
 
 
-def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor]) -> float:
+def inner_by_tokens_fits(x: Core, y: Core, itemsize: int, budget: int) -> bool:
+    """Whether `inner_by_tokens` fits into the budget: E of all tokens, and of one group with all the others."""
+    first, second = x.token_form(), y.token_form()
+    assert first is not None and second is not None
+    (groups, f, _), (others, g, _) = first.left.shape, second.left.shape
+    kept = groups * first.tokens * f * f * (0 if x is y else 1) + others * second.tokens * g * g
+    needed = itemsize * (_MIDDLES * kept + _CARRIED * others * first.tokens * g * max(f, g))
+    fit = needed <= max(budget, checks.LEAST_CHUNK)
+    checks.predict(needed if fit else 0)
+    return fit
+
+
+def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor]) -> Scaled:
     """sum_tu w_tu <C_t, C'_u> without cores: <C_t, C'_u> = <(f f'^T)^T E_t (g g'^T), E'_u> in the space of tokens."""
     first, second = x.token_form(), y.token_form()
     assert first is not None and second is not None
     (groups, f, _), (others, g, _) = first.left.shape, second.left.shape
     t, u = first.tokens, second.tokens
-    inner = second.inner(0, others * u)
-    middles = (inner if x is y else first.inner(0, groups * t)).view(groups, t, f, f)
-    inner = inner.reshape(others, u, g * g)
-    same_features = first.right is first.left and second.right is second.left
+    inner, exponent = unit(second.inner(0, others * u))
+    middles, other = (inner, exponent) if x is y else unit(first.inner(0, groups * t))
+    middles, inner = middles.view(groups, t, f, f), inner.reshape(others, u, g * g)
+    (ours, a), (theirs, b) = _unit_features(first), _unit_features(second)
+    same_features = ours[0] is ours[1] and theirs[0] is theirs[1]
     total = 0.0
     for n in range(groups):
         later = slice(n if x is y else 0, None)  # <t, u> = <u, t>: of two groups each pair once
-        right = second.right[later] @ first.right[n].T  # (m, F', F)
-        left = right if same_features else second.left[later] @ first.left[n].T
+        right = theirs[1][later] @ ours[1][n].T  # (m, F', F)
+        left = right if same_features else theirs[0][later] @ ours[0][n].T
         m = right.shape[0]
         half = right.view(m * g, f) @ middles[n].permute(2, 0, 1).reshape(f, t * f)  # (m F', t F)
         carried = half.view(m, g * t, f) @ left.mT  # (m, F' t, F')
@@ -168,4 +213,11 @@ def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor])
         if x is y:
             products[1:] *= 2
         total += float((weight * products).sum(dtype=torch.float64))
-    return total
+    return total, exponent + other + a + b
+
+
+def _unit_features(form: TokenForm) -> tuple[tuple[Tensor, Tensor], int]:
+    """Left and right features near one, and the exponent of their product."""
+    left, first = unit(form.left)
+    right, second = (left, first) if form.right is form.left else unit(form.right)
+    return (left, right), first + second

@@ -15,6 +15,8 @@ from curvoscope.operators.terms import Axes, Single, Term
 
 Part = Sequence[Term | Single]
 
+_CHUNK = 2**28  # bytes for the tokens taken at once: more gain nothing
+
 
 def write_entries(out: Tensor, parts: Sequence[Part], symmetric: bool) -> None:
     """Write the sum of the parts to `out`, a view (r0, r1, c0, c1) into some larger matrix."""
@@ -33,7 +35,7 @@ def write_entries(out: Tensor, parts: Sequence[Part], symmetric: bool) -> None:
             else:
                 target = _new_part(out, part)
             if symmetrise:
-                target.copy_((target + target.permute(2, 3, 0, 1)) / 2)
+                target.copy_((target + target.permute(2, 3, 0, 1)).mul_(0.5))
             if not at_once:
                 out += target
 
@@ -44,8 +46,52 @@ def _view(out: Tensor, axes: Axes) -> Tensor:
 
 
 def _ranges(term: Term) -> list[tuple[int, int]]:
-    pairs = term.left.shape[1] * term.right.shape[1]
-    return term.chunks(checks.memory_budget(None) // 4, extra=pairs)
+    return term.chunks(_at_once(term, checks.memory_budget(None)), extra=_pairs(term))
+
+
+# ---- what it takes, in bytes
+
+
+def workspace(parts: Sequence[Part], symmetric: bool, room: int) -> int:
+    """What `write_entries` needs beside the entries, when `room` is left: moments, and chunks of tokens."""
+    parts, needed = [part for part in parts if part], [0]
+    alike = symmetric and bool(parts) and _alike(parts)
+    for number, part in enumerate(parts):
+        first, *others = (_moments_and_chunk(term, room) for term in part)
+        entries, symmetrised = _entries(part[0]), symmetric and not all(term.symmetric for term in part)
+        apart = number > 0 and not alike and (len(part) > 1 or symmetrised)  # its sum is made beside the entries
+        beside = entries if apart else 0
+        needed += [first, *(beside + other for other in others), *([beside + entries] if symmetrised else [])]
+    return max(needed)
+
+
+def _moments_and_chunk(term: Term | Single, room: int) -> int:
+    if isinstance(term, Single):
+        return 0 if _is_diagonal(term.core) else _entries(term)
+    one_token = (term.core.workspace + _pairs(term)) * term.left.element_size()
+    chunk = min(term.tokens * one_token, max(one_token, _at_once(term, room)))
+    return max(_beside(term), _entries(term) // (2 if term.symmetric else 1) + chunk)
+
+
+def _pairs(term: Term) -> int:
+    """Numbers a token for the pairs of its vectors: of a symmetric term half of them, and their factors."""
+    return term.left.shape[1] * term.right.shape[1] * (3 if term.symmetric else 2) // 2
+
+
+def _entries(term: Term | Single) -> int:
+    vectors = term.outer if isinstance(term, Single) else term.left
+    pairs = term.outer.numel() if isinstance(term, Single) else term.left.shape[1] * term.right.shape[1]
+    return pairs * term.core.shape[0] * term.core.shape[1] * vectors.element_size()
+
+
+def _beside(term: Term) -> int:
+    """The moments, and beside them, of a symmetric term, the half that determines them."""
+    return _entries(term) * (3 if term.symmetric else 2) // 2
+
+
+def _at_once(term: Term, room: int) -> int:
+    """For a chunk of tokens."""
+    return max(0, min(_CHUNK, room // 4, room - _beside(term)))
 
 
 # ---- symmetric blocks: only pairs a <= b of the vectors, each used twice, so that symmetry is exact
@@ -119,7 +165,7 @@ def _new_part(like: Tensor, terms: Part) -> Tensor:
 def _put_single(target: Tensor, term: Single, add: bool) -> None:
     """outer (x) core; a diagonal core, such as the identity, only where it is not zero."""
     outer, core = term.outer[:, :, None, None], term.core
-    if core.shape[0] == core.shape[1] and torch.equal(core, core.diagonal().diag()):
+    if _is_diagonal(core):
         if not add:
             target.zero_()
         target.diagonal(dim1=2, dim2=3).add_(outer[..., 0] * core.diagonal())
@@ -127,6 +173,10 @@ def _put_single(target: Tensor, term: Single, add: bool) -> None:
         target += outer * core
     else:
         target.copy_(outer * core)
+
+
+def _is_diagonal(core: Tensor) -> bool:
+    return core.shape[0] == core.shape[1] and torch.equal(core, core.diagonal().diag())
 
 
 def _moments(term: Term) -> Tensor:

@@ -1,16 +1,23 @@
 """Inner products of terms, <B, B'> = sum of the products of their entries, without forming an entry.
 
 Routes: the Gram matrix of the cores, sum_tu (l_t . l'_u) (r_t . r'_u) <C_t, C'_u>; the same in the space of tokens; and
-a contraction of all factors when the vectors stand on different axes.
+a contraction of all factors when the vectors stand on different axes. Every factor is brought near one first.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
+import opt_einsum
 import torch
 from torch import Tensor
 
-from curvoscope.operators.cores import SumCore, inner_by_tokens, inner_by_tokens_cost
+from curvoscope import checks
+from curvoscope.magnitudes import Scaled, total, unit
+from curvoscope.operators.cores import SumCore, inner_by_tokens, inner_by_tokens_cost, inner_by_tokens_fits
 from curvoscope.operators.terms import Axes, Single, Term
+
+_GRAMS = 3  # matrices of pairs of tokens at once: of the vectors, of the cores, and their product
 
 
 def merged(terms: Sequence[Term | Single]) -> list[Term | Single]:
@@ -45,37 +52,62 @@ def inner_cost(x: Term | Single, y: Term | Single) -> int:
     return gram
 
 
-def inner(x: Term | Single, y: Term | Single, budget: int) -> float:
+def inner(x: Term | Single, y: Term | Single, budget: int) -> Scaled:
     """<x, y> by the cheapest route."""
     if isinstance(x, Term) and isinstance(y, Term):
         if x.axes != y.axes:
             return _crossed_inner(x, y, budget)
         gram = x.tokens * y.tokens * (x.left.shape[1] + x.right.shape[1] + x.core.size)
-        if inner_by_tokens_cost(x.core, y.core) < gram // (2 if x is y else 1):
-            return inner_by_tokens(x.core, y.core, lambda i, j: _weights(x, y, i, j))
-        return _gram_inner(x, y, budget)
+        by_tokens = inner_by_tokens_cost(x.core, y.core) < gram // (2 if x is y else 1)
+        by_tokens = by_tokens and inner_by_tokens_fits(x.core, y.core, x.left.element_size(), budget)
+        by_tokens = by_tokens and (x is y or x.core is not y.core)  # there one core stands for one term
+        first, left = _with_unit_vectors(x)
+        second, right = (first, left) if x is y else _with_unit_vectors(y)
+        if by_tokens:
+            value, exponent = inner_by_tokens(x.core, y.core, lambda i, j: _weights(first, second, i, j))
+        else:
+            value, exponent = _gram_inner(first, second, budget)
+        return value, exponent + left + right
     if isinstance(x, Single) and isinstance(y, Single):
         if x.axes == y.axes:
-            return float((x.outer * y.outer).sum() * (x.core * y.core).sum())
-        names = [*_letters(x, ""), *_letters(y, "")]
-        return float(torch.einsum(",".join(names) + "->", x.outer, x.core, y.outer, y.core))
+            (a, b, c, d), exponent = _units(x.outer, y.outer, x.core, y.core)
+            return float((a * b).sum() * (c * d).sum()), exponent
+        return _contracted([*_letters(x, ""), *_letters(y, "")], x.outer, x.core, y.outer, y.core)
     term, single = (x, y) if isinstance(x, Term) else (y, x)
     assert isinstance(term, Term) and isinstance(single, Single)
     names = [*_letters(term, "t"), *_letters(single, "")]
-    total = 0.0
-    for start, stop in term.chunks(budget // 3):
-        core = term.core.dense(start, stop)
-        total += float(
-            torch.einsum(
-                ",".join(names) + "->",
-                term.left[start:stop],
-                term.right[start:stop],
-                core,
-                single.outer,
-                single.core,
-            )
-        )
-    return total
+    return total(
+        _contracted(names, term.left[i:j], term.right[i:j], term.core.dense(i, j), single.outer, single.core)
+        for i, j in term.chunks(budget // 3)
+    )
+
+
+def _with_unit_vectors(term: Term) -> tuple[Term, int]:
+    """term = result · 2^exponent."""
+    left, first = unit(term.left)
+    right, second = (left, first) if term.right is term.left else unit(term.right)
+    return replace(term, left=left, right=right), first + second
+
+
+def _units(*factors: Tensor) -> tuple[list[Tensor], int]:
+    """The factors near one, and the exponent of their product."""
+    found = [unit(factor) for factor in factors]
+    return [factor for factor, _ in found], sum(exponent for _, exponent in found)
+
+
+def _contracted(names: Sequence[str], *factors: Tensor) -> Scaled:
+    """The sum over all subscripts."""
+    near, exponent = _units(*factors)
+    equation = ",".join(names) + "->"
+    path = _path(equation, *(tuple(factor.shape) for factor in factors))
+    return float(opt_einsum.contract(equation, *near, optimize=path)), exponent
+
+
+@lru_cache(maxsize=1024)
+def _path(equation: str, *shapes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The cheapest order of contraction: to find it costs more than to contract a few tokens."""
+    path: list[tuple[int, ...]] = opt_einsum.contract_path(equation, *shapes, shapes=True)[0]
+    return path
 
 
 def _weights(x: Term, y: Term, i: slice, j: slice) -> Tensor:
@@ -86,46 +118,51 @@ def _weights(x: Term, y: Term, i: slice, j: slice) -> Tensor:
     return weights.mul_(x.right[i] @ y.right[j].T)
 
 
-def _gram_inner(x: Term, y: Term, budget: int) -> float:
+def _gram_inner(x: Term, y: Term, budget: int) -> Scaled:
     """sum_tu (l_t . l'_u) (r_t . r'_u) <C_t, C'_u>, through the Gram matrix of the cores, in chunks of both."""
-    total = 0.0
-    outer, inner = x.chunks(budget // 2), y.chunks(budget // 4)
+    parts: list[Scaled] = []
+    room = max(budget, checks.LEAST_CHUNK) // 4
+    side = int((room / (_GRAMS * x.left.element_size())) ** 0.5)  # of the Gram matrices
+    outer, inner = _at_most(x, budget // 2, side), _at_most(y, budget // 4, side)
+    checks.predict(_GRAMS * x.left.element_size() * min(side, x.tokens) * min(side, y.tokens))
     for start, stop in outer:
-        cores = x.core.dense(start, stop).flatten(1)
+        cores, exponent = unit(x.core.dense(start, stop).flatten(1))
         if x is y and len(outer) == 1:
-            return float((_weights(x, x, slice(None), slice(None)) * (cores @ cores.T)).sum(dtype=torch.float64))
+            found = (_weights(x, x, slice(None), slice(None)) * (cores @ cores.T)).sum(dtype=torch.float64)
+            return float(found), 2 * exponent
         for first, last in inner:
-            others = y.core.dense(first, last).flatten(1)
+            others, other = unit(y.core.dense(first, last).flatten(1))
             weights = _weights(x, y, slice(start, stop), slice(first, last))
-            total += float((weights * (cores @ others.T)).sum(dtype=torch.float64))
-    return total
+            parts.append((float((weights * (cores @ others.T)).sum(dtype=torch.float64)), exponent + other))
+    return total(parts)
 
 
-def _crossed_inner(x: Term, y: Term, budget: int) -> float:
+def _crossed_inner(x: Term, y: Term, budget: int) -> Scaled:
     """<x, y> when the vectors of x and y stand on different axes: contracted pair by pair of chunks."""
-    names = ",".join([*_letters(x, "t"), *_letters(y, "u")]) + "->"
-    total = 0.0
+    names = [*_letters(x, "t"), *_letters(y, "u")]
+    parts: list[Scaled] = []
     widest = max(*x.core.shape, *y.core.shape)
     numbers = int((budget // 4 / (x.left.element_size() * widest)) ** 0.5)
-    for start, stop in _at_most(x.chunks(budget // 4), max(1, numbers)):
-        core = x.core.dense(start, stop)
-        for first, last in _at_most(y.chunks(budget // 4), max(1, numbers)):
-            total += float(
-                torch.einsum(
-                    names,
-                    x.left[start:stop],
-                    x.right[start:stop],
-                    core,
-                    y.left[first:last],
-                    y.right[first:last],
-                    y.core.dense(first, last),
-                )
-            )
-    return total
+    for i, j in _at_most(x, budget // 4, numbers):
+        core = x.core.dense(i, j)
+        parts += (
+            _contracted(names, x.left[i:j], x.right[i:j], core, y.left[k:m], y.right[k:m], y.core.dense(k, m))
+            for k, m in _at_most(y, budget // 4, numbers)
+        )
+    return total(parts)
 
 
-def _at_most(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    return [(start, min(start + size, stop)) for begin, stop in ranges for start in range(begin, stop, size)]
+def _at_most(term: Term, budget: int, size: int) -> list[tuple[int, int]]:
+    """The term's chunks, of at most so many tokens: whole sequences, or parts of one."""
+    period = term.core.period
+    step = size // period * period if size >= period else max(1, size)
+    cut = []
+    for start, stop in term.chunks(budget):
+        while start < stop:
+            end = min(start + step, stop) if step >= period else min(start + step, stop, (start // period + 1) * period)
+            cut.append((start, end))
+            start = end
+    return cut
 
 
 def _letters(term: Term | Single, token: str) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import ShapeError
+from curvoscope.magnitudes import norm, root, total
 from curvoscope.operators.base import LinearOperator, Products, Shape, summed
-from curvoscope.operators.entries import write_entries
+from curvoscope.operators.entries import workspace, write_entries
 from curvoscope.operators.inner_products import inner, inner_cost, merged
 from curvoscope.operators.terms import Single, Term
 
@@ -65,6 +66,9 @@ class KroneckerSum(LinearOperator):
     def _write(self, out: Tensor) -> None:
         write_entries(out, self._parts, self.symmetric)
 
+    def _workspace(self, room: int) -> int:
+        return workspace(self._parts, self.symmetric, room)
+
     def _matmat(self, columns: Tensor) -> Tensor:
         kept = sum(term.tokens * term.core.size for term in self.terms if isinstance(term, Term))
         if self._products is not None and kept * columns.element_size() > checks.memory_budget(None) // 4:
@@ -107,7 +111,7 @@ class KroneckerSum(LinearOperator):
                 total += float(value)
             elif term.axes[0] == term.axes[1]:
                 weights = (term.left * term.right).sum(1)
-                for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2):
+                for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2, core=term.core.trace_workspace):
                     total += float(weights[start:stop] @ term.core.trace(start, stop))
             else:
                 for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2):
@@ -128,7 +132,8 @@ class KroneckerSum(LinearOperator):
                 else:
                     target += term.outer * term.core.T
                 continue
-            for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2):
+            core = term.core.diagonal_workspace if straight else term.core.workspace
+            for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2, core=core):
                 left, right = term.left[start:stop], term.right[start:stop]
                 if straight:
                     target += (left * right).T @ term.core.diagonal(start, stop)
@@ -136,9 +141,9 @@ class KroneckerSum(LinearOperator):
                     target += torch.einsum("ta,tp,tpa->ap", left, right, term.core.dense(start, stop))
         return result.reshape(-1)
 
-    def _squared_norm(self, memory_limit: int | None) -> float:
-        """|B|_F^2 by the cheapest exact route: from the entries, or from the inner products of the terms."""
-        budget = checks.memory_budget(memory_limit)
+    def _norm(self, memory_limit: int | None) -> float:
+        """|B|_F by the cheapest exact route: from the entries, or from the inner products of the terms."""
+        budget = max(checks.memory_budget(memory_limit), checks.LEAST_CHUNK)
         terms = merged(self.terms)
         if not terms:
             return 0.0
@@ -146,9 +151,10 @@ class KroneckerSum(LinearOperator):
         pairwise = sum(inner_cost(terms[i], terms[j]) for i, j in pairs)
         entries = self.shape[0] * self.shape[1]
         by_entries = entries * sum(term.tokens if isinstance(term, Term) else 1 for term in self.terms)
-        if by_entries <= pairwise and 2 * entries * self.dtype.itemsize <= budget:
-            return float(self.dense(memory_limit=memory_limit).double().square().sum())
-        return sum((1 if i == j else 2) * inner(terms[i], terms[j], budget) for i, j in pairs)
+        if by_entries <= pairwise and self._bytes(2, budget) <= budget:
+            return norm(self.dense(memory_limit=budget))
+        parts = ((inner(terms[i], terms[j], budget), 1 if i == j else 2) for i, j in pairs)
+        return root(total((count * value, exponent) for (value, exponent), count in parts))
 
     def _spectrum_is_cheap(self) -> bool:
         return len(self.terms) == 1 and isinstance(self.terms[0], Single)
@@ -190,7 +196,7 @@ class KroneckerSum(LinearOperator):
                 total += _spectral(term.outer) * _spectral(term.core)
                 continue
             largest = max(
-                float(torch.linalg.matrix_norm(term.core.dense(start, stop), 2).max())
+                _spectral(term.core.dense(start, stop))
                 for start, stop in term.chunks(checks.memory_budget(memory_limit) // 4)
             )
             total += _spectral(term.left) * _spectral(term.right) * largest
@@ -208,4 +214,5 @@ class KroneckerSum(LinearOperator):
 
 
 def _spectral(matrix: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(matrix, 2))
+    """The largest singular value, of one matrix or of several."""
+    return float(torch.linalg.matrix_norm(checks.finite("norm_bound", matrix), 2).max())

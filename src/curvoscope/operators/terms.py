@@ -52,9 +52,9 @@ class Term:
         second = right.view(groups, 1, size, -1).expand(-1, size, -1, -1).flatten(0, 2)
         return cls(first, second, DenseCore(blocks.transpose(2, 3).reshape(-1, p, q)), axes)
 
-    def chunks(self, budget: int, extra: int = 0) -> list[tuple[int, int]]:
-        """Ranges of tokens whose cores, and `extra` numbers a token, fit into the budget."""
-        numbers = self.core.workspace + extra
+    def chunks(self, budget: int, extra: int = 0, core: int | None = None) -> list[tuple[int, int]]:
+        """Ranges of tokens that fit into the budget, with `core` numbers a token (those of dense cores) and `extra`."""
+        numbers = (self.core.workspace if core is None else core) + extra
         return list(checks.chunks(self.tokens, self.core.period, numbers * self.left.element_size(), budget))
 
 

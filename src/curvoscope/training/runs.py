@@ -19,6 +19,8 @@ CREATE TABLE incidents (
 ) STRICT, WITHOUT ROWID
 """
 
+_PROGRAMS = ("curvoscope", "torch", "python")
+
 
 class RunStore(Database):
     """Monitored runs in one file.
@@ -46,12 +48,15 @@ class RunStore(Database):
         return StoredRun(self, name)
 
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
-        """All numbers of all records: the names of the columns, and a row each."""
-        columns = ["run", "step", *Value._fields]
-        runs = [self.run(name) for name in self.names]
-        rows: list[tuple[object, ...]] = [
-            (run.name, record.step, *value) for run in runs for record in run.records() for value in record.values()
-        ]
+        """All numbers of all records: the names of the columns, and a row each, with the seed of the run and the
+        versions of the programs where they are known."""
+        columns = ["run", "step", *Value._fields, "seed", *_PROGRAMS]
+        rows: list[tuple[object, ...]] = []
+        for run in map(self.run, self.names):
+            facts = run.facts
+            seed = facts.get("configuration", facts).get("seed")
+            source = (seed, *(facts.get("versions", {}).get(name) for name in _PROGRAMS))
+            rows += ((run.name, record.step, *value, *source) for record in run.records() for value in record.values())
         return columns, rows
 
 

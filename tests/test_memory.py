@@ -1,0 +1,105 @@
+"""What a computation says that it will take, against what it takes; and that past the limit nothing is begun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import curvoscope as cv
+from curvoscope import checks
+from curvoscope.errors import MemoryLimitError, RangeError
+from memory_cases import CASES, CHUNKED, ENVIRONMENT
+
+QUICK = [
+    *("dense_query", "dense_query_key", "dense_attention", "dense_heads", "dense_linear_mlp"),
+    *("dense_transformer_block", "norm_in_chunks", "trace_estimate", "attention_of_long_sequences", "hessian_product"),
+]
+SLOW = [name for name in CASES if name not in QUICK]
+IDLE = 40 * 2**20  # bytes of resident memory that come and go with nothing
+
+
+def table(names):
+    """All in one process of their own, whose peak is reset from case to case."""
+    if sys.platform != "linux":
+        pytest.skip("the peak of resident memory is read and reset through /proc")
+    here = Path(__file__).parent
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(here.parent)}
+    command = [sys.executable, str(here / "memory_cases.py"), *names]
+    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+
+def check(found):
+    off = {name: one for name, one in found.items() if not 0.5 <= one["predicted"] / one["taken"] <= 2}
+    assert not off
+    for name, one in found.items():
+        assert one["taken"] > 64 * 2**20, name  # far above the noise of an allocator
+        if CASES[name] not in CHUNKED:
+            assert one["least"] == one["again"] <= one["predicted"] and one["by then"] < IDLE, name
+
+
+def test_ten_predictions_within_a_factor_of_two():
+    check(table(QUICK))
+
+
+@pytest.mark.slow
+def test_the_other_predictions():
+    check(table(SLOW))
+
+
+@pytest.fixture
+def H():
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(6, 6, dtype=torch.float64, generator=generator) for _ in range(4)]
+    X, Y = torch.randn(2, 3, 5, 6, dtype=torch.float64, generator=generator)
+    return cv.exact.SelfAttention(*weights, heads=2, causal=True).hessian(X, cv.losses.MSE(Y))
+
+
+def test_a_byte_less_is_refused_and_the_least_suffices(H):
+    truth = H.dense()
+    for row in H.names:
+        for column in H.names:
+            block = H[row, column]
+            with pytest.raises(MemoryLimitError) as first:
+                block.dense(memory_limit=1)
+            needed = first.value.needed
+            assert needed >= 8 * block.shape[0] * block.shape[1]
+            with pytest.raises(MemoryLimitError) as second:
+                block.dense(memory_limit=needed - 1)
+            assert second.value.needed == needed
+            part = truth[H.total.ranges[row], H.total.ranges[column]]
+            assert (block.dense(memory_limit=needed) - part).abs().max() <= 1e-15 * part.abs().max()
+
+
+def test_a_scope_limits_what_has_no_argument_and_tells_what_was_predicted():
+    layer = cv.exact.LinearMLP([torch.eye(4, dtype=torch.float64)])
+    X = torch.ones(3, 4, dtype=torch.float64)
+    with checks.limited() as memory:
+        layer.jacobian(X)
+    assert memory.predicted == 12 * (16 + 12) * 8
+    with checks.limited(memory.predicted) as inner:
+        layer.jacobian(X)
+    assert inner.predicted == memory.predicted
+    with checks.limited(memory.predicted - 1), pytest.raises(MemoryLimitError, match="the Jacobian in"):
+        layer.jacobian(X)
+    with pytest.raises(RangeError, match="memory_limit: got 0"), checks.limited(0):
+        pass
+
+
+def test_scopes_nest():
+    with checks.limited(100) as outer:
+        with checks.limited(10), pytest.raises(MemoryLimitError):
+            checks.fits(20, None, "this", "take less")
+        checks.fits(50, None, "this", "take less")
+        with checks.limited():  # none of its own
+            assert checks.memory_budget(None) == 100
+    assert outer.predicted == 50 and checks.memory_budget(7) == 7
+
+
+def test_a_single_token_that_does_not_fit_is_refused():
+    with checks.limited(2**21), pytest.raises(MemoryLimitError, match="a single token needs 4 MiB") as refused:
+        list(checks.chunks(5, 1, 2**22, 2**20))
+    assert refused.value.needed == 2**22
