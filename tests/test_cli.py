@@ -44,8 +44,9 @@ def test_analyze_prints_the_table_the_sentence_and_the_files(call, tmp_path):
 
 @pytest.mark.parametrize(
     ("norm", "attention", "dtype"),
-    [("none", "softmax", "float64"), pytest.param("pre", "linear", "float32", marks=pytest.mark.slow)],
+    [("none", "softmax", "float64"), ("pre", "linear", "float32")],
 )
+@pytest.mark.slow
 def test_json_is_the_file_and_the_only_thing_on_stdout(call, tmp_path, norm, attention, dtype):
     options = [*SMALL, "--norm", norm, "--attention", attention, "--dtype", dtype]
     code, stdout, stderr = call("analyze", *options, "--out", tmp_path, "--json")

@@ -123,6 +123,7 @@ def test_the_tolerance_and_the_budget_are_kept(document, tmp_path):
             assert row[name]["matvecs"] <= 20
 
 
+@pytest.mark.slow
 def test_the_same_seed_twice_gives_the_same_document_and_its_command_repeats_it(call, tmp_path):
     options = ["--sequences", "2", "--blocks", "h.0.attn.[KV]", "--blocks", "h.0.mlp.up", "--seed", "3"]
     randomness = torch.random.get_rng_state()

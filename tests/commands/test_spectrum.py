@@ -76,6 +76,7 @@ def test_the_default_blocks_the_files_and_what_a_reader_sees(call, tmp_path):
     assert found["hessian"]["spectrum"]["size"] == found["hessian"]["parameters"] == 3900
 
 
+@pytest.mark.slow
 def test_the_same_seed_twice_and_the_command_again(call, tmp_path):
     options = [*FAST, "--matvecs", "16", "--blocks", "h.0.attn.[QV]", "--seed", "5", "--json"]
     first, second = (call("spectrum", *options, "--out", tmp_path / str(i))[1] for i in range(2))

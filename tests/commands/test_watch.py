@@ -174,6 +174,7 @@ def test_killed_it_goes_on_and_ends_with_the_same_weights(tmp_path):
     assert same_weights(whole, parts)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_directory_leaves_the_records_of_the_first(tmp_path, capsys):
     watch.run(watch.Options(steps=1, **SMALL), tmp_path, False, True)
     first = stored(tmp_path)

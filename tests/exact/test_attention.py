@@ -40,7 +40,7 @@ def test_all_blocks_against_autodiff(part):
     check()
 
 
-@pytest.mark.parametrize("part", ["total", "outer", "functional"])
+@pytest.mark.parametrize("part", ["total", pytest.param("outer", marks=pytest.mark.slow), "functional"])
 @settings(max_examples=25)
 @given(problem=problems())
 def test_contractions_without_forming_a_block(part, problem):

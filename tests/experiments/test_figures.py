@@ -43,7 +43,12 @@ def measured(name):
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+LONGER = ("divergence", "optimizers", "heads", "phases", "gap-loss", "fig6", "fig7")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in NAMES]
+)
 def test_each_figure_measures_judges_and_draws(name):
     figure, rows = measured(name)
     assert figure.name == name

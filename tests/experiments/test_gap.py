@@ -291,12 +291,12 @@ class TestWithoutScikitLearn:
 
     @pytest.mark.parametrize("name", DIGITS)
     def test_by_name_they_say_what_to_install(self, name):
-        with pytest.raises(MissingPackageError, match=r"^digits: .*pip install curvoscope\[digits\]"):
+        with pytest.raises(MissingPackageError, match=r"^digits: .*pip install 'curvoscope\[digits\]"):
             find([name])
 
     def test_the_images_say_what_to_install(self):
         images.cache_clear()
-        with pytest.raises(MissingPackageError, match=r"pip install curvoscope\[digits\]"):
+        with pytest.raises(MissingPackageError, match=r"pip install 'curvoscope\[digits\]"):
             images()
 
     def test_reproduce_all_says_so_in_one_line(self, monkeypatch, tmp_path, capsys):
