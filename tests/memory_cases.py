@@ -145,7 +145,12 @@ def model_lanczos():
 
 
 CHUNKED = (diagonal_in_chunks, norm_in_chunks, norm_by_tokens, trace_estimate)
-CASES = {case.__name__: case for case in list(globals().values()) if getattr(case, "__module__", "") == __name__}
+HELPERS = (normal, attention, feedforward, model)
+CASES = {
+    case.__name__: case
+    for case in list(globals().values())
+    if getattr(case, "__module__", "") == __name__ and case not in HELPERS
+}
 
 
 def refused(call, limit):
