@@ -6,8 +6,9 @@ the first kink, and D is wrong altogether behind it: there the best displacement
 another one for each vector. One rule serves both: climb as long as |D(d) - D(d/2)| is what rounding explains, and of
 the displacements seen take the one with the least error, which is rounding and what it does not explain of that gap.
 
-The error is within three times the least over all displacements, as measured on smooth and on piecewise linear models,
-or below 10 epsilon of the product, where both are the rounding of the last sum.
+The error is within three times the least over all displacements, or below 10 epsilon of the product, where both are the
+rounding of the last sum: so it was for 579 of 584 vectors that the rule had not seen, on smooth and on piecewise linear
+models; for the worst, where kinks are close, it was 6.6 times.
 """
 
 import math
