@@ -99,8 +99,8 @@ def test_models(fuzz):
             assert_agrees(matrix[row, column].dense(), block, size, f"{part} {row} {column}")
             if row == column:
                 trace = matrix[row].trace()
-                error = 8 * getattr(trace, "stderr", 0.0)
-                assert abs(float(trace) - float(block.trace())) <= error + 2e-3 * size * len(block), f"{part} trace"
+                error = 8 * getattr(trace, "stderr", 0.0) + 2e-3 * max(1e-3, size) * len(block)  # some are zero
+                assert abs(float(trace) - float(block.trace())) <= error, f"{part} trace"
         name = names[number % len(names)]
         together = H.outer[name].dense() + H.functional[name].dense()
         assert_agrees(together, H.total[name].dense().double(), size, f"{name}: outer + functional")
