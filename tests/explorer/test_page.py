@@ -284,12 +284,7 @@ def test_a_server_that_is_gone_is_named(browser, address):
     explorer.page.route("**/*", lambda route: route.abort())
     explorer.move("L", 6)
     explorer.page.wait_for_function("() => document.getElementById('message').textContent.includes('gave no answer')")
-    explorer.page.unroute("**/*")
-    explorer.move("L", 7)
-    explorer.settle(L=7)
-    assert_shows(explorer, State(**{**SMALL.model_dump(), "L": 7}))
-    assert explorer.page.text_content("#message") == ""
-    explorer.page.close()
+    _goes_on(explorer, "**/*")
 
 
 def test_what_breaks_inside_is_told_and_the_next_move_tries_again(browser, address):
@@ -298,7 +293,12 @@ def test_what_breaks_inside_is_told_and_the_next_move_tries_again(browser, addre
     explorer.page.route("**/answer/spectra*", lambda route: route.fulfill(**broken))
     explorer.move("L", 6)
     explorer.page.wait_for_function("() => document.getElementById('message').textContent.includes('could not answer')")
-    explorer.page.unroute("**/answer/spectra*")
+    _goes_on(explorer, "**/answer/spectra*")
+
+
+def _goes_on(explorer, route):
+    """Once the route is open again, the next move is answered and the message is gone."""
+    explorer.page.unroute(route)
     explorer.move("L", 7)
     explorer.settle(L=7)
     assert_shows(explorer, State(**{**SMALL.model_dump(), "L": 7}))

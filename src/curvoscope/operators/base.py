@@ -453,10 +453,10 @@ def _answered(question: str, memory_limit: int | None, compute: Callable[[int | 
     try:
         with checks.limited(memory_limit):
             return checks.finite(question, compute(memory_limit))
-    except (NonFiniteError, torch.linalg.LinAlgError):  # of entries that are not finite, LAPACK says the latter
+    except (NonFiniteError, torch.linalg.LinAlgError) as error:  # the latter is what LAPACK says
         raise NonFiniteError(
             question, "the entries overflow; scale the weights and inputs down, or convert them to float64"
-        ) from None
+        ) from error
 
 
 def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
