@@ -14,7 +14,7 @@ from curvoscope.errors import NonFiniteError, RangeError
 from curvoscope.estimate import Density, Estimate
 from curvoscope.magnitudes import norm
 from curvoscope.operators import base
-from curvoscope.operators.base import Product
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Single, Term

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 import curvoscope as cv
 from curvoscope.exact.tokenwise import TokenDiagonal
-from curvoscope.operators.base import Product
 from curvoscope.operators.block_matrix import Slot, Tiles
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore, SumCore
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Single, Term

@@ -6,8 +6,8 @@ from rich.console import Console
 
 import curvoscope as cv
 from curvoscope.operators import base
-from curvoscope.operators.base import Product
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.safety import same_randomness

@@ -7,8 +7,8 @@ import torch
 
 import curvoscope as cv
 from curvoscope.errors import BlockNameError, DtypeError, MemoryLimitError, NonFiniteError, RangeError, ShapeError
-from curvoscope.operators.base import Product
 from curvoscope.operators.block_matrix import Slot, Tiles
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Single, Term

@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from curvoscope.data import addition, answer_targets
 from curvoscope.models import GPT2
 from curvoscope.operators import BlockHessian, BlockMatrix
-from curvoscope.operators.base import Product
+from curvoscope.operators.compositions import Product
 from curvoscope.report.figures import hessian_figure, histogram_figure
 
 TITLE = "Query entries are 12,345 times smaller than value entries (median)"

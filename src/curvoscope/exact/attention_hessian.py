@@ -14,8 +14,9 @@ from curvoscope.exact.attention_joint import JointEntries, joint_is_cheaper
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.attention_product import AttentionProduct, Directions
 from curvoscope.losses import LossAt
-from curvoscope.operators.base import LinearOperator, Product, Products, Shape
+from curvoscope.operators.base import LinearOperator, Products, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.kronecker import KroneckerSum
 
 

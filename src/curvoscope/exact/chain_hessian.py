@@ -21,8 +21,9 @@ from curvoscope.exact.chain import Chain
 from curvoscope.exact.descent import Descent
 from curvoscope.exact.links import AttentionLink, Factor, Part, TokenwiseLink
 from curvoscope.losses import PairCurvature
-from curvoscope.operators.base import LinearOperator, Product, Products, Shape
+from curvoscope.operators.base import LinearOperator, Products, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import Core
 from curvoscope.operators.inner_products import merged
 from curvoscope.operators.kronecker import KroneckerSum

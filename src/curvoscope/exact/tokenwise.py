@@ -12,8 +12,9 @@ from curvoscope.exact.activations import Reach, ScaledCore, fits_jacobian
 from curvoscope.exact.ports import Plain, seen_through
 from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
 from curvoscope.magnitudes import norm
-from curvoscope.operators.base import LinearOperator, Multiplication, Product, Products, Shape
+from curvoscope.operators.base import LinearOperator, Multiplication, Products, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Single, Term
 

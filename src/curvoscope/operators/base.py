@@ -44,7 +44,9 @@ class LinearOperator(ABC):
         """(C, n) -> (R, n)."""
 
     def _transposed(self) -> "LinearOperator":
-        return _Transpose(self)
+        from curvoscope.operators.compositions import Transpose
+
+        return Transpose(self)
 
     def _write(self, out: Tensor) -> None:
         """Write the entries to `out`, a view of shape (a, p, b, q) into some larger matrix."""
@@ -90,7 +92,7 @@ class LinearOperator(ABC):
     def _units(self, start: int, stop: int) -> Tensor:
         """Columns `start` to `stop` of the identity."""
         units = torch.zeros(self.shape[1], stop - start, dtype=self.dtype, device=self.device)
-        units[torch.arange(start, stop), torch.arange(stop - start)] = 1
+        units[start:stop].fill_diagonal_(1)
         return units
 
     # ---- what everyone asks
@@ -116,10 +118,14 @@ class LinearOperator(ABC):
         return self.T
 
     def __add__(self, other: "LinearOperator") -> "LinearOperator":
-        return _Sum(self, other)
+        from curvoscope.operators.compositions import Sum
+
+        return Sum(self, other)
 
     def __mul__(self, factor: float) -> "LinearOperator":
-        return _Scaled(self, factor)
+        from curvoscope.operators.compositions import Scaled
+
+        return Scaled(self, factor)
 
     def __rmul__(self, factor: float) -> "LinearOperator":
         return self * factor
@@ -271,22 +277,26 @@ class LinearOperator(ABC):
         )
 
     def _spectral_norm(self, memory_limit: int | None) -> float:
+        from curvoscope.operators.compositions import Gram
+
         if self.symmetric:
             return float(self._eigenvalues(1, "LM", memory_limit).abs().max())
         if min(self.shape) <= _DENSE_EIGENVALUES:
             self._fits(_FACTORED, memory_limit)
             return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
-        gram = _Gram(self if self.shape[1] <= self.shape[0] else self.T)
+        gram = Gram(self)
         return float(gram._eigenvalues(1, "LM", None).clamp_min(0).sqrt().max()) * gram.unit
 
     def _lanczos_norm(
         self, memory_limit: int | None, matvecs: int | None, tolerance: float | None, seed: int
     ) -> Estimate:
-        operator = self if self.symmetric else _Gram(self if self.shape[1] <= self.shape[0] else self.T)
+        from curvoscope.operators.compositions import Gram
+
+        operator = self if self.symmetric else Gram(self)
         found = estimate.lanczos(
             operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
         )[0]
-        if isinstance(operator, _Gram):
+        if isinstance(operator, Gram):
             return found.root().scaled(operator.unit)
         return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
 
@@ -334,120 +344,6 @@ class LinearOperator(ABC):
         return f"{type(self).__name__}({kind}{self.shape[0]} x {self.shape[1]}, {self.dtype})"
 
 
-class Product(LinearOperator):
-    """An operator given by its products with columns, and those of its transpose."""
-
-    def __init__(
-        self, products: Products, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
-    ) -> None:
-        super().__init__(row_shape, column_shape, like, symmetric)
-        self._products = products
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return self._products[0](columns)
-
-    def _transposed(self) -> LinearOperator:
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return Product((self._products[1], self._products[0]), self.column_shape, self.row_shape, like)
-
-
-class _Transpose(LinearOperator):
-    """A transpose without a product of its own: entries, and what is derived from them."""
-
-    def __init__(self, operator: LinearOperator) -> None:
-        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
-        super().__init__(operator.column_shape, operator.row_shape, like)
-        self._operator = operator
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return self._operator.dense().T @ columns
-
-    def _write(self, out: Tensor) -> None:
-        self._operator._write(out.permute(2, 3, 0, 1))
-
-    def _workspace(self, room: int) -> int:
-        return self._operator._workspace(room)
-
-    def _transposed(self) -> LinearOperator:
-        return self._operator
-
-
-class _Sum(LinearOperator):
-    def __init__(self, first: LinearOperator, second: LinearOperator) -> None:
-        if first.shape != second.shape:
-            raise ShapeError("operator", f"cannot add {second.shape} to {first.shape}")
-        like = torch.empty(0, dtype=first.dtype, device=first.device)
-        super().__init__(first.row_shape, first.column_shape, like, first.symmetric and second.symmetric)
-        self._terms = (first, second)
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return self._terms[0]._matmat(columns) + self._terms[1]._matmat(columns)
-
-    def _transposed(self) -> LinearOperator:
-        return _Sum(self._terms[0].T, self._terms[1].T)
-
-    def _write(self, out: Tensor) -> None:
-        self._terms[0]._write(out)
-        second = torch.empty(self.shape, dtype=self.dtype, device=self.device).view(out.shape)
-        self._terms[1]._write(second)
-        out += second
-
-    def _workspace(self, room: int) -> int:
-        entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
-        return entries + max(term._workspace(max(0, room - entries)) for term in self._terms)
-
-    def _trace(self, memory_limit: int | None) -> float:
-        return sum(term._trace(memory_limit) for term in self._terms)
-
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return self._terms[0]._diagonal(memory_limit) + self._terms[1]._diagonal(memory_limit)
-
-
-class _Scaled(LinearOperator):
-    def __init__(self, operator: LinearOperator, factor: float) -> None:
-        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
-        super().__init__(operator.row_shape, operator.column_shape, like, operator.symmetric)
-        self._operator, self._factor = operator, factor
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return self._factor * self._operator._matmat(columns)
-
-    def _transposed(self) -> LinearOperator:
-        return _Scaled(self._operator.T, self._factor)
-
-    def _write(self, out: Tensor) -> None:
-        self._operator._write(out)
-        out *= self._factor
-
-    def _workspace(self, room: int) -> int:
-        return self._operator._workspace(room)
-
-    def _trace(self, memory_limit: int | None) -> float:
-        return self._factor * self._operator._trace(memory_limit)
-
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return self._factor * self._operator._diagonal(memory_limit)
-
-    def _norm(self, memory_limit: int | None) -> float:
-        return abs(self._factor) * self._operator._norm(memory_limit)
-
-
-class _Gram(LinearOperator):
-    """M^T M / unit², for the singular values of M: the unit, a power of two, is the size of the first product with M,
-    so that squares neither over- nor underflow."""
-
-    def __init__(self, operator: LinearOperator) -> None:
-        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
-        super().__init__(operator.column_shape, operator.column_shape, like, symmetric=True)
-        self._operator = operator
-        self.unit = 0.0
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        product = self._operator._matmat(columns)
-        self.unit = self.unit or power_of_two(product)
-        return self._operator.T._matmat(product / self.unit) / self.unit
-
-
 def _answered(question: str, memory_limit: int | None, compute: Callable[[int | None], checks.Answer]) -> checks.Answer:
     """What `compute(memory_limit)` finds, once it is known to be finite; the limit holds for all that it calls."""
     try:
@@ -464,11 +360,3 @@ def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) ->
     if device.type == "cpu" and dtype in _NUMPY:
         return torch.from_numpy(np.empty((rows, columns), _NUMPY[dtype]))
     return torch.empty(rows, columns, dtype=dtype, device=device)
-
-
-def summed(first: Products | None, second: Products | None) -> Products | None:
-    """The products with a sum, where those with both summands are known."""
-    if first is None or second is None:
-        return None
-    (one, one_t), (two, two_t) = first, second
-    return lambda columns: one(columns) + two(columns), lambda columns: one_t(columns) + two_t(columns)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import BlockNameError
-from curvoscope.operators.base import LinearOperator, Multiplication, Products, Shape, summed
+from curvoscope.operators.base import LinearOperator, Multiplication, Products, Shape
+from curvoscope.operators.compositions import summed
 
 Entries = Callable[[], dict[tuple[str, str], Tensor]]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import norm, root, total
-from curvoscope.operators.base import LinearOperator, Products, Shape, summed
+from curvoscope.operators.base import LinearOperator, Products, Shape
+from curvoscope.operators.compositions import summed
 from curvoscope.operators.entries import workspace, write_entries
 from curvoscope.operators.inner_products import inner, inner_cost, merged
 from curvoscope.operators.terms import Single, Term

@@ -1,0 +1,135 @@
+"""Operators made of others: transposed, added, scaled, squared, or given by their products alone."""
+
+import torch
+from torch import Tensor
+
+from curvoscope.errors import ShapeError
+from curvoscope.magnitudes import power_of_two
+from curvoscope.operators.base import LinearOperator, Products, Shape
+
+
+class Product(LinearOperator):
+    """An operator given by its products with columns, and those of its transpose."""
+
+    def __init__(
+        self, products: Products, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
+    ) -> None:
+        super().__init__(row_shape, column_shape, like, symmetric)
+        self._products = products
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._products[0](columns)
+
+    def _transposed(self) -> LinearOperator:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return Product((self._products[1], self._products[0]), self.column_shape, self.row_shape, like)
+
+
+class Transpose(LinearOperator):
+    """A transpose without a product of its own: entries, and what is derived from them."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
+        super().__init__(operator.column_shape, operator.row_shape, like)
+        self._operator = operator
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._operator.dense().T @ columns
+
+    def _write(self, out: Tensor) -> None:
+        self._operator._write(out.permute(2, 3, 0, 1))
+
+    def _workspace(self, room: int) -> int:
+        return self._operator._workspace(room)
+
+    def _transposed(self) -> LinearOperator:
+        return self._operator
+
+
+class Sum(LinearOperator):
+    """The sum of two operators, of which each answers for itself where the answers add."""
+
+    def __init__(self, first: LinearOperator, second: LinearOperator) -> None:
+        if first.shape != second.shape:
+            raise ShapeError("operator", f"cannot add {second.shape} to {first.shape}")
+        like = torch.empty(0, dtype=first.dtype, device=first.device)
+        super().__init__(first.row_shape, first.column_shape, like, first.symmetric and second.symmetric)
+        self._terms = (first, second)
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._terms[0]._matmat(columns) + self._terms[1]._matmat(columns)
+
+    def _transposed(self) -> LinearOperator:
+        return Sum(self._terms[0].T, self._terms[1].T)
+
+    def _write(self, out: Tensor) -> None:
+        self._terms[0]._write(out)
+        second = torch.empty(self.shape, dtype=self.dtype, device=self.device).view(out.shape)
+        self._terms[1]._write(second)
+        out += second
+
+    def _workspace(self, room: int) -> int:
+        entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return entries + max(term._workspace(max(0, room - entries)) for term in self._terms)
+
+    def _trace(self, memory_limit: int | None) -> float:
+        return sum(term._trace(memory_limit) for term in self._terms)
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        return self._terms[0]._diagonal(memory_limit) + self._terms[1]._diagonal(memory_limit)
+
+
+class Scaled(LinearOperator):
+    """A number times an operator."""
+
+    def __init__(self, operator: LinearOperator, factor: float) -> None:
+        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
+        super().__init__(operator.row_shape, operator.column_shape, like, operator.symmetric)
+        self._operator, self._factor = operator, factor
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._factor * self._operator._matmat(columns)
+
+    def _transposed(self) -> LinearOperator:
+        return Scaled(self._operator.T, self._factor)
+
+    def _write(self, out: Tensor) -> None:
+        self._operator._write(out)
+        out *= self._factor
+
+    def _workspace(self, room: int) -> int:
+        return self._operator._workspace(room)
+
+    def _trace(self, memory_limit: int | None) -> float:
+        return self._factor * self._operator._trace(memory_limit)
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        return self._factor * self._operator._diagonal(memory_limit)
+
+    def _norm(self, memory_limit: int | None) -> float:
+        return abs(self._factor) * self._operator._norm(memory_limit)
+
+
+class Gram(LinearOperator):
+    """M^T M / unit², for the singular values of M, or of its transpose where that is narrower. The unit, a power of
+    two, is the size of the first product with M, so that squares neither over- nor underflow."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        narrow = operator if operator.shape[1] <= operator.shape[0] else operator.T
+        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
+        super().__init__(narrow.column_shape, narrow.column_shape, like, symmetric=True)
+        self._operator = narrow
+        self.unit = 0.0
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        product = self._operator._matmat(columns)
+        self.unit = self.unit or power_of_two(product)
+        return self._operator.T._matmat(product / self.unit) / self.unit
+
+
+def summed(first: Products | None, second: Products | None) -> Products | None:
+    """The products with a sum, where those with both summands are known."""
+    if first is None or second is None:
+        return None
+    (one, one_t), (two, two_t) = first, second
+    return lambda columns: one(columns) + two(columns), lambda columns: one_t(columns) + two_t(columns)
