@@ -1,5 +1,6 @@
 """What the algebra says of attention's Hessian: zeros, gauge identities, the split at the scores, ranks, moments."""
 
+import itertools
 import math
 
 import pytest
@@ -314,12 +315,12 @@ def test_contractions_in_small_memory(loss_kind, options, monkeypatch):
     cross_entropy = cv.losses.CrossEntropy(torch.arange(21).view(3, 7) % 6, r(4, 6))
     H = layer.hessian(X, cv.losses.MSE(Y) if loss_kind == "mse" else cross_entropy)
     truth = H.dense()
-    for limit in (12_000, 40_000, 200_000):  # parts of one sequence, one sequence, several
-        for row in H.names:
-            for column in H.names:
-                expected = truth[H.total.ranges[row], H.total.ranges[column]]
-                block = H[row, column]
-                assert abs(block.frobenius_norm(memory_limit=limit) - float(expected.norm())) < 1e-12
-                if row == column:
-                    assert abs(block.trace(memory_limit=limit) - float(expected.trace())) < 1e-12
-                    assert torch.allclose(block.diagonal(memory_limit=limit), expected.diagonal(), rtol=0, atol=1e-12)
+    limits = 12_000, 40_000, 200_000  # parts of one sequence, one sequence, several
+    pairs = itertools.product(H.names, H.names)
+    for (row, column), limit in zip(pairs, itertools.cycle(limits), strict=False):
+        expected = truth[H.total.ranges[row], H.total.ranges[column]]
+        assert abs(H[row, column].frobenius_norm(memory_limit=limit) - float(expected.norm())) < 1e-12
+    for name, limit in itertools.product(H.names, limits):
+        expected = truth[H.total.ranges[name], H.total.ranges[name]]
+        assert abs(H[name, name].trace(memory_limit=limit) - float(expected.trace())) < 1e-12
+        assert torch.allclose(H[name, name].diagonal(memory_limit=limit), expected.diagonal(), rtol=0, atol=1e-12)
