@@ -8,7 +8,7 @@ from curvoscope.estimate import Estimate
 from curvoscope.models.families import blocks_of
 from curvoscope.operators import BlockHessian, BlockMatrix, KroneckerSum, LinearOperator
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BlockHessian",
