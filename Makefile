@@ -29,7 +29,7 @@ lint: $(VENV)/dev
 	$(BIN)/bandit --quiet --recursive -ll src
 	-$(BIN)/pip-audit --local --skip-editable --progress-spinner off # its data may be out of reach: it says what it skipped
 
-bench: $(VENV)/dev
+bench: $(VENV)/dev $(VENV)/browser
 	$(BIN)/python -m benchmarks > benchmarks/results.json
 	$(BIN)/python -m benchmarks.page benchmarks/results.json > docs/benchmarks.md
 

@@ -6,6 +6,7 @@ One that fails says so in the document and on stderr, and the others are run.
 import contextlib
 import importlib
 import json
+import os
 import pkgutil
 import sys
 import time
@@ -15,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 import benchmarks
 
 PEERS = ("torch", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "transformers")
-NOT_BENCHMARKS = {"__main__", "measure", "page"}
+NOT_BENCHMARKS = {"__main__", "measure", "page", "ranks", "tables"}
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     for name in names:
         if name not in known:
             sys.exit(f"error: there is no benchmark {name!r} among {', '.join(known)}")
-    results: dict[str, object] = {"versions": versions()}
+    results: dict[str, object] = {"versions": versions(), "cores": len(os.sched_getaffinity(0))}
     failed = []
     for name in names:
         start = time.perf_counter()

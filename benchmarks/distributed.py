@@ -5,18 +5,16 @@ cores than processes the efficiency cannot exceed cores / processes, so `of_core
 """
 
 import json
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import in_own_process, once
+from benchmarks.ranks import together
 from curvoscope.curvature import MeanSquaredError, hessian
 
 RANKS = (1, 2, 4)
@@ -28,9 +26,8 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
-def _process(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+def _measured(rank: int, ranks: int) -> dict[str, object]:
+    """Seconds of one product with this rank's share of the batches, and the product."""
     r = torch.Generator().manual_seed(1)
     data = [(torch.randn(ROWS, WIDTH, generator=r), torch.randn(ROWS, WIDTH, generator=r)) for _ in range(BATCHES)]
     H = hessian(_model(), MeanSquaredError(), data[rank::ranks], method="autodiff", process_group="world")
@@ -38,23 +35,7 @@ def _process(rank: int, ranks: int, folder: str) -> None:
     product = H @ v
     seconds = statistics.median(once(lambda: H @ v) for _ in range(PRODUCTS))
     reduced = statistics.median(once(lambda: dist.all_reduce(torch.ones_like(v))) for _ in range(PRODUCTS))
-    if rank == 0:
-        found = {"seconds": seconds, "all_reduce_seconds": reduced, "product": product.tolist()}
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def together(ranks: int) -> dict[str, object]:
-    """Seconds of one product over so many processes, and a part of the product."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_process, args=(rank, ranks, folder)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        found: dict[str, object] = json.loads(Path(folder, "found.json").read_text())
-    return found
+    return {"seconds": seconds, "all_reduce_seconds": reduced, "product": product.tolist() if rank == 0 else None}
 
 
 def run() -> dict[str, object]:
@@ -80,4 +61,4 @@ def run() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(together(int(sys.argv[1]))))
+    print(json.dumps(together(_measured, int(sys.argv[1]))[0]))

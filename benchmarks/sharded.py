@@ -6,19 +6,16 @@ that its activations are those of any number of ranks. `expected_gib` is a + b /
 """
 
 import json
-import multiprocessing
 import os
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.measure import in_own_process, once, peak_gib
+from benchmarks.ranks import together
 from curvoscope.curvature import MeanSquaredError, hessian
 from curvoscope.operators.sharded_operators import ShardedMatrix
 
@@ -59,31 +56,20 @@ def _answers(model: nn.Module) -> dict[str, float]:
     return found
 
 
-def _process(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+def _measured(rank: int, ranks: int) -> dict[str, float]:
+    """The answers, and how much the memory of this process has grown."""
     before = peak_gib()
-    model = _model(ranks)
-    found = _answers(model)
-    Path(folder, f"{rank}.json").write_text(json.dumps({**found, "gib": peak_gib() - before}))
-    dist.destroy_process_group()
+    found = _answers(_model(ranks))
+    return {**found, "gib": peak_gib() - before}
 
 
-def together(ranks: int) -> dict[str, object]:
+def _largest(ranks: int) -> dict[str, object]:
     """The estimates, and the largest memory of a process."""
     if not ranks:
         torch.set_num_threads(1)
-        before = peak_gib()
-        return {**_answers(_model(0)), "gib": peak_gib() - before}
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_process, args=(rank, ranks, folder)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-    return {**found[0], "gib": max(one["gib"] for one in found)}
+        return dict(_measured(0, 0))
+    found = together(_measured, ranks)
+    return {**found[0], "gib": max(float(str(one["gib"])) for one in found)}
 
 
 def run() -> dict[str, object]:
@@ -105,4 +91,4 @@ def run() -> dict[str, object]:
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(json.dumps(together(int(sys.argv[1]))))
+    print(json.dumps(_largest(int(sys.argv[1]))))

@@ -1,0 +1,206 @@
+"""The rows of the benchmark page, from the results of a run. What a run did not measure has no row."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+Row = tuple[str, ...]
+
+_PEERS = {"curvlinops": "curvlinops", "eigenthings": "hessian-eigenthings", "pyhessian": "PyHessian"}
+MODELS = {"HuggingFaceGPT2": "Hugging Face's GPT-2", "PlainGPT2": "GPT-2 of torch's own layers"}
+
+
+def faster(ratio: float) -> str:
+    """A ratio of their time to ours."""
+    return f"{ratio:.3g} times faster" if ratio >= 1 else f"**{1 / ratio:.3g} times slower**"
+
+
+def _bold(text: str, when: bool) -> str:
+    return f"**{text}**" if when else text
+
+
+def _span(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{min(found):.2g} to {max(found):.2g}"
+
+
+def closed_forms(found: dict[str, Any]) -> Iterator[Row]:
+    """One attention layer, and one block."""
+    attention, block = found.get("exact_attention", {}), found.get("full_block", {})
+    if dense := attention.get("dense, N=64 L=17 d=16"):
+        what = "nine dense blocks of an attention layer, N = 64, L = 17, d = 16"
+        yield what, "torch.func.hessian", faster(dense["times_faster_than_torch_func_hessian"])
+        if "times_faster_than_curvlinops" in dense:
+            yield what, "curvlinops", faster(dense["times_faster_than_curvlinops"])
+    if dense := attention.get("dense, N=4 L=32 d=32"):
+        written = f"{dense['times_a_memory_write']:.3g} times its time"
+        yield "nine dense blocks, N = 4, L = 32, d = 32", "a write of the result to memory", written
+    for key, inputs in (("norms, N=64 L=17 d=128", "addition model"), ("norms, Gaussian inputs", "Gaussian inputs")):
+        if norms := attention.get(key):
+            yield (
+                f"six exact norms, N = 64, L = 17, d = 128, {inputs}",
+                f"Hutchinson to 1 %: {norms['hutchinson_products']:,} products",
+                f"{faster(norms['times_faster_than_hutchinson'])}: {norms['exact_in_units_of_a_product']:.3g} products",
+            )
+    for key, value in block.items():
+        if "times_faster_than_torch_func_hessian" in value:
+            seconds = value["seconds"]
+            against = f"torch.func.hessian: {seconds['torch.func.hessian']:.3g} s"
+            ratio = faster(value["times_faster_than_torch_func_hessian"])
+            yield f"dense Hessian of a Transformer {key}", against, f"{ratio}: {seconds['ours']:.3g} s"
+    if reach := block.get("largest in 16 GiB"):
+        peer = "torch.func.hessian"
+        yield "largest d of a block, N = 16, L = 17, in 16 GiB", f"{peer}: {_reach(reach[peer])}", _reach(reach["ours"])
+
+
+def _reach(one: dict[str, Any]) -> str:
+    last = one["trials"][-1]
+    return f"{one['largest_d_in_16_gib_extrapolated']}, extrapolated; d = {last['d']} takes {last['gib']:.2g} GiB"
+
+
+def one_layer(found: dict[str, Any]) -> Iterator[Row]:
+    """Exact numbers of a GPT-2 layer by its size, in units of a product in closed form."""
+    for size, layer in found.get("exact_attention", {}).get("one GPT-2 layer, float32", {}).items():
+        seconds = layer["seconds"]
+        unit = seconds["one product, Q, K, V, O"]
+        exact = (
+            f"{name}, {form}" for form in ("whole", "per head") for name in ("traces of Q, K, V, O", "norms of Q, V, O")
+        )
+        cells = (f"{seconds[key] / unit:.3g}" for key in (*exact, "norm of K, 32 products"))
+        yield size.replace("=", " = "), f"{unit:.2g}", *cells, f"{layer['peak_gib']:.3g}"
+
+
+def products(found: dict[str, Any], kind: str) -> Iterator[Row]:
+    """One model: each of our products, and the same product by the peers below it."""
+    one, limits = (found.get("matrix_free", {}).get(key, {}) for key in (kind, "limits_gradients_a_vector"))
+    memory = {what: row["above_the_model_gib"] for what, row in one.get("memory", {}).items() if row}
+    gradients = {"gradient": 1.0} | one["gradients_a_vector"] if one else {}
+    for what, spent in gradients.items():
+        if what.split()[0] in _PEERS:
+            continue
+        limit = limits.get(what)
+        time = f"{spent:.3g}" if limit is None else f"{_bold(f'{spent:.3g}', spent > limit)} (aim: {limit})"
+        yield _spelt(what), "torch" if what == "gradient" else "ours", time, f"{memory[what]:.2f}", ""
+        for prefix, peer in _PEERS.items():
+            theirs = f"{prefix} {what}"
+            if theirs in gradients:
+                gib = _bold(f"{memory[theirs]:.2f}", memory[theirs] < memory[what]) if theirs in memory else ""
+                ratio = one["times_faster"][f"{what} than {theirs}"]
+                yield _spelt(what), peer, f"{gradients[theirs]:.3g}", gib, faster(ratio)
+
+
+def _spelt(what: str) -> str:
+    return what.replace("hessian", "Hessian").replace("ggn", "Gauss-Newton").replace("functional", "functional part")
+
+
+def estimates(found: dict[str, Any]) -> Iterator[Row]:
+    """What PyHessian answers too; and GPT-2 small."""
+    asked = {"trace": "trace", "eigenvalue": "largest eigenvalue to 1e-3, as each means it"}
+    for kind, name in MODELS.items():
+        one = found.get("matrix_free", {}).get(kind, {})
+        for key, what in asked.items():
+            if ratio := one.get("times_faster", {}).get(f"{key} than pyhessian {key}"):
+                theirs, ours = (_answer(one["questions"][which]) for which in (f"pyhessian {key}", key))
+                yield f"{name}: {what}", f"PyHessian: {theirs}", f"{faster(ratio)}: {ours}"
+    if small := found.get("gpt2_small"):
+        largest = small["lambda_max"]
+        error = 100 * largest["stderr"] / largest["value"]
+        peak = _bold(f"peak {small['peak_gib']:.3g} GiB", small["peak_gib"] > small["limit_gib"])
+        yield (
+            f"GPT-2 small, {small['parameters'] / 1e6:.0f}M parameters, L = 256: λ_max to {error:.2g} %",
+            f"{small['limit_gib']} GiB",
+            f"{largest['products']} products, {small['lambda_max_seconds']:.0f} s, {peak}",
+        )
+        norms = f"{small['blocks']} block norms to {100 * small['largest_relative_error_of_a_norm']:.2g} %"
+        cost = f"{small['products_for_the_norms']:,} products, {small['norms_seconds'] / 60:.2g} minutes"
+        yield f"GPT-2 small: {norms}", "the same", cost
+
+
+def _answer(asked: dict[str, float | None]) -> str:
+    error = "" if asked["stderr"] is None else f" ± {asked['stderr']:.2g}"
+    count = "" if asked["products"] is None else f", {asked['products']} products"
+    return f"{asked['value']:.4g}{error}{count}, {asked['seconds']:.2g} s"
+
+
+def long_sequences(found: dict[str, Any]) -> Iterator[Row]:
+    """A product through attention, beside torch's mathematical kernel."""
+    long, kernel = found.get("long_sequences", {}), "torch's mathematical kernel"
+    for name, one in long.get("L=1024", {}).items():
+        what = f"product, L = 1,024, {name}"
+        yield what, kernel, faster(one["times_faster_than_math"])
+        yield f"{what}, graph kept", kernel, faster(one["times_faster_than_math_on_a_kept_graph"])
+    if not (growth := long.get("growth")):
+        return
+    within = {key: row for key, row in growth.items() if key.startswith("math, ")}
+    for length, ours in growth["ours"].items():
+        math = growth["math"].get(length)
+        theirs = "not run" if math is None else f"{math['peak_mib']:.0f} MiB, {math['seconds']:.2g} s"
+        for key, row in within.items():
+            if key.startswith(f"math, L={length} "):
+                theirs = f"{'fails' if 'fails' in row else 'runs'} {key.split(' ', 2)[2]}"
+        yield (
+            f"memory, L = {int(length):,}",
+            f"{kernel}: {theirs}",
+            f"{ours['peak_mib']:.0f} MiB, {ours['seconds']:.2g} s",
+        )
+    yield (
+        "growth of the memory",
+        f"{kernel}: L^{growth['memory_exponent_math']:.2f}",
+        f"L^{growth['memory_exponent_ours']:.2f}; of the time L^{growth['time_exponent_ours']:.2f}",
+    )
+
+
+def ranks(found: dict[str, Any]) -> Iterator[Row]:
+    """Batches spread over ranks, and a model sharded over them."""
+    spread, shards = found.get("distributed", {}), found.get("sharded", {})
+    for row in spread.get("ranks", [])[1:]:
+        whole, reduced = (1000 * row[key] for key in ("seconds", "all_reduce_seconds"))
+        share = f"the sum over ranks takes {reduced:.1f} of {whole:.0f} ms"
+        text = f"efficiency {row['efficiency']:.2f}, {row['of_cores']:.2f} of the cores; {share}"
+        yield f"data-parallel product, {row['ranks']} ranks on {spread['cores']} cores", "one rank", text
+    for row in shards.get("ranks", [])[1:]:
+        whole = shards["ranks"][0]
+        unsharded = f"not sharded: {whole['gib']:.2f} GiB, {whole['seconds']:.2g} s"
+        text = f"{row['gib']:.2f} GiB ({row['expected_gib']:.2f} by a + b/ranks), {row['seconds']:.2g} s"
+        yield f"FSDP2: memory of a rank and time of a product, ranks: {row['ranks']}", unsharded, text
+
+
+def by_hand(found: dict[str, Any]) -> Iterator[Row]:
+    """The monitor, the explorer, the figures."""
+    for budget, one in found.get("monitor", {}).items():
+        share = f"{100 * one['share_by_comparison']:.1f} % of the time"
+        own = f"{100 * one['share_by_its_own_account']:.1f} % by its own account"
+        count = f"{one['measurements']} measurements, {one['with_details']} with details"
+        same = "the same to the bit" if one["same_to_the_bit"] else "**not the same**"
+        yield "the monitor in a minute of training", budget, f"{share} ({own}), {count}; weights {same}"
+    if explorer := found.get("explorer"):
+        for which, key in (("first", "first_figure_"), ("last", "")):
+            median, late = (explorer[f"{key}{name}_ms"] for name in ("median", "p95"))
+            text = f"median {median:.0f} ms, 95th percentile {_bold(f'{late:.0f} ms', late > 200)}"
+            yield f"the explorer, a slider's move at d = 16, L = 17, to the {which} figure drawn", "200 ms", text
+        settled = f"{explorer['storm_requests']} requests, settled {explorer['storm_settled_ms']:.0f} ms after the last"
+        yield f"the explorer, a storm of {explorer['storm_moves']} moves", "one state at a time", settled
+    for point, one in found.get("reproduce", {}).items():
+        apart = 100 * one["largest relative difference of the norms"]
+        text = f"{faster(one['ratio'])}; norms within {apart:.2g} %"
+        yield f"fig3a, {point}, the norms of Q and V", "20 samples through curvlinops", text
+
+
+_AXES = {"layers": "depth", "width": "d", "length": "L", "rows": "N", "sequences": "N"}
+_SUBJECTS = {"product": "product", "layer": "exact norms"}
+
+
+def growths(found: dict[str, Any]) -> Iterator[Row]:
+    """Exponents along each size."""
+    for subject, axes in found.get("growth", {}).items():
+        for axis, one in axes.items():
+            sizes, rows = list(one["rows"]), list(one["rows"].values())
+            if subject == "product":
+                vectors = [int(size) if axis == "vectors" else 1 for size in sizes]
+                ratios = (row["product"] / row["gradient"] / n for row, n in zip(rows, vectors, strict=True))
+                beside = f"{_span(ratios)} gradients a vector"
+            else:
+                beside = f"{rows[0]['norms']:.2g} to {rows[-1]['norms']:.2g} s"
+            if axis == "width" and subject == "product":
+                beside += f", {_span(row['parameters'] / 1e6 for row in rows)} million parameters"
+            what = f"{_SUBJECTS[subject]}: {_AXES.get(axis, axis)} from {sizes[0]} to {sizes[-1]}"
+            yield what, f"n^{one['time_exponent']:.2f}", f"n^{one['memory_exponent']:.2f}", beside
