@@ -1,5 +1,4 @@
-"""What pages take from the package itself: `{commands}`, the command line, and `{results}`, the sources' results; and
-`{pages-there-are}`, a toctree that does without missing pages."""
+"""What pages take from the package itself: `{commands}`, the command line, and `{results}`, the sources' results."""
 
 import functools
 import inspect
@@ -10,8 +9,6 @@ from typing import Any, ClassVar, get_args, get_type_hints
 
 from docutils import nodes
 from docutils.parsers.rst import directives
-from docutils.statemachine import StringList
-from sphinx.directives.other import TocTree
 from sphinx.util.docutils import SphinxDirective
 from typer.models import ArgumentInfo
 
@@ -89,16 +86,6 @@ class Results(SphinxDirective):
         return self.parse_text_to_nodes(text)
 
 
-class PagesThereAre(TocTree):
-    """A toctree of those of its pages that exist: measurements come and go with what was measured."""
-
-    def run(self) -> list[nodes.Node]:
-        """Nothing where none exists."""
-        there = [entry for entry in self.content if entry in self.env.found_docs]
-        self.content = StringList(there, source=self.env.docname)
-        return super().run() if there else []
-
-
 def _cell(text: str) -> str:
     """Text in a cell of a table: bars end a cell, stars and dollars would be markup."""
     for character in "|*$<":
@@ -110,5 +97,4 @@ def setup(app: Any) -> dict[str, Any]:
     """Register with Sphinx."""
     app.add_directive("commands", Commands)
     app.add_directive("results", Results)
-    app.add_directive("pages-there-are", PagesThereAre)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
