@@ -8,8 +8,8 @@ from loss_cases import LOSSES
 DTYPES = (torch.float64, torch.float64, torch.float32)  # twice as often in the precision in which faults show
 KINDS = [*LOSSES, "ignoring"]
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
-_LEAST = 1e-3  # a saturated softmax leaves autodiff an error of rounding in a Hessian near zero
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
+LEAST = 1e-3  # a saturated softmax leaves autodiff an error of rounding in a Hessian near zero
 
 dtypes = st.sampled_from(DTYPES)
 kinds = st.sampled_from(KINDS)
@@ -21,7 +21,7 @@ def assert_agrees(found, truth, size, what=""):
     truth = torch.as_tensor(truth, dtype=torch.float64)
     assert found.shape == truth.shape, f"{what}: {tuple(found.shape)}, expected {tuple(truth.shape)}"
     error = float((found.double() - truth).abs().max())
-    limit = _TOLERANCE[found.dtype] * max(_LEAST, float(size))
+    limit = TOLERANCE[found.dtype] * max(LEAST, float(size))
     assert error <= limit, f"{what}: off by {error:.3g}, allowed are {limit:.3g}"
 
 

@@ -1,6 +1,7 @@
-"""The loss of a model as a plain function of one flat vector of weights, for autodiff to differentiate."""
+"""The loss of a model as a plain function of one flat vector of weights, and a regression at its minimum."""
 
 import torch
+from torch import nn
 from torch.func import functional_call
 
 from curvoscope.curvature import blocks_of
@@ -27,3 +28,17 @@ def flat_loss(model, inputs, loss):
         return loss(functional_call(model, {n: piece.view(parameters[n].shape) for n, piece in pieces.items()}, inputs))
 
     return function, flat[order]
+
+
+def regression(rows=40, width=3, noise=0.5, seed=0):
+    """Linear regression at its least-squares solution: model, inputs, targets, residuals."""
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    y = X @ torch.ones(width, 1, dtype=torch.float64) + noise * torch.randn(
+        rows, 1, generator=generator, dtype=torch.float64
+    )
+    model = nn.Linear(width, 1, bias=False, dtype=torch.float64)
+    solution = torch.linalg.lstsq(X, y).solution
+    with torch.no_grad():
+        model.weight.copy_(solution.T)
+    return model, X, y, (X @ solution - y).flatten()

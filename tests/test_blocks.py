@@ -248,6 +248,9 @@ def test_check_says_what_does_not_fit():
     model.W_Q = nn.Parameter(torch.zeros(3, 5, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(DtypeError, match=r"W_Q: is torch.int8.*without quantisation"):
         BLOCKS.check(model)
+    both = Blocks([*BLOCKS.values(), BLOCKS["h.0.attn.Q"].head(1)])
+    with pytest.raises(RangeError, match=r"blocks: 'h\.0\.attn\.Q' and 'h\.0\.attn\.Q\.1' share entries of 'fused'"):
+        both.check(Model())
 
 
 def test_tensors_that_do_not_fit():

@@ -262,23 +262,20 @@ class Blocks(Mapping[str, Block]):
 
     def covers(self, model: nn.Module) -> bool:
         """Whether every entry of every parameter lies in exactly one block. Tied parameters count once."""
-        pieces: dict[str, list[Piece]] = {}
-        tied = {name for block in self.values() for name in block.tied}
-        for block in self.values():
-            for piece in block.pieces:
-                pieces.setdefault(piece.parameter, []).append(piece)
+        pieces, tied = self._pieces(), {name for block in self.values() for name in block.tied}
         for name, parameter in model.named_parameters():
             found = pieces.pop(name, [])
             if not found and name in tied:
                 continue
-            if any(a.overlaps(b) for a, b in combinations(found, 2)):
+            if any(a.overlaps(b) for (_, a), (_, b) in combinations(found, 2)):
                 return False
-            if sum(piece.size for piece in found) != parameter.numel():
+            if sum(piece.size for _, piece in found) != parameter.numel():
                 return False
         return not pieces
 
     def check(self, model: nn.Module) -> None:
-        """Raise where the blocks do not fit the model: a parameter missing, reshaped, frozen, not floating point."""
+        """Raise where the blocks do not fit the model: a parameter missing, reshaped, frozen, not floating point, or
+        entries that are in two blocks."""
         parameters = dict(model.named_parameters())
         for block, piece in [(owner, piece) for owner in self.values() for piece in owner.pieces]:
             name, parameter = piece.parameter, parameters.get(piece.parameter)
@@ -293,6 +290,11 @@ class Blocks(Mapping[str, Block]):
             if not parameter.requires_grad:
                 cure = f"call requires_grad_(True), or leave block {block.name!r} out with `select`"
                 raise ModelError(name, f"is frozen: {cure}")
+        for name, found in self._pieces().items():
+            for (one, first), (other, second) in combinations(found, 2):
+                if first.overlaps(second):
+                    cure = "products over all blocks would be wrong; make one Hessian of weights, one of their heads"
+                    raise RangeError("blocks", f"{one!r} and {other!r} share entries of {name!r}: {cure}")
 
     def table(self) -> str:
         """The map as text: block, shape, parameter, slice, layout, heads, what it is tied to; one line a piece."""
@@ -304,6 +306,14 @@ class Blocks(Mapping[str, Block]):
             left_out = f"... {len(lines) - _LONG_TABLE} lines more; print table() for all"
             lines = [*lines[: _LONG_TABLE - 8], left_out, *lines[-8:]]
         return "\n".join([f"{len(self)} blocks, {sum(self.sizes.values()):,} entries", *lines])
+
+    def _pieces(self) -> dict[str, list[tuple[str, Piece]]]:
+        """The pieces of each parameter, with the names of their blocks."""
+        found: dict[str, list[tuple[str, Piece]]] = {}
+        for name, block in self.items():
+            for piece in block.pieces:
+                found.setdefault(piece.parameter, []).append((name, piece))
+        return found
 
     def _lines(self) -> list[str]:
         rows = [("block", "shape", "parameter", "slice", "layout", "heads", "tied to")]

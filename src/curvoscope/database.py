@@ -33,12 +33,12 @@ class Database:
     changes: ClassVar[Mapping[int, str]] = {}  # of the tables: what makes a file of a version one of the next
     wait: ClassVar[float] = 60.0
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
         with self._named("open"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = not path.exists() or path.stat().st_size == 0
-            self._connection = sqlite3.connect(path, timeout=self.wait, isolation_level=None)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = not self.path.exists() or self.path.stat().st_size == 0
+            self._connection = sqlite3.connect(self.path, timeout=self.wait, isolation_level=None)
         try:
             self._prepare(fresh)
         except BaseException:

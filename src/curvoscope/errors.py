@@ -49,7 +49,8 @@ class BlockNameError(CurvoscopeError, KeyError):
 
 
 class ModelError(CurvoscopeError, ValueError):
-    """A model that lacks a parameter, or whose parameters are frozen or not yet initialised."""
+    """A model that cannot do what is asked of it: a parameter is missing, frozen or not initialised, a closed form is
+    not known, or a saved state is that of another model."""
 
 
 class MemoryLimitError(CurvoscopeError, MemoryError):

@@ -5,10 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from curvoscope.analysis.attention_heads import head_moments, of_moments
 from curvoscope.analysis.entries import entry_histograms
 from curvoscope.analysis.pair_norms import pair_norms
+from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.curvature import CrossEntropy, hessian
 from curvoscope.data import addition, answer_targets
 from curvoscope.exact.moments import Moments
@@ -65,6 +67,18 @@ class TestHeads:
         assert found[0].entropy.value == pytest.approx(float(moments.entropy.mean()), rel=1e-10)
         trace = moments.M2.diagonal(dim1=-2, dim2=-1).sum(-1)
         assert found[0].second.value == pytest.approx(float(trace.mean() / X.square().sum(-1).mean()), rel=1e-10)
+
+    def test_inputs_of_another_precision_are_converted(self):
+        """As `hessian` does."""
+        layer = nn.TransformerEncoderLayer(4, 2, 4, 0.0, batch_first=True, dtype=torch.float64)
+        x = torch.linspace(-1, 1, 24).view(2, 3, 4)
+        assert head_moments(layer, (x, x)) == head_moments(layer, (x.double(), x.double())) != []
+
+    def test_inputs_of_zero_have_moments_of_zero(self):
+        moments = Moments(torch.zeros(2, 1, 3, 4).double(), torch.full((2, 1, 3, 3), 1 / 3).double())
+        (found,) = of_moments("layer", moments)
+        assert found.first.value == found.second.value == found.third.value == 0
+        assert AttentionSummary.of(moments).variance == 0
 
     def test_linear_attention_has_no_distributions(self, batch):
         assert head_moments(GPT2(d=4, activation="linear"), batch) == []

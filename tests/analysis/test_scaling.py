@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 from torch.func import grad, jacfwd
 
@@ -26,8 +27,6 @@ def ladder(size, seed):
 
 
 def test_a_slope_and_its_interval_against_scipy():
-    from scipy import stats
-
     rng = np.random.default_rng(0)
     x = np.geomspace(1, 100, 9)
     y = 3 * x**-1.5 * np.exp(0.1 * rng.standard_normal(9))
@@ -46,6 +45,8 @@ def test_a_slope_and_its_interval_against_scipy():
 def test_points_without_a_slope(x, y, error):
     with pytest.raises(error):
         log_slope(torch.tensor(x), torch.tensor(y))
+    with pytest.raises(RangeError, match="x: has values that are not positive"):
+        log_slope(torch.tensor([0.0, 1, 2]), torch.ones(3))
     with pytest.raises(RangeError, match="same place"):
         log_slope(torch.ones(3), torch.ones(3))
 
@@ -79,6 +80,17 @@ def test_a_law_that_is_none_says_so():
     bent = power_law({n: (math.exp(-n / 8) * noise()).tolist() for n in (2, 4, 8, 16)})
     straight = power_law({n: (n**-0.5 * noise()).tolist() for n in (2, 4, 8, 16)})
     assert bent.misfit < 1e-6 and straight.misfit > 0.01
+
+
+def test_the_test_of_a_law_keeps_its_level_with_unequal_numbers_of_values():
+    rng, rejected, trials = np.random.default_rng(0), 0, 300
+    for _ in range(trials):
+        data = {
+            size: (size**-0.5 * np.exp(0.2 * rng.standard_normal(count))).tolist()
+            for size, count in ((10, 2), (20, 40), (40, 2), (80, 2))
+        }
+        rejected += power_law(data, resamples=100).misfit < 0.05
+    assert 0.005 < stats.binom.cdf(rejected, trials, 0.05) < 0.995
 
 
 def test_required_data_says_when_it_extrapolates_and_refuses_to_go_far():

@@ -125,6 +125,15 @@ class TestSpectra:
         assert 0.3 < below < 0.8 and abs(one.near_zero.value - below) < 0.1
         assert one.quantile(0.1) is None and abs(float((values <= one.quantile(0.9)).double().mean()) - 0.9) < 0.05
 
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_the_ends_of_few_eigenvalues(self, sign):
+        """The Krylov space ends after three steps; zero is no eigenvalue."""
+        values = sign * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64).repeat_interleave(50)
+        one = estimated_spectrum(values, "B", matvecs=256)
+        assert one.density.method == "slq"
+        assert one.smallest.value == pytest.approx(float(values.min()))
+        assert one.largest.value == pytest.approx(float(values.max()))
+
     def test_the_whole(self, network):
         H, dense = network
         values = torch.linalg.eigvalsh(dense.total)

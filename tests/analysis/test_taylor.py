@@ -218,7 +218,7 @@ def test_a_run_that_leaves_the_floats_ends_at_infinity():
         ({"direction": torch.zeros(3)}, RangeError, "zero vector"),
         ({"direction": torch.tensor([1.0, torch.nan, 0.0])}, NonFiniteError, "NaN"),
         ({"direction": "gradient"}, RangeError, "gradient is zero"),
-        ({"radii": []}, ShapeError, "distances"),
+        ({"radii": []}, ShapeError, "positive numbers"),
         ({"radii": [0.0, 1.0]}, RangeError, "positive"),
         ({"radii": [1.0, 0.5]}, RangeError, "ascending"),
         ({"radii": [1.0, torch.inf]}, NonFiniteError, "infinite"),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jacfwd
 
 from curvoscope import losses
-from fuzz_cases import assert_agrees, dtypes, kinds
+from fuzz_cases import TOLERANCE, assert_agrees, dtypes, kinds
 from loss_cases import Draws
 
 
@@ -26,7 +26,7 @@ def test_gradient_and_curvature(fuzz):
         S = jacfwd(grad(case.loss))(F).reshape(n, n)
         G, value = grad(case.loss)(F), float(case.loss(F))
         size = 1 + abs(value) + float(F.abs().max()) * float(S.abs().max())
-        assert abs(found.value - value) <= (1e-9 if case.dtype == torch.float64 else 2e-3) * size
+        assert abs(found.value - value) <= TOLERANCE[case.dtype] * size
         assert_agrees(found.gradient, G, float(G.abs().max()) + size, "G")
         identity = torch.eye(n, dtype=case.dtype).view(n, *F.shape)
         applied = found.curvature.apply(identity).reshape(n, n)

@@ -13,7 +13,7 @@ from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import ModelError
 from curvoscope.models.gpt2_block import GPT2
 from family_cases import shaken
-from fuzz_cases import assert_agrees, dtypes
+from fuzz_cases import LEAST, TOLERANCE, assert_agrees, dtypes
 from network_cases import Compared, block_cases
 from reference import Dense
 
@@ -99,7 +99,8 @@ def test_models(fuzz):
             assert_agrees(matrix[row, column].dense(), block, size, f"{part} {row} {column}")
             if row == column:
                 trace = matrix[row].trace()
-                error = 8 * getattr(trace, "stderr", 0.0) + 2e-3 * max(1e-3, size) * len(block)  # some are zero
+                rounding = TOLERANCE[dtype] * max(LEAST, size) * len(block)  # some are zero
+                error = 8 * getattr(trace, "stderr", 0.0) + rounding
                 assert abs(float(trace) - float(block.trace())) <= error, f"{part} trace"
         name = names[number % len(names)]
         together = H.outer[name].dense() + H.functional[name].dense()

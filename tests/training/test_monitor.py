@@ -301,6 +301,15 @@ def test_state_and_another_model(tmp_path):
         less.load_state_dict(monitor.state_dict())
 
 
+def test_a_pause_goes_on_in_the_state():
+    first, second = mlp_monitor(), mlp_monitor()
+    first.step(math.nan, 0.1)
+    second.load_state_dict(first.state_dict())
+    assert second.paused
+    second.step(1.0, 0.1)
+    assert [one.kind for one in second.incidents] == ["paused", "resumed"] and not second.paused
+
+
 def test_tensorboard_gets_the_numbers(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
+from curvoscope.blocks import Block, Blocks
 from curvoscope.curvature import CrossEntropy, blocks_of
 from curvoscope.errors import ModelError, RangeError, ShapeError
 from curvoscope.training import BlockCurvature
@@ -232,6 +233,9 @@ def test_errors():
             BlockCurvature(model, loss, probe, **options)
     with pytest.raises(ShapeError, match="exactly one block"):
         BlockCurvature(model, loss, probe, blocks=blocks_of(model).select("*.attn.Q"))
+    twice = {**blocks_of(model), "h.0.attn.K": Block("again", blocks_of(model)["h.0.attn.Q"].pieces)}  # as many entries
+    with pytest.raises(RangeError, match=r"'h\.0\.attn\.Q' and 'again' share entries"):
+        BlockCurvature(model, loss, probe, blocks=Blocks(twice.values()))
     optimizer = BlockCurvature(model, loss, probe)
     optimizer.measure()
     with pytest.raises(ModelError, match="another optimizer"):

@@ -44,7 +44,7 @@ def test_records_and_incidents_come_back(tmp_path):
 
 
 def test_what_is_there_stays_and_a_step_has_one_record(tmp_path):
-    with RunStore(tmp_path / "s") as store:
+    with RunStore(str(tmp_path / "s")) as store:
         run = store.run("a", {"seed": 1})
         first, second = monitor(run), monitor(store.run("a", {"seed": 2}))
         first.step(1.0, 0.1)
@@ -83,6 +83,17 @@ def test_a_store_that_fails_is_an_incident_and_what_waited_is_stored_later(tmp_p
         watching.step(1.0, 0.1)
         assert run.records() == watching.records and len(watching.records) == 3
         assert run.incidents() == watching.incidents
+
+
+def test_a_store_that_fails_first_at_an_incident_is_told_of_with_the_next_record(tmp_path):
+    store = RunStore(tmp_path / "s")
+    watching = monitor(store.run("a", {}))
+    store.close()
+    watching.step(float("nan"), 0.1)
+    watching.step(1.0, 0.1)
+    watching.step(1.0, 0.1)
+    assert [one.kind for one in watching.incidents] == ["paused", "resumed", "failed"]
+    assert watching.incidents[-1].message.startswith("store: StoreError")
 
 
 def test_training_goes_on_with_a_store_that_is_closed(tmp_path):

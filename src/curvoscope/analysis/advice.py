@@ -93,10 +93,10 @@ def _cap(findings: Findings) -> Iterator[Advice]:
     cap = _critical(findings, top)
     rate = findings.learning_rate
     formula = "2/λ_max" if not findings.momentum else f"2(1 + {findings.momentum:g})/λ_max"
-    text = f"Keep the learning rate of SGD below {formula} = {cap:.3g}: above it the steepest direction diverges"
+    text = f"Keep the learning rate of SGD below {formula} = {cap:.3g}: above it the quadratic model diverges"
     limit = EDGE * (1 + findings.momentum)
     if rate is None:
-        quantity, value = "λ_max, the threshold being that of learning rate × λ_max", top
+        quantity, value = "λ_max (the threshold is for learning rate × λ_max)", top
     else:
         text = f"{text}; it is {rate:.3g}, {'too large' if rate > cap else 'below the cap'}"
         quantity, value = "learning rate × λ_max", rate * top
@@ -104,7 +104,7 @@ def _cap(findings: Findings) -> Iterator[Advice]:
 
 
 def _warm_up(findings: Findings) -> Iterator[Advice]:
-    """Warm-up: where the learning rate is above the edge at the first measurement of λ_max."""
+    """Warm-up: where the learning rate is above the edge at the first measurement of λ_max, or at the only one."""
     rate = findings.learning_rate
     series = sorted(findings.sharpness.items())
     if not series and findings.extremes is not None:
@@ -125,7 +125,7 @@ def _warm_up(findings: Findings) -> Iterator[Advice]:
     yield Advice(
         "warm-up",
         f"Warm up: start at a learning rate of at most {start:.3g} and rise to {rate:.3g} {until}",
-        f"learning rate × λ_max at step {step}",
+        f"learning rate × λ_max at step {step}" if findings.sharpness else "learning rate × λ_max",
         rate * first,
         limit,
         {"learning rate": start} | ({} if below is None else {"steps": float(below - step)}),
@@ -207,7 +207,7 @@ def _clipping(findings: Findings) -> Iterator[Advice]:
 def _sharing(findings: Findings) -> Iterator[Advice]:
     """Blocks that can share one adaptive learning rate: groups whose spectra are all within `ALIKE` of each other.
 
-    The distances are lower bounds, blind below their threshold: the advice says down to where the spectra are alike.
+    The distances are blind below their threshold: the advice says down to where the spectra are alike.
     """
     known = findings.distances
     if known is None:

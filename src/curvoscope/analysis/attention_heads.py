@@ -15,6 +15,7 @@ from curvoscope.exact.moments import Moments
 from curvoscope.models.families import blocks_of
 from curvoscope.models.layer_sites import Record, layers_of
 from curvoscope.models.rebuilding import fitting, rebuild
+from curvoscope.operators.autodiff_model import device_of
 from curvoscope.operators.batches import Batches
 from curvoscope.operators.safety import undisturbed
 
@@ -24,7 +25,8 @@ _AT_ONCE = 4_000_000  # of them
 
 @dataclass(frozen=True)
 class HeadMoments:
-    """One head of one layer, on average over all rows i of all sequences; the standard error is that of sequences.
+    """One head of one layer, on average over all rows i of all sequences; the standard error is that of sequences, 0
+    for a single one, which shows no spread.
 
     With x² the mean square |x_j|² of the inputs: `entropy` of A_i in nats; `first` |M1_i|²/x²; `second` tr M2_i/x², 0
     for one-hot rows; `third` |M3_i|_F/x³, the size of the third central moment, None where it would take too long.
@@ -40,7 +42,9 @@ class HeadMoments:
 
 def head_moments(model: nn.Module, batch: Any) -> list[HeadMoments]:
     """Of all heads of the softmax attention layers that can be rebuilt in closed form; the model is left as it is."""
-    (found,) = Batches([batch])
+    (given,) = Batches([batch])
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    found = given.to(device_of(model, None), dtype)
     layers = [layer for layer in layers_of(model, blocks_of(model)) if layer.kind == "attn"]
     weights = dict(model.named_parameters(remove_duplicate=False))
     rows: list[HeadMoments] = []
@@ -63,7 +67,7 @@ def of_moments(layer: str, moments: Moments) -> Iterator[HeadMoments]:
     """From attention (N, heads, L, L) and inputs (N, 1, L, d)."""
     X, A = moments.X.double(), moments.attention.double()
     square = X.square().sum(-1)  # (N, 1, L)
-    scale = float(square.mean())
+    scale = float(square.mean()) or 1.0  # inputs that are all zero have moments of zero
     length = moments.M1.double().square().sum(-1)  # (N, heads, L)
     spread = (A @ square[..., None])[..., 0] - length
     third = _third(X[:, 0], A) if A.numel() * A.shape[-1] <= _MOST_TRIPLES else None

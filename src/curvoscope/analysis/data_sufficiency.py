@@ -80,7 +80,7 @@ def data_sufficiency(
             raise RangeError(name, f"got {value}, expected at least {least}")
     surface = Surface(model, loss_fn, batches, blocks, device)
     generator = torch.Generator().manual_seed(seed)
-    found = sample_losses(surface, displacements(surface, distance, draws, generator))
+    found = sample_losses(surface, displacements(surface, distance, draws, generator), "distance")
     variance = float(found.variances.mean())
     low, high = _interval(found, level, resamples, generator)
     ends = [_count(v, batch, tolerance) for v in (variance, low, high)]
@@ -110,8 +110,8 @@ def _interval(found: Samples, level: float, resamples: int, generator: torch.Gen
     """Quantiles of the variance over samples drawn again with replacement, the same ones at all displacements."""
     count = found.losses.shape[1]
     values = []
-    for _ in range(0, resamples, _AT_ONCE):
-        chosen = torch.randint(0, count, (min(_AT_ONCE, resamples), count), generator=generator)
+    for done in range(0, resamples, _AT_ONCE):
+        chosen = torch.randint(0, count, (min(_AT_ONCE, resamples - done), count), generator=generator)
         losses, terms = found.losses[:, chosen], found.terms[chosen]  # (D, R, N), (R, N)
         means = (losses * terms).sum(-1) / terms.sum(-1)
         deviations = terms / terms.mean(-1, keepdim=True) * (losses - means[..., None])

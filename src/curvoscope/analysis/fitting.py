@@ -30,8 +30,9 @@ def log_slope(x: Tensor, y: Tensor) -> Slope:
         raise ShapeError("y", f"got {tuple(y.shape)} for x {tuple(x.shape)}; expected one value for each x")
     if len(x) < 3:
         raise EmptyError("x", f"{len(x)} points; a slope with an interval needs 3")
-    if not bool((x > 0).all()) or not bool((y > 0).all()):
-        raise RangeError("y", "has values that are not positive: they have no logarithm")
+    for name, values in (("x", x), ("y", y)):
+        if not bool((values > 0).all()):
+            raise RangeError(name, "has values that are not positive: they have no logarithm")
     u, v = x.double().log(), y.double().log()
     centred = u - u.mean()
     spread = float(centred @ centred)

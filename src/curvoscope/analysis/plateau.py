@@ -16,7 +16,7 @@ from curvoscope.operators.objectives import LossFunction
 
 LEVEL = 0.05
 """The chance to call stationary weights moving."""
-_GROUPS = 32  # at most: their gradients are kept
+_GROUPS = 32  # fewer than twice as many where they do not divide the batches: their gradients are kept
 _ORDERS = 32
 
 
@@ -63,7 +63,7 @@ def gradient_plateau(
 
 
 def plateau_of(surface: Surface) -> GradientPlateau:
-    """The same for a surface: samples in at most 32 groups, whose mean gradients are kept in float64."""
+    """The same for a surface: samples in about 32 groups, whose mean gradients are kept in float64."""
     return plateau_from(*_groups(surface))
 
 

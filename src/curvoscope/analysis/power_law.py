@@ -145,7 +145,7 @@ def power_law(
         level,
         tuple(sizes),
         tuple(tuple(group) for group in values),
-        _misfit(x, logs, line),
+        _misfit(x, logs),
         resampled,
     )
 
@@ -179,13 +179,17 @@ def _ends(values: np.ndarray, level: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _misfit(x: np.ndarray, logs: list[np.ndarray], line: tuple[float, float]) -> float | None:
-    """The p-value of the F-test for lack of fit; None without several values at the sizes."""
+def _misfit(x: np.ndarray, logs: list[np.ndarray]) -> float | None:
+    """The p-value of the F-test for lack of fit; None without several values at the sizes.
+
+    Its line is the least-squares one through all values, so that sizes with more of them count more.
+    """
     counts = np.array([len(group) for group in logs])
     within = sum(float(((group - group.mean()) ** 2).sum()) for group in logs)
     degrees = int(counts.sum() - len(x))
     if degrees < 1 or not within:
         return None
     means = np.array([group.mean() for group in logs])
-    between = float((counts * (means - line[0] - line[1] * x) ** 2).sum())
+    slope, intercept = np.polyfit(x, means, 1, w=np.sqrt(counts))
+    between = float((counts * (means - intercept - slope * x) ** 2).sum())
     return float(special.fdtrc(len(x) - 2, degrees, between / (len(x) - 2) / (within / degrees)))

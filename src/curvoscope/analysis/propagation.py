@@ -41,7 +41,8 @@ class AttentionSummary:
         """From attention (..., L, L) and inputs (..., L, d)."""
         X, A = moments.X, moments.attention
         spread = (A @ X.square()).sum(-1) - moments.M1.square().sum(-1)  # tr M2, without M2
-        return cls(float(moments.entropy.mean()), float(spread.mean() / X.square().sum(-1).mean()))
+        scale = float(X.square().sum(-1).mean()) or 1.0  # inputs that are all zero have no spread
+        return cls(float(moments.entropy.mean()), float(spread.mean()) / scale)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,11 @@ class Samples:
         return self.deviations.square().sum(1) / (self.losses.shape[1] - 1)
 
 
-def sample_losses(surface: Surface, displacements: Tensor) -> Samples:
-    """ℓ_i(w + δ) for displacements (D, P); samples without loss terms are left out."""
+def sample_losses(surface: Surface, displacements: Tensor, argument: str = "distances") -> Samples:
+    """ℓ_i(w + δ) for displacements (D, P); samples without loss terms are left out.
+
+    `argument` is what to name where a loss is not finite.
+    """
     losses: list[Tensor] = []
     terms: list[float] = []
     objective = surface.engine.objective
@@ -77,7 +80,7 @@ def sample_losses(surface: Surface, displacements: Tensor) -> Samples:
     if found.shape[1] < 2:
         raise EmptyError("batches", f"{found.shape[1]} sample with loss terms; a variance needs at least 2")
     if not bool(torch.isfinite(found).all()):
-        raise NonFiniteError("distances", "a loss is NaN or infinite so far from the weights; stay nearer")
+        raise NonFiniteError(argument, "a loss is NaN or infinite so far from the weights; stay nearer")
     return Samples(found, torch.tensor(terms, dtype=torch.float64))
 
 

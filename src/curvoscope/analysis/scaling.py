@@ -1,5 +1,6 @@
 """Curvature against the size of a model or of its data: measurements of a family, and power laws through them."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -51,11 +52,14 @@ def summary(H: ModelHessian, matvecs: int = 100, seed: int = 0) -> CurvatureSumm
     """The five numbers from `matvecs` products for each norm and the trace, exact where H has no more columns."""
     top, largest = (lanczos(H.total, 1, which, tolerance=_RESIDUAL, seed=seed)[0] for which in ("LA", "LM"))
     norms = [frobenius_norm(part, matvecs=matvecs, seed=seed) for part in (H.total, H.outer, H.functional)]
+    rank = effective_rank(norms[0], largest)
+    if rank is None:
+        raise RangeError("H", "is zero: it has no rank")
     return CurvatureSummary(
         top,
         trace(H.total, matvecs=matvecs, seed=seed),
         condition(H),
-        _ratio(norms[0], largest),
+        rank,
         _share(norms[1], norms[2]),
     )
 
@@ -71,12 +75,12 @@ def condition(H: ModelHessian) -> float | None:
     return most / float(seen.min()) if most else None
 
 
-def _ratio(norm: Estimate, largest: Estimate) -> Estimate:
-    """|H|_F²/λ² with the error by the delta method."""
-    if not largest.value:
-        raise RangeError("H", "is zero: it has no rank")
+def effective_rank(norm: Estimate, largest: Estimate) -> Estimate | None:
+    """|H|_F²/λ², λ the eigenvalue of largest magnitude, with the error by the delta method; None for H = 0."""
+    if not largest.value or not norm.value:
+        return None
     value = (norm.value / largest.value) ** 2
-    relative = 2 * ((norm.stderr / norm.value) ** 2 + (largest.stderr / largest.value) ** 2) ** 0.5
+    relative = 2 * math.hypot(norm.stderr / norm.value, largest.stderr / largest.value)
     return Estimate(value, value * relative, norm.matvecs + largest.matvecs, f"{norm.method}, {largest.method}")
 
 

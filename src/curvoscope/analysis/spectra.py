@@ -33,12 +33,12 @@ class BlockSpectrum:
     @property
     def largest(self) -> Estimate:
         """The largest Ritz value of all probes; within the error bar, its residual, there is an eigenvalue."""
-        return self._end(int(self.density.nodes.argmax()))
+        return self._end(1)
 
     @property
     def smallest(self) -> Estimate:
         """The smallest Ritz value of all probes."""
-        return self._end(int(self.density.nodes.argmin()))
+        return self._end(-1)
 
     @property
     def negative(self) -> Estimate:
@@ -60,8 +60,11 @@ class BlockSpectrum:
         value = float(nodes[min(index, len(nodes) - 1)])
         return None if self.log.reach and abs(value) <= self.log.reach else value
 
-    def _end(self, index: int) -> Estimate:
+    def _end(self, sign: int) -> Estimate:
+        """The largest (1) or the smallest (-1) node that has a mass: zeros without one fill the rows of probes whose
+        Krylov space ended early."""
         density = self.density
+        index = int(torch.where(density.weights > 0, sign * density.nodes, -math.inf).argmax())
         value, residual = (float(table.flatten()[index]) for table in (density.nodes, density.residuals))
         return Estimate(value, residual, density.matvecs, density.method)
 
@@ -102,7 +105,8 @@ def _spectrum(
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """Jensen-Shannon distances (k, k) between the spectra of k blocks, in [0, 1]: how far apart they are at least.
+    """Jensen-Shannon distances (k, k) between the spectra of k blocks, in [0, 1]: how far apart they are at least, but
+    for the noise of densities that are estimates.
 
     The spectra are compared as shares in bins: half a decade each in |λ| on one grid for all, negative and positive
     apart, and for each pair one bin for |λ| ≤ `threshold`, below which one of the two is not resolved. To join bins

@@ -213,14 +213,14 @@ class Surface:
 
 
 def positions(argument: str, values: Iterable[float] | Tensor) -> Tensor:
-    """Distances as (n,) in float64, once they are known to be positive, finite and ascending."""
+    """Distances or learning rates as (n,) in float64, once they are known to be positive, finite and ascending."""
     found = torch.as_tensor(values if isinstance(values, Tensor) else list(values), dtype=torch.float64).cpu()
     if found.ndim != 1 or not found.numel():
-        raise ShapeError(argument, f"got shape {tuple(found.shape)}, expected a list of distances")
+        raise ShapeError(argument, f"got shape {tuple(found.shape)}, expected a list of positive numbers")
     if not bool(torch.isfinite(found).all()):
         raise NonFiniteError(argument, "has entries that are NaN or infinite")
     if float(found[0]) <= 0 or bool((found.diff() <= 0).any()):
-        raise RangeError(argument, f"starts with {float(found[0]):g}; expected positive distances in ascending order")
+        raise RangeError(argument, f"starts with {float(found[0]):g}; expected positive numbers in ascending order")
     return found
 
 

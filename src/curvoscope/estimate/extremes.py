@@ -100,7 +100,7 @@ def _start(start: Tensor | None, size: int, k: int, seed: int) -> np.ndarray:
     columns: np.ndarray = np.random.default_rng(seed).standard_normal((size, k))
     if start is not None:
         checks.floating("start", start)
-        if start.shape[0] != size or start.ndim > 2:
+        if start.ndim not in (1, 2) or start.shape[0] != size:
             raise RangeError("start", f"got shape {tuple(start.shape)}, expected ({size},) or ({size}, p)")
         given = start.reshape(size, -1)[:, :k].double().cpu().numpy()
         columns[:, : given.shape[1]] = given

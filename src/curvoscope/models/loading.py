@@ -67,7 +67,8 @@ class MissingPackageError(CurvoscopeError, ImportError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and what it predicts: "causal" or "masked" tokens, or the class of an "image"."""
+    """A model in evaluation mode, and what it predicts: "causal" or "masked" tokens, the class of an "image", or the
+    digits of sums, "addition"."""
 
     model: nn.Module
     kind: str

@@ -144,7 +144,8 @@ class CurvatureMonitor:
         details: bool = True,
         move: Tensor | None = None,
     ) -> Record:
-        """Measure now, whatever the budget, and record it. Errors are raised, but for those of store and writer.
+        """Measure now, whatever the budget, and record it. Errors are raised, but for those of store, writer and
+        `on_record`.
 
         Args:
             loss, lr: as in `step`.
@@ -213,6 +214,7 @@ class CurvatureMonitor:
         self._steps = int(state["steps"])
         self.records = [Record.from_facts(facts) for facts in state["records"]]
         self.incidents = [Incident(**facts) for facts in state["incidents"]]
+        self.paused = next((one.kind == "paused" for one in reversed(self.incidents) if one.kind != "failed"), False)
         self._vectors = dict(state["vectors"])
         self.pace.load_state_dict(state["pace"])
 

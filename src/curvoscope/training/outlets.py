@@ -35,9 +35,10 @@ class Outlets:
         return [message for name, outlet in tries.items() if (message := self._try(name, outlet))]
 
     def note(self, incident: Incident) -> None:
-        """Store an incident; where the store fails it waits."""
+        """Store an incident; where the store fails it waits, and the next record tells of the failure."""
         self._waiting.append(incident)
-        self._try("store", self._keep)
+        if self._try("store", self._keep):
+            self._failing.discard("store")
 
     def _try(self, name: str, outlet: Callable[[], None]) -> str | None:
         try:

@@ -23,7 +23,8 @@ class Details:
 
     smallest_eigenvalue: λ_min. trace: tr H. frobenius_norm: |H|_F. effective_rank: the stable rank |H|_F²/|H|_2².
     condition: as in `analysis.scaling`, None where P is above 400. negative_curvature_share:
-    Σ_{λ<0} |λ| / Σ |λ|; not the share of eigenvalues that are negative. blocks: norms of the two parts of each
+    Σ_{λ<0} |λ| / Σ |λ|; not the share of eigenvalues that are negative; off by some hundredths beyond its standard
+    error, as few steps of Lanczos do not resolve the smallest eigenvalues. blocks: norms of the two parts of each
     diagonal block.
     """
 
@@ -59,9 +60,9 @@ class Record:
 
     loss: the one given to `step()`, of the training batch; probe_loss: that of the probe, where everything else is
     measured. largest_eigenvalue: λ_max, the sharpness. gradient_curvature: g·Hg/g·g. critical_sharpness: 2/η_c, η_c
-    the smallest learning rate at which the optimizer's last step would not have lowered the probe's loss; None where
-    no step was recorded, or the step leads uphill or downhill as far as one looks. attention: of each layer. seconds:
-    what the measurement took.
+    the smallest learning rate found at which the optimizer's last step would not have lowered the probe's loss; None
+    where no step was recorded, or the step leads uphill or downhill as far as one looks. attention: of each layer.
+    seconds: what the measurement took.
     """
 
     step: int

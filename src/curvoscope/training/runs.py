@@ -44,7 +44,8 @@ class RunStore(Database):
         if facts is not None:
             self.write("INSERT OR IGNORE INTO runs (name, facts) VALUES (?, ?)", name, _text(facts))
         elif name not in self.names:
-            raise StoreError("run", f"{self.path} has no run {name!r}, it has {', '.join(map(repr, self.names))}")
+            known = ", ".join(map(repr, self.names)) or "none"
+            raise StoreError("run", f"{self.path} has no run {name!r}, it has {known}")
         return StoredRun(self, name)
 
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
