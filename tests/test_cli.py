@@ -12,6 +12,7 @@ from PIL import Image
 import curvoscope as cv
 from curvoscope import commands
 from curvoscope.data import addition, answer_targets
+from curvoscope.experiments import NAMES
 from curvoscope.models import GPT2
 
 SMALL = ["--d", "4", "--sequences", "3", "--seed", "5"]
@@ -191,11 +192,17 @@ def test_version_and_help(call):
     assert code == 0 and all(f"--{name}" in stdout for name in shared)
 
 
+def test_the_help_of_reproduce_names_every_figure(call):
+    code, stdout, _ = call("reproduce", "--help")
+    words = stdout.replace(",", " ").split()
+    assert code == 0 and {"all", *NAMES} <= set(words) and "fig2" not in words
+
+
 def test_help_needs_no_heavy_import():
     script = (
         "import sys; from typer.testing import CliRunner; from curvoscope.cli import app; "
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
-        "assert not {'matplotlib', 'transformers', 'curvoscope.report'} & set(sys.modules)"
+        "assert not {'matplotlib', 'transformers', 'curvoscope.report', 'curvoscope.experiments'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -3,9 +3,10 @@
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from curvoscope import __version__
 from curvoscope.errors import CurvoscopeError, RangeError
@@ -76,6 +77,17 @@ Sequences = Annotated[
 ]
 Length = Annotated[int | None, typer.Option(help="Tokens a sequence of text. (default: 64)")]
 Precision = Annotated[Dtype | None, typer.Option(help="Precision. (default: float64 for addition, else float32)")]
+
+
+class WithNames(TyperCommand):
+    """A command whose help ends with the names of the figures, read when it is asked for."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The help of the command, and the names."""
+        from curvoscope.experiments import NAMES
+
+        self.epilog = f"NAME: all, {', '.join(NAMES)}"
+        super().format_help(ctx, formatter)
 
 
 def _only(when: str, **options: object) -> None:
@@ -222,9 +234,9 @@ def watch(
     raise typer.Exit(command.run(options, out, resume, as_json, tensorboard))
 
 
-@app.command()
+@app.command(cls=WithNames)
 def reproduce(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Figures (fig3a, ...), or all.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Figures, as fig3a, or all.")],
     quick: Annotated[bool, typer.Option("--quick", help="Few seeds: minutes.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Keep what is measured.")] = True,

@@ -188,7 +188,9 @@ def test_reproduced_figures_and_their_export(small, call, tmp_path):
 def exports_state_seed_and_versions(call, tmp_path, seeds):
     tables = [call("export", tmp_path / folder)[1] for folder in ("one", "two")]
     assert tables[0] == tables[1]
-    for row in csv.DictReader(io.StringIO(tables[0])):
+    table = list(csv.DictReader(io.StringIO(tables[0])))
+    assert table
+    for row in table:
         assert row["seed"] in seeds and {name: row[name] for name in versions()} == versions()
     for folder in ("one", "two"):
         assert call("export", tmp_path / folder, "--format", "parquet", "--out", tmp_path / f"{folder}.parquet")[0] == 0

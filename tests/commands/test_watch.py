@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from curvoscope.commands import watch, watch_run
+from curvoscope.commands import OutputError, watch, watch_run
 from curvoscope.commands.document import REPORTS
 from curvoscope.commands.reproduce import STORE
 from curvoscope.database import StoreError
@@ -205,6 +205,18 @@ class TestErrors:
         torch.save({"weights": torch.zeros(2)}, tmp_path / watch.CHECKPOINT)
         with pytest.raises(ModelError, match="is no checkpoint of a watched run"):
             watch.run(watch.Options(steps=1, **SMALL), tmp_path, True, False)
+
+    def test_a_full_disk_leaves_no_half_checkpoint(self, tmp_path, monkeypatch):
+        def full(state, path):
+            path.write_bytes(b"half")
+            raise OSError("no space left")
+
+        watch_run.save(tmp_path / watch.CHECKPOINT, {"run": "old"})
+        monkeypatch.setattr(torch, "save", full)
+        with pytest.raises(OutputError, match=r"^out: cannot write .*: no space left"):
+            watch_run.save(tmp_path / watch.CHECKPOINT, {"run": "new"})
+        assert [path.name for path in tmp_path.iterdir()] == [watch.CHECKPOINT]
+        assert torch.load(tmp_path / watch.CHECKPOINT, weights_only=True) == {"run": "old"}
 
     def test_the_store_of_another_command(self, tmp_path):
         Store(tmp_path / STORE).close()

@@ -12,7 +12,7 @@ from curvoscope.errors import RangeError
 from curvoscope.experiments import NAMES, Row, Task, find
 from curvoscope.experiments.figures import fig8, load
 from curvoscope.experiments.setting import Setting
-from curvoscope.report import experiment_figures
+from curvoscope.report import experiment_figures, experiment_pages
 
 SMALL = {"d": 4, "sequences": 2, "train": 20, "pull": 5.0, "long": 20}
 FEWER_SEEDS = {"optimizers": 5}
@@ -65,7 +65,7 @@ def test_each_figure_measures_judges_and_draws(name):
         experiment_figures.encode(experiment_figures.draw(figure.title, panels, figure.columns), "png")[:4]
         == b"\x89PNG"
     )
-    assert "plotly" in experiment_figures.page(figure.title, panels, figure.columns)
+    assert "plotly" in experiment_pages.page(figure.title, panels, figure.columns)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from curvoscope.experiments.digits import GROUPS, Digits, VisionTransformer, gro
 from curvoscope.experiments.figures import DIGITS, gap_entries, gap_gradient, gap_loss, gap_norms, left_out
 from curvoscope.experiments.panels import Image, Panel
 from curvoscope.models.loading import MissingPackageError
-from curvoscope.report import experiment_figures
+from curvoscope.report import experiment_figures, experiment_pages
 
 SMALL = {"d": 4, "hidden": 6, "checkpoints": (0, 3), "images": 6}
 
@@ -318,7 +318,7 @@ def test_images_have_borders_and_names_in_both_drawings():
     assert list(axes.get_xticks()) == [0.5, 3.5] and list(axes.get_yticks()) == [0.5, 3.5]  # pixel i is i ± 1/2
     assert [label.get_text() for label in axes.get_xticklabels()] == ["first", "second"]
     assert [line.get_xdata()[0] for line in axes.lines if line.get_xdata()[0] == line.get_xdata()[-1]] == [1.5]
-    page = experiment_figures.page("title", [panel], 1)
+    page = experiment_pages.page("title", [panel], 1)
     assert '"tickvals":[0.5,3.5]' in page and '"ticktext":["first","second"]' in page and '"y0":1.5' in page
 
 

@@ -50,6 +50,18 @@ def test_forgetting_is_of_one_figure(tmp_path):
         store.add(other, {"sigma": 0.0}, 0, [VALUE])
         store.forget(toy())
         assert store.done(toy()) == set() and len(store.done(other)) == 1
+        assert store.read("SELECT count(*) FROM programs") == [(1,)]
+
+
+def test_forgetting_is_whole_or_not_at_all(tmp_path):
+    """Programs that stay behind would be named as those of values measured later."""
+    with Store(filled(tmp_path / "s")) as store:
+        store._connection.execute(
+            "CREATE TRIGGER kept BEFORE DELETE ON programs BEGIN SELECT RAISE(ABORT, 'kept'); END"
+        )
+        with pytest.raises(StoreError):
+            store.forget(toy())
+        assert len(store.done(toy())) == 1
 
 
 def test_wal_mode(tmp_path):

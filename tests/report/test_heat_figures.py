@@ -19,8 +19,9 @@ def labels(axes):
 def test_pairs_are_symmetric_and_zero_is_below_the_scale():
     norms = {("h.0.attn.Q", "h.0.attn.Q"): 1.0, ("h.0.attn.V", "h.0.attn.V"): 0.0, ("h.0.attn.Q", "h.0.attn.V"): 5.0}
     rows = [BlockRow(*pair, part, norm, 0.0) for pair, norm in norms.items() for part in PARTS]
-    panels = images(pair_map(rows, "a $ in the title"))
-    assert list(panels) == list(PARTS)
+    figure = pair_map(rows, "a $ here and $ there")
+    panels = images(figure)
+    assert list(panels) == list(PARTS) and figure._suptitle.get_text() == r"a \$ here and \$ there"
     for axes in panels.values():
         image = axes.images[0]
         shown = np.asarray(image.get_array())

@@ -75,6 +75,10 @@ class TestNorms:
         names = ["cls.predictions.transform.dense.weight", "bert.embeddings.token_type_embeddings.weight"]
         assert_readable(norm_figure(rows(names), f"{names[0]} is 12 times larger than {names[1]} (Frobenius norm)"))
 
+    def test_dollars_are_no_mathematics(self):
+        figure = norm_figure(rows(["a$^$b", "h.0.c$_$d"]), "a$^$b and c$_$d")
+        assert {"a\\$^\\$b", "c\\$_\\$d", "a\\$^\\$b and c\\$_\\$d"} <= {text for text, _ in texts(figure)[0]}
+
     def test_every_block_has_its_parts_on_one_axis(self):
         figure = norm_figure(rows(), "title")
         panels = [axes for axes in figure.axes if axes.get_visible()]

@@ -15,6 +15,7 @@ from curvoscope.analysis.attention_heads import HeadMoments, head_moments
 from curvoscope.analysis.propagation import Propagation, propagation
 from curvoscope.analysis.spectra import BlockSpectrum
 from curvoscope.commands.document import REPORTS, depth_facts, heads_facts, pictures, shown_files, write_run
+from curvoscope.commands.subject import DTYPES
 from curvoscope.estimate import Density
 from curvoscope.models import GPT2
 from curvoscope.operators import BlockHessian
@@ -24,7 +25,6 @@ from curvoscope.report.density_figures import headline_of as densities_headline
 from curvoscope.report.heat_figures import pair_map
 from curvoscope.versions import versions
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _LINEAR = "Attention moments by head: without softmax the rows of attention are no distributions."
 
 
@@ -96,7 +96,7 @@ def _measure(configuration: Configuration, progress: Progress, task: TaskID) -> 
         norm=configuration.norm,
         activation=configuration.attention,
         seed=configuration.seed,
-        dtype=_DTYPES[configuration.dtype],
+        dtype=DTYPES[configuration.dtype],
     )
     with torch.no_grad():
         X = model.residual_stream(inputs, 0)

@@ -1,4 +1,4 @@
-"""What the commands on models have in common to print and write: the model and its data, the spectrum's ends, files."""
+"""What the commands have in common to print and write: the model and its data, the spectrum's ends, files, reports."""
 
 import dataclasses
 import json
@@ -42,8 +42,8 @@ def write_run(out: Path, name: str, facts: dict[str, Any], figures: Mapping[str,
     The document is the last: a directory that has it has the others too.
     """
     document = json.dumps(facts, indent=2, allow_nan=False) + "\n"
-    for figure, png in figures.items():
-        commands.write(out / figure, png)
+    for figure, content in figures.items():
+        commands.write(out / figure, content)
     write_report(out, document, figures)
     commands.write(out / name, document.encode())
     return document

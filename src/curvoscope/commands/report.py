@@ -4,11 +4,11 @@ from pathlib import Path
 
 from curvoscope.commands import reproduce_report, watch_report
 from curvoscope.commands.document import REPORTS, write_report
+from curvoscope.commands.reproduce import STORE
 from curvoscope.database import RUNS, application_of
 from curvoscope.report.contents import ReportError
 
 DOCUMENTS = ("table.json", "spectrum.json", watch_report.DOCUMENT, reproduce_report.DOCUMENT)
-_STORE = "store.sqlite"
 
 
 def run(source: Path) -> None:
@@ -18,7 +18,7 @@ def run(source: Path) -> None:
     come to its end the store is read.
     """
     path = _document(source)
-    if path.name == _STORE:
+    if path.name == STORE:
         watch_report.read_store(path)
     else:
         _again(path)
@@ -47,7 +47,7 @@ def _document(source: Path) -> Path:
         return found[0]
     if not source.exists():
         raise ReportError("RUN", f"there is no {source}; give the directory of a run")
-    store = source / _STORE
+    store = source / STORE
     if store.is_file() and application_of(store) == RUNS:
         return store
     if store.is_file():

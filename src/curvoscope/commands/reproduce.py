@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from curvoscope.commands import reproduce_report
 from curvoscope.commands.document import REPORTS
 from curvoscope.errors import RangeError
 from curvoscope.experiments import Figure, Row, Store, Task, Verdict
-from curvoscope.report import experiment_figures
+from curvoscope.report import experiment_figures, experiment_pages
+from curvoscope.report.reproduction_sections import VERDICTS
 from curvoscope.versions import versions
 
 STORE = "store.sqlite"
@@ -59,7 +59,7 @@ def run(
         rows = found[figure.name]
         verdicts = figure.verdicts(rows)
         written = _write(figure, rows, out)
-        document[figure.name] = _document(rows, verdicts) | {"seeds": _seeds(rows), "versions": versions()}
+        document[figure.name] = _document(rows, verdicts)
         if not as_json:
             _show(figure, verdicts, written)
     reproduce_report.write_report(out, found, figures, quick, names)
@@ -103,9 +103,10 @@ def _write(figure: Figure, rows: Sequence[Row], out: Path) -> list[Path]:
     panels = figure.panels(rows)
     drawn = experiment_figures.draw(figure.title, panels, figure.columns)
     contents = {kind: experiment_figures.encode(drawn, kind) for kind in ("png", "pdf")}
-    seeds = ", ".join(map(str, _seeds(rows)))
+    seeds = ", ".join(map(str, reproduce_report.seeds_of(rows)))
     made_by = ", ".join(f"{name} {version}" for name, version in versions().items())
-    page = experiment_figures.page(figure.title, panels, figure.columns, f"Seeds: {seeds}. Versions: {made_by}.")
+    notes = (figure.question, figure.remarks, f"Seeds: {seeds}. Versions: {made_by}.")
+    page = experiment_pages.page(figure.title, panels, figure.columns, *filter(None, notes))
     contents["html"] = page.encode()
     paths = []
     for kind, content in contents.items():
@@ -116,18 +117,8 @@ def _write(figure: Figure, rows: Sequence[Row], out: Path) -> list[Path]:
 
 def _document(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     points = [{**row.point, "seed": row.seed, **dataclasses.asdict(row.found)} for row in rows]
-    fits = [
-        {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in dataclasses.asdict(verdict).items()
-        }
-        for verdict in verdicts
-    ]
-    return {"points": points, "fits": fits}
-
-
-def _seeds(rows: Sequence[Row]) -> list[int]:
-    return sorted({row.seed for row in rows})
+    fits = [reproduce_report.verdict_facts(verdict) for verdict in verdicts]
+    return {"points": points, "fits": fits, "seeds": reproduce_report.seeds_of(rows), "versions": versions()}
 
 
 def _show(figure: Figure, verdicts: Sequence[Verdict], written: Sequence[Path]) -> None:
@@ -139,8 +130,8 @@ def _show(figure: Figure, verdicts: Sequence[Verdict], written: Sequence[Path]) 
         table.add_column(heading, justify="left" if heading in ("claim", "verdict") else "right")
     for verdict in verdicts:
         interval = "" if verdict.low is None else f"{verdict.low:.3f} to {verdict.high:.3f}"
-        word = {True: "agrees", False: "DISAGREES", None: "no prediction"}[verdict.agrees]
-        cells = (verdict.statement, _number(verdict.predicted), _number(verdict.fitted), interval, word)
+        numbers = (_number(verdict.predicted), _number(verdict.fitted), interval)
+        cells = (verdict.statement, *numbers, VERDICTS[verdict.agrees])
         table.add_row(*map(Text, cells), style="bold red" if verdict.agrees is False else "")
     console.print(table)
     if figure.remarks:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from curvoscope.commands.document import write_run
-from curvoscope.experiments import Figure, Row
+from curvoscope.experiments import Figure, Row, Verdict
 from curvoscope.report import answers, experiment_figures
 from curvoscope.report.vector import svg
 from curvoscope.versions import versions
@@ -41,8 +41,8 @@ def write_report(
                 "question": figure.question,
                 "remarks": figure.remarks,
                 "points": len({tuple(sorted(row.point.items())) for row in rows}),
-                "seeds": len({row.seed for row in rows}),
-                "verdicts": [_verdict(dataclasses.asdict(one)) for one in figure.verdicts(rows)],
+                "seeds": len(seeds_of(rows)),
+                "verdicts": [verdict_facts(one) for one in figure.verdicts(rows)],
             }
         )
     facts = {
@@ -54,7 +54,8 @@ def write_report(
             f"{sum(len(rows) for rows in found.values()):,} measured values"
             + (", with the few seeds of --quick." if quick else "."),
             "All measured values are in the store of the run; curvoscope export writes them as a table.",
-            "; ".join(f"{figure.name}: seeds {_listed(found[figure.name])}" for figure in figures) + ".",
+            "; ".join(f"{figure.name}: seeds {', '.join(map(str, seeds_of(found[figure.name])))}" for figure in figures)
+            + ".",
         ],
         "command": shlex.join(["curvoscope", "reproduce", *names, *(["--quick"] if quick else [])]),
         "versions": versions(),
@@ -64,12 +65,14 @@ def write_report(
     return write_run(out, DOCUMENT, facts, drawn)
 
 
-def _listed(rows: Sequence[Row]) -> str:
-    return ", ".join(map(str, sorted({row.seed for row in rows})))
+def seeds_of(rows: Sequence[Row]) -> list[int]:
+    """In ascending order."""
+    return sorted({row.seed for row in rows})
 
 
-def _verdict(facts: dict[str, Any]) -> dict[str, Any]:
-    """Without numbers that JSON does not know."""
+def verdict_facts(verdict: Verdict) -> dict[str, Any]:
+    """A verdict for JSON, which knows no infinity."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in facts.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in dataclasses.asdict(verdict).items()
     }

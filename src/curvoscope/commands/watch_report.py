@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from curvoscope.commands.document import pictures, write_run
+from curvoscope.commands.watch_run import MOMENTUM
 from curvoscope.report import answers
 from curvoscope.report.contents import ReportError
 from curvoscope.report.training_figures import training_figure
@@ -14,7 +15,6 @@ from curvoscope.report.watch_figures import block_map, detailed, trace_figure
 from curvoscope.training import Record, RunStore
 
 DOCUMENT = "watch.json"
-_MOMENTUM = 0.9  # of the SGD that `curvoscope watch` trains with
 
 
 def write_report(out: Path, facts: Mapping[str, Any]) -> str:
@@ -25,7 +25,7 @@ def write_report(out: Path, facts: Mapping[str, Any]) -> str:
     """
     records = records_of(facts["records"])
     # the steps of another optimizer than SGD are not -η g: 2/λ_max is no cap of their rate
-    momentum = _MOMENTUM if facts["configuration"].get("optimizer") == "sgd" else None
+    momentum = MOMENTUM if facts["configuration"].get("optimizer") == "sgd" else None
     added = {**answers.of_training(records, momentum), "missing": _missing(records)}
     return write_run(out, DOCUMENT, {**facts, **added}, _draw(records))
 

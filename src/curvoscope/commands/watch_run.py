@@ -1,5 +1,6 @@
 """The training that `curvoscope watch` watches: what is trained, its batches, its checkpoint."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ Batch = tuple[Tensor, Tensor]
 _TASKS = ("addition", "text")
 _OPTIMIZERS = ("sgd", "adam", "block-sgd", "block-adam")
 _SEQUENCES = {"addition": 64, "text": 16}  # a batch, and the probe
+MOMENTUM = 0.9  # of "sgd"
 _DATA_SEEDS = 1_000_000  # apart: those of the training batches begin here, the probe's is the run's own
 
 
@@ -125,7 +127,7 @@ class TrainingRun:
         kind, lr, weights = options.optimizer, options.lr, self.model.parameters()
         self.optimizer: torch.optim.Optimizer
         if kind == "sgd":
-            self.optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9)
+            self.optimizer = torch.optim.SGD(weights, lr=lr, momentum=MOMENTUM)
         elif kind == "adam":
             self.optimizer = torch.optim.Adam(weights, lr=lr)
         else:
@@ -185,6 +187,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
         torch.save(state, beside)
         beside.replace(path)
     except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):  # half a checkpoint is of no use
+            beside.unlink()
         raise commands.OutputError("out", f"cannot write {path}: {error}") from error
 
 

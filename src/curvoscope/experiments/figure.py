@@ -63,7 +63,8 @@ class Figure:
     """One of the papers' figures, declared.
 
     `version` counts changes of `measure` that change numbers: rows of another version are not used. `seconds` is what a
-    point takes on one core, to say beforehand how long a run will be.
+    point takes on one core, to say beforehand how long a run will be. `quick_points` is a part of `points`; all of them
+    where it is left out.
     """
 
     name: str
@@ -72,12 +73,12 @@ class Figure:
     configuration: BaseModel
     points: Sequence[Point]
     seeds: int
-    quick_points: Sequence[Point]
     quick_seeds: int
     measure: Measure
     verdicts: Callable[[Sequence[Row]], list[Verdict]]
     panels: Callable[[Sequence[Row]], list[Panel]]
     seconds: Callable[[Point], float]
+    quick_points: Sequence[Point] = ()
     version: int = 1
     remarks: str = ""
     columns: int = 3
@@ -86,6 +87,7 @@ class Figure:
     def __post_init__(self) -> None:
         document = canonical(self.configuration.model_dump(mode="json"))
         object.__setattr__(self, "hash", hashlib.sha256(document.encode()).hexdigest())
+        object.__setattr__(self, "quick_points", self.quick_points or self.points)
 
     def grid(self, quick: bool) -> list[tuple[Point, int]]:
         """All (point, seed), seed by seed, so that a run cut short has whole curves."""

@@ -64,11 +64,11 @@ def panels(
             layers = sorted({row.found.layer for row in chosen})
             series = [curve(chosen, layer, label=f"layer {layer}" if len(layers) > 1 else "") for layer in layers]
             series = [one for one in series if any(one.y)]
-            if not series and part == "functional":
-                found.append(Panel(f"{heading}{_LONG[block]}, {part}", x_log=log, y_log=log, note="exactly zero"))
+            title = f"{heading}{_LONG[block]}, {part}"
+            if not series:
+                found.append(Panel(title, x_log=log, y_log=log, note="exactly zero"))
                 continue
             guides = [guide(series, p) for p in predictions if (p.block, p.part) == (block, part) and p.exponent]
-            title = f"{heading}{_LONG[block]}, {part}"
             found.append(Panel(title, x_log=log, y_log=log, series=series, guides=guides[:1], marks=(1.0,)))
     return found
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -38,6 +39,17 @@ class Image:
     borders: Sequence[float]
     names: Sequence[str]
     scale: str
+
+    @property
+    def middles(self) -> list[float]:
+        """Of the blocks, on axes where entry i reaches from i - 1/2 to i + 1/2."""
+        return [(first + last - 1) / 2 for first, last in pairwise([0.0, *self.borders])]
+
+    @property
+    def shades(self) -> tuple[float, float]:
+        """The numbers with the first and the last colour: few small entries do not take all of the scale."""
+        low, high = np.nanpercentile(self.values, [1, 100])
+        return float(low), float(high)
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,13 @@ class Store(Database):
 
     def forget(self, figure: Figure) -> None:
         """Delete what was measured for the figure's present configuration and version."""
-        for statement in (
-            "DELETE FROM measured WHERE experiment = ? AND configuration = ? AND version = ?",
-            "DELETE FROM programs WHERE experiment = ? AND configuration = ? AND version = ?",
-        ):
-            self.write(statement, figure.name, figure.hash, figure.version)
+        values = (figure.name, figure.hash, figure.version)
+        with self._named("write"), self._transaction():  # programs left behind would be taken for those of new values
+            for statement in (
+                "DELETE FROM measured WHERE experiment = ? AND configuration = ? AND version = ?",
+                "DELETE FROM programs WHERE experiment = ? AND configuration = ? AND version = ?",
+            ):
+                self._connection.execute(statement, values)
 
     def rows(self, figure: Figure, quick: bool) -> list[Row]:
         """The values of a figure's grid, in the order of the key."""

@@ -32,6 +32,11 @@ def curve(rows: Sequence[Row], name: str, label: str, index: int, steps: bool = 
     return Series(label, list(groups), means, None if steps else errors, colour=index, stroke=index, steps=steps)
 
 
+def mean(rows: Sequence[Row]) -> float:
+    """Over the seeds."""
+    return sum(row.found.value for row in rows) / len(rows)
+
+
 def geometric_mean(rows: Sequence[Row]) -> float:
     """Over the seeds, of positive values."""
     return float(np.exp(np.mean([np.log(row.found.value) for row in rows])))
@@ -45,8 +50,13 @@ def power(rows: Sequence[Row], name: str, statement: str, predicted: float, tole
     return Verdict(statement, found.block, found.part, found.layer, predicted, fitted, low, high, agrees)
 
 
-def claim(rows: Sequence[Row], statement: str, found: float, agrees: bool, predicted: float | None = None) -> Verdict:
-    """A statement with one number found for it; block, part and layer are those of the rows."""
+def claim(
+    rows: Sequence[Row], statement: str, found: float, agrees: bool | None, predicted: float | None = None
+) -> Verdict:
+    """A statement with one number found for it; block, part and layer are those of the rows.
+
+    `agrees` None: the number is noted, and nothing predicts it.
+    """
     first = rows[0].found
     return Verdict(statement, first.block, first.part, first.layer, predicted, found, None, None, agrees)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from curvoscope import data
+from curvoscope.data.addition import IGNORED
 
 _DATA_SEEDS = 10_000  # away from those of the batch that is measured
 
@@ -28,4 +29,4 @@ def checkpoints(model: nn.Module, steps: Sequence[int], sequences: int, rate: fl
 def loss_of(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
     """Cross-entropy at the answers, as a function of the model's present weights."""
     inputs, targets = tokens[:, :-1], data.answer_targets(tokens)
-    return lambda: cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    return lambda: cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

@@ -154,6 +154,6 @@ def _csv(name: str) -> Response:
             table = downloads.FROM_SPECTRA[name](spectra_of(state))
     except UnanswerableError as error:
         return security.refuse(400, str(error))
-    answer = Response(downloads.lines(table), mimetype="text/csv")
+    answer = Response(downloads.lines(table, state), mimetype="text/csv")
     answer.headers["Content-Disposition"] = f'attachment; filename="curvoscope-{name}.csv"'
     return answer

@@ -1,4 +1,5 @@
-"""The data of the figures as CSV, every number with all of its digits."""
+"""The data of the figures as CSV: every number with all of its digits, every line with the seed of the state and the
+versions of the programs that made it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -6,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 
 from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Matrices, Spectra, exponents
+from curvoscope.explorer.state import State
+from curvoscope.versions import versions
 
 Cell = str | int | float
 Table = tuple[list[str], Iterable[list[Cell]]]
@@ -75,9 +78,10 @@ FROM_SPECTRA: dict[str, Callable[[Spectra], Table]] = {
 TABLES = (*FROM_MATRICES, *FROM_SPECTRA)
 
 
-def lines(table: Table) -> Iterator[str]:
-    """Of the file: the heading, then a line a row, made as they are sent."""
+def lines(table: Table, state: State) -> Iterator[str]:
+    """Of the file: the heading, then a line a row, made as they are sent; in the last columns, who made it."""
     heading, rows = table
-    yield ",".join(heading) + "\n"
+    source: dict[str, Cell] = {"seed": state.seed, **versions()}
+    yield ",".join([*heading, *source]) + "\n"
     for row in rows:
-        yield ",".join(repr(cell) if isinstance(cell, float) else str(cell) for cell in row) + "\n"
+        yield ",".join(repr(cell) if isinstance(cell, float) else str(cell) for cell in (*row, *source.values())) + "\n"

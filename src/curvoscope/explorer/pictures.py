@@ -62,7 +62,7 @@ def ticks(top: float) -> tuple[list[float], list[str]]:
     rising = sorted(places)
     return (
         [-places[power] for power in powers] + [0.0] + [places[power] for power in rising],
-        [f"−10{_raised(power)}" for power in powers] + ["0"] + [f"10{_raised(power)}" for power in rising],
+        [f"−10{raised(power)}" for power in powers] + ["0"] + [f"10{raised(power)}" for power in rising],
     )
 
 
@@ -113,5 +113,6 @@ def _blend(share: float, ends: tuple[tuple[int, int, int], tuple[int, int, int]]
     return red, green, blue
 
 
-def _raised(power: int) -> str:
+def raised(power: int) -> str:
+    """As an exponent: ⁻¹² for -12."""
     return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

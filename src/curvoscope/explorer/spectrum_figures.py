@@ -13,7 +13,6 @@ _CURVES = (
     ("QK, functional", drawing.PINK, "diamond"),
     ("V, outer", drawing.GREEN, "triangle-up"),
 )
-_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def blank() -> dict[str, Blank]:
@@ -126,7 +125,7 @@ def _fill_growth(found: Curves) -> Writes:
     powers = exponents(found.state)
     for i, (curve, power) in enumerate(zip(found.growth, powers, strict=True)):
         writes[f"data.{i}.y"] = drawing.positive(curve)
-        word = "exactly zero" if not curve.any() else "" if power is None else f"σ{str(int(power)).translate(_RAISED)}"
+        word = "exactly zero" if not curve.any() else "" if power is None else f"σ{pictures.raised(int(power))}"
         writes[f"data.{i}.name"] = f"{_CURVES[i][0]}: {word}" if word else _CURVES[i][0]
         # the lines start where the attention is the same for all scales; behind a norm, past its ε
         start = SIGMAS.index(1.0) if found.state.norm == "pre" else 0

@@ -69,7 +69,7 @@ def taylor_figure(found: Taylor) -> "matplotlib.figure.Figure":
         bottom.axvline(found.radius, color=_GREEN, linewidth=1.2)
     where = _DIRECTIONS.get(found.direction.name, f"along the {found.direction.name} eigenvector")
     figure.suptitle(f"{_reach(found)}\n{where}", size=_HEADING + 1)
-    _finish(figure, [top, bottom])
+    _finish([top, bottom])
     return figure
 
 
@@ -93,7 +93,7 @@ def landscape_figure(found: Slice) -> "matplotlib.figure.Figure":
         axes.plot(places, found.quadratic.numpy(), color=_ORANGE, linestyle=_DASHED, label="second order")
         axes.plot([0], [found.loss], "x", color=_BLACK, markersize=8, label="the weights")
         axes.set_ylabel("loss", size=_HEADING)
-        _finish(figure, [axes])
+        _finish([axes])
     else:
         low, high = float(found.losses.min()), float(found.losses.max())
         levels = np.linspace(low, high if high > low else low + 1, 12)
@@ -136,7 +136,7 @@ def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
     for axes in panels[1:-1]:
         axes.set_ylabel("")
     figure.suptitle("The rate 1/k is arithmetic: random numbers of the same spread have it too", size=_HEADING + 1)
-    _finish(figure, panels[-1:])
+    _finish(panels[-1:])
     handles, labels = panels[0].get_legend_handles_labels()
     _clean(panels[:-1])
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), fontsize=_TEXT, frameon=False)
@@ -244,7 +244,7 @@ def divergence_figure(found: Divergence) -> "matplotlib.figure.Figure":
     exactly = "exactly" if found.agrees else "not exactly"
     critical = found.critical_learning_rate
     figure.suptitle(f"The loss rises {exactly} above the critical learning rate, {critical:.3g}", size=_HEADING + 1)
-    _finish(figure, [right])
+    _finish([right])
     _clean([left])
     figure.legend(
         *left.get_legend_handles_labels(),
@@ -258,7 +258,7 @@ def divergence_figure(found: Divergence) -> "matplotlib.figure.Figure":
     return figure
 
 
-def _finish(figure: "matplotlib.figure.Figure", panels: Sequence["matplotlib.axes.Axes"]) -> None:
+def _finish(panels: Sequence["matplotlib.axes.Axes"]) -> None:
     """A legend in each panel, and what `_clean` does."""
     for axes in panels:
         axes.legend(fontsize=_TEXT, frameon=False)

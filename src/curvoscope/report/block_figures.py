@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from curvoscope.analysis.heterogeneity import Part
 from curvoscope.analysis.measurements import Measurement
-from curvoscope.report.figures import STYLES
+from curvoscope.report.figures import STYLES, plain
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -55,9 +55,9 @@ def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) 
         for place, parts in enumerate(names.values()):
             for row in parts:
                 _point(axes, place, row, low, rounding)
-        axes.set_xticks(range(len(names)), [short(name) for name in names], size=_TEXT, rotation=90)
+        axes.set_xticks(range(len(names)), [plain(short(name)) for name in names], size=_TEXT, rotation=90)
         axes.set_xlim(-0.6, widest - 0.4)  # the same step in all panels
-        axes.set_title(layer.replace("h.", "layer ") if layer != OUTSIDE else layer, size=_HEADING, loc="left")
+        axes.set_title(plain(layer.replace("h.", "layer ") if layer != OUTSIDE else layer), size=_HEADING, loc="left")
         axes.tick_params(axis="y", labelsize=_TEXT)
         axes.grid(axis="y", color="#e0e0e0", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -67,7 +67,7 @@ def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) 
         axes.set_visible(False)
     for line in grid:
         line[0].set_ylabel("$\\|H\\|_F$ (95 % interval)", size=_HEADING)
-    figure.suptitle(textwrap.fill(title, int(12 * figure.get_figwidth())), size=_HEADING + 1)
+    figure.suptitle(textwrap.fill(plain(title), int(12 * figure.get_figwidth())), size=_HEADING + 1)
     handles = [
         Line2D([], [], color=STYLES[part]["color"], marker=marker, linestyle="", label=part)
         for part, marker in _MARKERS.items()

@@ -5,11 +5,6 @@ from curvoscope.report.contents import Cell
 from curvoscope.report.model_tables import with_error
 
 
-def word(text: str) -> Cell:
-    """A name."""
-    return Cell(text)
-
-
 def count(value: int) -> Cell:
     """A whole number."""
     return Cell(f"{value:,}", float(value))

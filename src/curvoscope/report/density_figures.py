@@ -9,6 +9,7 @@ import torch
 
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
+from curvoscope.report.figures import plain
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -43,8 +44,8 @@ def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.
                 continue
             _panel(axes, spectrum, floor)
             if i == 0 or label == OUTSIDE or rows[i - 1][0] == OUTSIDE:
-                axes.set_title(short(name), size=_HEADING)
-        grid[i][0].set_ylabel("" if label == OUTSIDE else label.replace("h.", "layer "), size=_HEADING)
+                axes.set_title(plain(short(name)), size=_HEADING)
+        grid[i][0].set_ylabel("" if label == OUTSIDE else plain(label.replace("h.", "layer ")), size=_HEADING)
         for axes in grid[i][len(row) :]:
             axes.set_visible(False)
     _scale(figure, floor, most, max(spectrum.size for spectrum in spectra))
@@ -54,7 +55,7 @@ def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.
         for i in (*layers[-1:], *others[-1:]):  # the last panel of a column has the ticks of those above
             grid[i][j].tick_params(labelbottom=True)
             grid[i][j].set_xlabel("λ", size=_TEXT)
-    figure.suptitle(textwrap.fill(title, int(12 * figure.get_figwidth())), size=_HEADING + 1)
+    figure.suptitle(textwrap.fill(plain(title), int(12 * figure.get_figwidth())), size=_HEADING + 1)
     figure.supylabel("share of eigenvalues a decade", size=_HEADING)
     handles = [
         Patch(color=_NEGATIVE, label="negative"),
@@ -74,7 +75,7 @@ def distance_figure(distances: Distances) -> "matplotlib.figure.Figure":
     figure = Figure(figsize=(side + 0.9, side + 0.5), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(distances.values.numpy(), cmap="viridis", vmin=0, vmax=1)
-    labels = [short(name) for name in distances.names]
+    labels = [plain(short(name)) for name in distances.names]
     axes.set_xticks(range(count), labels, size=_TEXT, rotation=90)
     axes.set_yticks(range(count), labels, size=_TEXT)
     axes.tick_params(length=0)

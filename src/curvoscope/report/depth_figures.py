@@ -9,6 +9,7 @@ import numpy as np
 from curvoscope.analysis.propagation import LayerCurvature, Propagation
 from curvoscope.errors import EmptyError, ShapeError
 from curvoscope.estimate import Estimate
+from curvoscope.report.figures import plain
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -50,7 +51,7 @@ def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matp
             axes.spines[side].set_visible(False)
         _ticks(axes, longest)
     figure.supxlabel("layer, from input to output", size=_HEADING)
-    figure.suptitle(textwrap.fill(title, 110), size=_HEADING + 1)
+    figure.suptitle(textwrap.fill(plain(title), 110), size=_HEADING + 1)
     if len(networks) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         # above: below it would stand on the label of the axis
@@ -76,10 +77,10 @@ def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title
     axes = figure.subplots()
     image = axes.imshow(logs, aspect="auto", cmap="viridis", interpolation="nearest")
     axes.set_xticks(range(len(steps)), [str(step) for step in steps], size=_TEXT, rotation=90 if len(steps) > 12 else 0)
-    axes.set_yticks(range(len(names)), names, size=_TEXT)
+    axes.set_yticks(range(len(names)), [plain(name) for name in names], size=_TEXT)
     axes.set_xlabel("training step", size=_HEADING)
     figure.colorbar(image, ax=axes, label="$\\log_{10} \\|S\\|_2$")
-    figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), size=_HEADING + 1)
+    figure.suptitle(textwrap.fill(plain(title), int(11 * figure.get_figwidth())), size=_HEADING + 1)
     return figure
 
 
@@ -98,12 +99,12 @@ def _line(axes: "matplotlib.axes.Axes", name: str, network: Propagation, number:
         marker=_MARKERS[place % len(_MARKERS)],
         markersize=4,
         linewidth=1.2,
-        label=name,
+        label=plain(name),
     )
 
 
 def _ticks(axes: "matplotlib.axes.Axes", network: Propagation) -> None:
-    names = [layer.name for layer in network.layers]
+    names = [plain(layer.name) for layer in network.layers]
     step = -(-len(names) // _MOST_LABELS)
     places = range(0, len(names), step)
     axes.set_xticks(list(places), [names[i] for i in places], size=_TEXT - 1, rotation=90)

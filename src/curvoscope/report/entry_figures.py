@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from curvoscope.analysis.entries import EntryHistogram
 from curvoscope.errors import EmptyError
-from curvoscope.report.figures import STYLES
+from curvoscope.report.figures import STYLES, plain
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -30,13 +30,13 @@ def entry_figure(found: Sequence[EntryHistogram], title: str) -> "matplotlib.fig
         total = next(one for one in found if one.block == block and one.part == "total")
         seen = "all" if total.columns == total.size else f"{total.columns} random"
         heading = f"{block}: median |entry| {total.median:.1e}, {seen} of {total.size:,} columns"
-        axes.set_title(heading.replace("$", "\\$"), size=_HEADING, loc="left")
+        axes.set_title(plain(heading), size=_HEADING, loc="left")
         axes.set_ylabel("share of entries", size=_TEXT)
         axes.tick_params(labelsize=_TEXT)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     panels[-1].set_xlabel("$\\log_{10}$ |entry| (first bin: all below)", size=_TEXT)
-    figure.suptitle(title.replace("$", "\\$"), size=_HEADING + 1)
+    figure.suptitle(plain(title), size=_HEADING + 1)
     handles = [Line2D([], [], label=part, **style) for part, style in STYLES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=_TEXT, frameon=False)
     return figure

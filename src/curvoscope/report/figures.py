@@ -104,6 +104,11 @@ def histogram_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
     return figure
 
 
+def plain(text: str) -> str:
+    """A name for Matplotlib: no mathematics, even with a dollar in it."""
+    return text.replace("$", "\\$")
+
+
 def _histograms(axes: "matplotlib.axes.Axes", parts: dict[Part, np.ndarray], edges: np.ndarray) -> None:
     for part, values in parts.items():
         if values.any():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from curvoscope.analysis.attention_heads import HeadMoments
 from curvoscope.errors import EmptyError
 from curvoscope.estimate import Estimate
+from curvoscope.report.figures import plain
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -56,11 +57,11 @@ def head_figure(heads: Sequence[HeadMoments], title: str) -> "matplotlib.figure.
             places = [place for place, one in enumerate(heads) if one.layer == layer]
             middles.append(sum(places) / len(places))
         crowded = sum(map(len, layers)) > 40
-        axes.set_xticks(middles, [_plain(layer) for layer in layers], size=_TEXT, rotation=90 if crowded else 0)
+        axes.set_xticks(middles, [plain(layer) for layer in layers], size=_TEXT, rotation=90 if crowded else 0)
         axes.tick_params(axis="x", length=0)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    figure.suptitle(_plain(title), size=_HEADING + 1)
+    figure.suptitle(plain(title), size=_HEADING + 1)
     return figure
 
 
@@ -74,8 +75,3 @@ def headline_of(heads: Sequence[HeadMoments]) -> str:
         f"Entropy from {low.entropy.value:.2f} nats ({low.layer}, head {low.head}) to {high.entropy.value:.2f} "
         f"({high.layer}, head {high.head})"
     )
-
-
-def _plain(text: str) -> str:
-    """A name is no mathematics, even with a dollar in it."""
-    return text.replace("$", "\\$")

@@ -10,6 +10,7 @@ from curvoscope.analysis.heterogeneity import PARTS, BlockRow, Part
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
+from curvoscope.report.figures import plain
 from curvoscope.report.tables import short as short_in_one_layer
 
 if TYPE_CHECKING:
@@ -87,20 +88,15 @@ def _draw(
         colors = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=_ZERO)
         image = axes.imshow(table, cmap=colors, norm=scale, aspect="auto")
         axes.set_title(part, size=_HEADING, loc="left")
-        axes.set_xticks(range(len(columns)), [_plain(label) for label in columns], size=text, rotation=90)
-        axes.set_yticks(range(len(lines)), [_plain(label) for label in lines], size=text)
+        axes.set_xticks(range(len(columns)), [plain(label) for label in columns], size=text, rotation=90)
+        axes.set_yticks(range(len(lines)), [plain(label) for label in lines], size=text)
         axes.tick_params(length=0)
     bar = figure.colorbar(image, ax=grid, aspect=25 if beside else 40)
     bar.set_label("$\\|H\\|_F$", size=_HEADING)
     bar.ax.tick_params(labelsize=_TEXT)
-    figure.suptitle(textwrap.fill(_plain(title), int(11 * figure.get_figwidth())), size=_HEADING + 1)
+    figure.suptitle(textwrap.fill(plain(title), int(11 * figure.get_figwidth())), size=_HEADING + 1)
     if any(value <= rounding for norms in panels.values() for value in norms.values()):
         grey = Patch(facecolor=_ZERO, edgecolor="black", linewidth=0.5)
         label = "zero to rounding" if rounding else "exactly zero"
         figure.legend([grey], [label], loc="outside lower center", fontsize=_TEXT + 1, frameon=False)
     return figure
-
-
-def _plain(text: str) -> str:
-    """A name is no mathematics, even with a dollar in it."""
-    return text.replace("$", "\\$")

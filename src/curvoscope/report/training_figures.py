@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from curvoscope.errors import EmptyError
+from curvoscope.report.figures import plain
 from curvoscope.training.records import Record
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ def training_figure(records: Sequence[Record]) -> "matplotlib.figure.Figure":
     _line(shares, records, _negative, "negative, of $\\Sigma|\\lambda|$", _ORANGE, _DASHED)
     shares.set_ylim(0, 1)
     for layer, color in zip(records[0].attention, _COLORS * len(records[0].attention), strict=False):
-        _line(attention, records, lambda one, at=layer: one.attention[at].entropy, f"entropy, {layer}", color)  # type: ignore[misc]
-        _line(attention, records, lambda one, at=layer: one.attention[at].variance, f"spread, {layer}", color, _DASHED)  # type: ignore[misc]
+        name = plain(layer)
+        _line(attention, records, lambda one, at=layer: one.attention[at].entropy, f"entropy, {name}", color)  # type: ignore[misc]
+        _line(attention, records, lambda one, at=layer: one.attention[at].variance, f"spread, {name}", color, _DASHED)  # type: ignore[misc]
     titles = ("loss and gradient", "sharpness", "shares of the curvature", "rows of attention")
     for axes, title in zip((loss, sharpness, shares, attention), titles, strict=True):
         axes.set_title(title, size=_HEADING)

@@ -7,6 +7,7 @@ import numpy as np
 
 from curvoscope.errors import EmptyError
 from curvoscope.estimate import Estimate
+from curvoscope.report.figures import plain
 from curvoscope.training.records import Details, Record
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def block_map(records: Sequence[Record]) -> "matplotlib.figure.Figure":
         axes.set_title(f"{part} part", size=_HEADING, loc="left")
         places = np.unique(np.linspace(0, len(known) - 1, min(6, len(known))).round().astype(int))
         axes.set_xticks(places, [str(known[place][0]) for place in places], size=_TEXT)
-        axes.set_yticks(range(len(names)), [name.replace("$", "\\$") for name in names], size=_TEXT)
+        axes.set_yticks(range(len(names)), [plain(name) for name in names], size=_TEXT)
         axes.tick_params(length=0)
         axes.set_xlabel("step", size=_TEXT + 1)
     bar = figure.colorbar(image, ax=grid, aspect=25)

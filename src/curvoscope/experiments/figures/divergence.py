@@ -199,7 +199,6 @@ FIGURE = Figure(
     configuration=Configuration(),
     points=[{"norm": norm} for norm in _NORMS],
     seeds=20,
-    quick_points=[{"norm": norm} for norm in _NORMS],
     quick_seeds=3,
     measure=measure,
     verdicts=_verdicts,

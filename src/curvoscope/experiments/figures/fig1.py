@@ -88,7 +88,6 @@ FIGURE = Figure(
     configuration=Layer(),
     points=[{"network": "gpt2"}],
     seeds=20,
-    quick_points=[{"network": "gpt2"}],
     quick_seeds=1,
     measure=measure,
     verdicts=_verdicts,

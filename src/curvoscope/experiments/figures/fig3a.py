@@ -24,7 +24,6 @@ FIGURE = Figure(
     configuration=Setting(),
     points=_POINTS,
     seeds=20,
-    quick_points=_POINTS,
     quick_seeds=3,
     measure=growth.measure,
     verdicts=partial(fits.verdicts, predictions=_PREDICTIONS),

@@ -31,7 +31,6 @@ FIGURE = Figure(
     configuration=Setting(norm="pre"),
     points=_POINTS,
     seeds=20,
-    quick_points=_POINTS,
     quick_seeds=2,
     measure=growth.measure,
     verdicts=_verdicts,

@@ -81,7 +81,6 @@ FIGURE = Figure(
     configuration=Layer(),
     points=[{"attention": attention} for attention in _ATTENTION],
     seeds=20,
-    quick_points=[{"attention": attention} for attention in _ATTENTION],
     quick_seeds=10,
     measure=measure,
     verdicts=_verdicts,

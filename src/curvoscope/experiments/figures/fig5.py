@@ -39,7 +39,6 @@ FIGURE = Figure(
     configuration=Setting(),
     points=_POINTS,
     seeds=20,
-    quick_points=_POINTS,
     quick_seeds=2,
     measure=growth.measure,
     verdicts=partial(fits.verdicts, predictions=_PREDICTIONS),

@@ -74,7 +74,6 @@ FIGURE = Figure(
     configuration=Configuration(),
     points=_POINTS,
     seeds=20,
-    quick_points=_POINTS,
     quick_seeds=2,
     measure=measure,
     verdicts=partial(fits.verdicts, predictions=_PREDICTIONS),

@@ -158,7 +158,6 @@ FIGURE = Figure(
     configuration=Digits(d=8, hidden=32, rate=0.01, images=48),
     points=[{"network": "vit"}],
     seeds=20,
-    quick_points=[{"network": "vit"}],
     quick_seeds=3,
     measure=measure,
     verdicts=_verdicts,

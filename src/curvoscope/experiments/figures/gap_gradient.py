@@ -12,12 +12,12 @@ from curvoscope.analysis.plateau import LEVEL, gradient_plateau
 from curvoscope.experiments.digits import Digits
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Panel, Series
-from curvoscope.experiments.summaries import claim, curve, select
+from curvoscope.experiments.summaries import claim, curve, mean, select
 from curvoscope.operators.objectives import CrossEntropy
 
 _WEIGHTS = ("initial", "trained", "descended")
 _STATIONARY = {"initial": 0.0, "trained": 1.0, "descended": 1.0}
-_POINTS = 24  # numbers of samples at which the running sums are looked at
+_PLACES = 24  # numbers of samples at which the running sums are looked at
 _PRECISIONS = (torch.float64, torch.bfloat16)
 
 
@@ -60,7 +60,7 @@ def _plateau(model: nn.Module, patches: Tensor, labels: Tensor, weights: str) ->
     }
     values = [Value(1, "all", weights, number, quantity=name) for name, number in scalars.items()]
     shown = (
-        torch.logspace(0, math.log10(len(plateau.counts)), _POINTS // 2, dtype=torch.float64).round().long().unique()
+        torch.logspace(0, math.log10(len(plateau.counts)), _PLACES // 2, dtype=torch.float64).round().long().unique()
     )
     for name, numbers in {"norm": plateau.norms, "law": plateau.law}.items():
         pairs = zip(plateau.counts[shown - 1].tolist(), numbers[shown - 1].tolist(), strict=True)
@@ -86,7 +86,7 @@ def descend(model: nn.Module, patches: Tensor, labels: Tensor, iterations: int) 
 def running_norms(gradients: Tensor, passes: int, precision: torch.dtype) -> list[tuple[int, float]]:
     """|mean of the first n gradients|, the sum over `passes` of the rows (m, P) being kept in `precision`."""
     total = len(gradients) * passes
-    counts = set(torch.logspace(0, math.log10(total), _POINTS, dtype=torch.float64).round().long().tolist())
+    counts = set(torch.logspace(0, math.log10(total), _PLACES, dtype=torch.float64).round().long().tolist())
     rows = gradients.to(precision)
     running = torch.zeros_like(rows[0])
     found = []
@@ -116,17 +116,17 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
         predicted = _STATIONARY[weights]
         statement = f"{weights} weights: share of seeds where the test calls them stationary"
         found.append(claim(chosen, statement, share, share == predicted, predicted))
-        ratio = _mean(chosen, "full_norm") / _mean(chosen, "noise_norm")
+        ratio = mean(select(chosen, quantity="full_norm")) / mean(select(chosen, quantity="noise_norm"))
         statement = f"{weights} weights: gradient over all samples, in units of its noise"
-        found.append(Verdict(statement, "all", weights, 1, None, ratio, None, None, None))
-        ratio = _mean(chosen, "law_ratio")
+        found.append(claim(chosen, statement, ratio, None))
+        ratio = mean(select(chosen, quantity="law_ratio"))
         statement = f"{weights} weights: norm over its law sqrt(|ḡ|² + tr Σ (1/k - 1/N))"
         found.append(claim(chosen, statement, ratio, abs(ratio - 1) < 0.05, 1.0))
     trained = select(rows, part="trained")
-    size = _mean(trained, "sample_norm")
+    size = mean(select(trained, quantity="sample_norm"))
     statement = "trained weights: Assumption 1 at every k makes each sample's gradient zero (root mean square norm)"
     found.append(claim(trained, statement, size, size < 1e-3, 0.0))
-    plateau = _mean(trained, "full_norm")
+    plateau = mean(select(trained, quantity="full_norm"))
     double, half = (_last(trained, name) / plateau for name in ("float64", "bfloat16"))
     statement = "trained weights: the norm after all passes over |ḡ|, the sum kept in"
     found.append(claim(trained, f"{statement} float64", double, abs(double - 1) < 1e-6, 1.0))
@@ -134,16 +134,11 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
-def _mean(rows: Sequence[Row], quantity: str) -> float:
-    chosen = select(rows, quantity=quantity)
-    return sum(row.found.value for row in chosen) / len(chosen)
-
-
 def _last(rows: Sequence[Row], quantity: str) -> float:
     """The mean over seeds at the largest number of samples."""
     chosen = select(rows, quantity=quantity)
     last = max(row.found.at for row in chosen)
-    return _mean(select(chosen, at=last), quantity)
+    return mean(select(chosen, at=last))
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
@@ -153,7 +148,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
         chosen = select(rows, part=weights)
         names = (("norm", "measured"), ("law", "law"))
         series = [curve(select(chosen, quantity=name), "at", title, i) for i, (name, title) in enumerate(names)]
-        noise = [_mean(chosen, "noise_norm")] * 2
+        noise = [mean(select(chosen, quantity="noise_norm"))] * 2
         series.append(Series("plateau if stationary", [series[0].x[0], series[0].x[-1]], noise, colour=2, stroke=3))
         found.append(Panel(f"{weights} weights", "samples k", label, series=series))
     trained = select(rows, part="trained")
@@ -170,7 +165,6 @@ FIGURE = Figure(
     configuration=Configuration(),
     points=[{"network": "vit"}],
     seeds=20,
-    quick_points=[{"network": "vit"}],
     quick_seeds=3,
     measure=measure,
     verdicts=_verdicts,

@@ -10,7 +10,7 @@ from curvoscope.estimate import Estimate
 from curvoscope.experiments.digits import GROUPS, Digits, accuracy, groups_of
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Panel
-from curvoscope.experiments.summaries import claim, curve, geometric_mean, select
+from curvoscope.experiments.summaries import claim, curve, geometric_mean, mean, select
 from curvoscope.operators.objectives import CrossEntropy
 
 _TOLERANCE = 1e-3  # of the norms
@@ -57,10 +57,10 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     found.append(claim(norms["query"], statement, ratio, ratio < 0.1))
     top = max(trained, key=trained.__getitem__)
     statement = f"{after}: the largest of all groups is {top}, its norm"
-    found.append(_noted(norms[top], statement, trained[top]))
+    found.append(claim(norms[top], statement, trained[top], None))
     ratio = trained["feed-forward"] / trained["norm 2"]
     statement = f"{after}: feed-forward over norm 2, which the paper's code measured in its place"
-    found.append(_noted(norms["feed-forward"], statement, ratio))
+    found.append(claim(norms["feed-forward"], statement, ratio, None))
     whole = {_key(row): row.found.value for row in norms[_WHOLE]}
     worst = max(row.found.value / whole[_key(row)] for row in norms["key bias"])
     found.append(claim(norms["key bias"], "the key's bias: norm over that of the whole", worst, worst < _ZERO, 0.0))
@@ -68,14 +68,8 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     statement = "no group's norm is above that of the whole Hessian (the largest ratio)"
     found.append(claim(norms[_WHOLE], statement, worst, worst <= 1 + 2 * _TOLERANCE))
     right = select(rows, quantity="accuracy", at=last)
-    mean = sum(row.found.value for row in right) / len(right)
-    found.append(_noted(right, f"{after}: accuracy on images not trained on", mean))
+    found.append(claim(right, f"{after}: accuracy on images not trained on", mean(right), None))
     return found
-
-
-def _noted(rows: Sequence[Row], statement: str, number: float) -> Verdict:
-    """A number that nothing predicts."""
-    return Verdict(statement, rows[0].found.block, "total", 1, None, number, None, None, None)
 
 
 def _key(row: Row) -> tuple[int, float]:
@@ -104,7 +98,6 @@ FIGURE = Figure(
     configuration=Digits(checkpoints=(0, 200, 400, 600, 800, 1000)),
     points=[{"network": "vit"}],
     seeds=20,
-    quick_points=[{"network": "vit"}],
     quick_seeds=3,
     measure=measure,
     verdicts=_verdicts,

@@ -11,7 +11,7 @@ from curvoscope.curvature import hessian
 from curvoscope.data.addition import VOCABULARY
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Panel
-from curvoscope.experiments.summaries import curve, select
+from curvoscope.experiments.summaries import claim, curve, mean, select
 from curvoscope.experiments.training import checkpoints
 from curvoscope.models.gpt2_block import GPT2
 from curvoscope.operators.objectives import CrossEntropy
@@ -87,9 +87,8 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     for at, when in ((0.0, "at initialisation"), (last, f"after {last:g} steps")):
         for network in _NETWORKS:
             chosen = select(rows, network=network, quantity="share", at=at)
-            share = sum(row.found.value for row in chosen) / len(chosen)
             statement = f"{network} {when}: λ_max of the Gauss-Newton matrix over λ_max of the Hessian"
-            found.append(Verdict(statement, "all", "outer", 1, None, share, None, None, None))
+            found.append(claim(chosen, statement, mean(chosen), None))
     return found
 
 
@@ -113,7 +112,6 @@ FIGURE = Figure(
     configuration=Configuration(),
     points=[{"network": network} for network in _NETWORKS],
     seeds=20,
-    quick_points=[{"network": network} for network in _NETWORKS],
     quick_seeds=3,
     measure=measure,
     verdicts=_verdicts,

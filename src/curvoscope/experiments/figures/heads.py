@@ -53,7 +53,6 @@ FIGURE = Figure(
     configuration=Layer(),
     points=_POINTS,
     seeds=20,
-    quick_points=_POINTS,
     quick_seeds=4,
     measure=measure,
     verdicts=_verdicts,

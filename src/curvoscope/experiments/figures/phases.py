@@ -15,7 +15,7 @@ from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.fits import slope
 from curvoscope.experiments.one_hot import query_bound, row_moments, row_numbers, sharpened, smallest_gap
 from curvoscope.experiments.panels import Guide, Panel, Series
-from curvoscope.experiments.summaries import by, claim, curve, select
+from curvoscope.experiments.summaries import by, claim, curve, mean, select
 from curvoscope.experiments.training import checkpoints
 from curvoscope.models.families import blocks_of
 from curvoscope.models.gpt2_block import GPT2
@@ -135,28 +135,27 @@ def _observations(rows: Sequence[Row]) -> list[Verdict]:
     first, last = (choose(row.found.at for row in select(rows, quantity="loss")) for choose in (min, max))
     found = []
 
-    def add(text: str, value: float, row: Row) -> None:
-        found.append(Verdict(text, row.found.block, row.found.part, 1, None, value, None, None, None))
+    def add(text: str, value: float, chosen: Sequence[Row]) -> None:
+        found.append(claim(chosen, text, value, None))
 
     for name, unit in (("entropy", " (nats; 0 is one-hot)"), ("M2", ""), ("M3", "")):
         chosen = select(rows, quantity=name)
         for at, when in ((first, "at initialisation"), (last, f"after {last:g} steps")):
-            add(f"{'entropy' if unit else f'share of {name}'} of the rows {when}{unit}", _mean(chosen, at), chosen[0])
+            what = "entropy" if unit else f"share of {name}"
+            add(f"{what} of the rows {when}{unit}", mean(select(chosen, at=at)), chosen)
     shares = select(rows, quantity="share", block="all")
     for at, when in ((first, "at initialisation"), (last, f"after {last:g} steps")):
-        add(f"functional share {when}", _mean(shares, at), shares[0])
+        add(f"functional share {when}", mean(select(shares, at=at)), shares)
     ratios = select(rows, quantity="over_value_block")
-    means = {at: _mean(ratios, at) for at in by(ratios, "at")}
+    means = {at: mean(select(ratios, at=at)) for at in by(ratios, "at")}
     peak = max(means, key=lambda at: means[at])
-    add(f"outer |Q|/|V| at its largest, step {peak:g}", means[peak], ratios[0])
-    add(f"outer |Q|/|V| after {last:g} steps", means[last], ratios[0])
+    add(f"outer |Q|/|V| at its largest, step {peak:g}", means[peak], ratios)
+    add(f"outer |Q|/|V| after {last:g} steps", means[last], ratios)
     seeds = sorted({row.seed for row in rows})
     runs = [[row for row in rows if row.seed == seed] for seed in seeds]
     same = sum(_fastest(run, "loss") == _fastest(run, "entropy") for run in runs)
     where = ", ".join(f"{(a + b) / 2:g}" for a, b in (_fastest(run, "loss") for run in runs))
-    add(
-        f"seeds of {len(seeds)} whose loss and entropy fall fastest together (about step {where})", float(same), rows[0]
-    )
+    add(f"seeds of {len(seeds)} whose loss and entropy fall fastest together (about step {where})", float(same), rows)
     return found
 
 
@@ -165,11 +164,6 @@ def _fastest(run: Sequence[Row], name: str) -> tuple[float, float]:
     values = by(select(run, quantity=name), "at")
     pairs = [(a, b) for a, b in pairwise(values) if a >= _MARGINALS] or list(pairwise(values))
     return min(pairs, key=lambda pair: (values[pair[1]][0] - values[pair[0]][0]) / (pair[1] - pair[0]))
-
-
-def _mean(rows: Sequence[Row], at: float) -> float:
-    chosen = select(rows, at=at)
-    return sum(row.found.value for row in chosen) / len(chosen)
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
@@ -218,7 +212,6 @@ FIGURE = Figure(
     configuration=Configuration(),
     points=_POINTS,
     seeds=20,
-    quick_points=_POINTS,
     quick_seeds=3,
     measure=measure,
     verdicts=_verdicts,

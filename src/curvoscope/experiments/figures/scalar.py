@@ -98,7 +98,6 @@ FIGURE = Figure(
     configuration=Configuration(),
     points=_POINTS,
     seeds=20,
-    quick_points=_POINTS,
     quick_seeds=5,
     measure=measure,
     verdicts=_verdicts,

@@ -105,7 +105,6 @@ FIGURE = Figure(
     configuration=Configuration(),
     points=[{"model": model} for model in _MODELS],
     seeds=20,
-    quick_points=[{"model": model} for model in _MODELS],
     quick_seeds=5,
     measure=measure,
     verdicts=_verdicts,

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.layer import Layer
 from curvoscope.experiments.panels import Panel, Series
-from curvoscope.experiments.summaries import claim, geometric_mean, select
+from curvoscope.experiments.summaries import claim, geometric_mean, mean, select
 
 _ATTENTION, _BLOCKS = ("softmax", "linear"), ("Q", "K", "V", "O")
 
@@ -74,8 +74,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
             for block in _BLOCKS:
                 chosen = select(rows, attention=attention, block=block, quantity=quantity)
                 top = select(rows, attention=attention, block=block, quantity="largest_eigenvalue")
-                scale = 1.0 if log else sum(row.found.value for row in top) / len(top)
-                means.append(sum(row.found.value for row in chosen) / len(chosen) / scale)
+                means.append(mean(chosen) / (1.0 if log else mean(top)))
             series.append(Series(attention, [1.0, 2.0, 3.0, 4.0], means, colour=i, stroke=i))
         label = "Frobenius norm" if log else "ratio"
         panels.append(Panel(title, "block", label, x_log=False, y_log=log, series=series, x_names=_BLOCKS))
@@ -89,7 +88,6 @@ FIGURE = Figure(
     configuration=Layer(),
     points=[{"attention": attention} for attention in _ATTENTION],
     seeds=20,
-    quick_points=[{"attention": attention} for attention in _ATTENTION],
     quick_seeds=10,
     measure=measure,
     verdicts=_verdicts,
