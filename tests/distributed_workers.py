@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from autodiff_cases import GPT, MLP, points, tokens
+from curvoscope.blocks import Blocks
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
 from curvoscope.errors import CurvoscopeError
 from curvoscope.operators import rank_sum
@@ -20,13 +21,12 @@ from curvoscope.operators import rank_sum
 ROWS = 7  # of the data of all ranks; row 5 has no target that counts
 
 
-def launch(task, ranks, folder, *arguments, timeout=60.0):
+def launch(task, ranks, folder, *arguments):
     """The answers of `ranks` processes that run task(rank, *arguments) in one gloo group; None for one that died."""
     context = multiprocessing.get_context("forkserver")  # torch is loaded once, and nothing of this process is shared
     context.set_forkserver_preload(["torch", "curvoscope.curvature"])
     processes = [
-        context.Process(target=_run, args=(task, rank, ranks, folder, timeout, arguments), daemon=True)
-        for rank in range(ranks)
+        context.Process(target=_run, args=(task, rank, ranks, folder, arguments), daemon=True) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -40,10 +40,10 @@ def launch(task, ranks, folder, *arguments, timeout=60.0):
     return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
-def _run(task, rank, ranks, folder, timeout, arguments):
+def _run(task, rank, ranks, folder, arguments):
     torch.set_num_threads(1)
     where = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     torch.save(task(rank, *arguments), folder / f"{rank}.pt")
 
 
@@ -164,7 +164,7 @@ def failures(rank):
         shaken.down.weight[0, 0] += 1e-12 * rank
     found["parameters"] = caught(lambda: build(model=shaken))
     found["blocks"] = caught(lambda: build(blocks=blocks_of(model).select("up.*" if rank else "*")))
-    found["order"] = caught(lambda: build(blocks=blocks_of(model).select("up.weight" if rank else "down.weight")))
+    found["order"] = caught(lambda: build(blocks=Blocks([*blocks_of(model).values()][:: -1 if rank else 1])))
     found["split"] = caught(lambda: build(split="layer" if rank else "model"))
     found["loss"] = caught(lambda: build(loss_fn=CrossEntropy() if rank else MeanSquaredError()))
     found["form"] = caught(lambda: build(batches=[1, 2] if rank else mine))
@@ -202,14 +202,21 @@ def failures(rank):
     return found
 
 
-def vanishing(rank, how):
+def vanishing(rank, how, timeout):
     """Rank 1 builds the Hessian and then is gone, or does nothing; how long until the others know."""
-    H = hessian(MLP(), MeanSquaredError(), [points()], process_group="world")
+    dist.barrier()  # the processes may start further apart than the timeout
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    H = hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
     if rank == 1:
         if how == "dies":
             os._exit(1)
         time.sleep(6)
         return None
+    return until_told(H)
+
+
+def until_told(H):
+    """How long it takes until a question fails because a rank is gone, and what is said; None if it does not."""
     start = time.monotonic()
     try:
         H.total.trace(matvecs=4)
@@ -229,14 +236,16 @@ def differences(rank, cuts):
 def closed(rank, cuts):
     """Blocks in closed form, each rank having tokens of its own; the norm by both of its routes."""
     model = GPT()
-    H = hessian(
-        model, CrossEntropy(), batches(tokens(ROWS), shares(cuts)[rank]), _layers(model), "exact", process_group="world"
-    )
+    mine = batches(tokens(ROWS), shares(cuts)[rank])
+    H = hessian(model, CrossEntropy(), mine, closed_blocks(model), "exact", process_group="world")
     found = closed_summary(H)
     rank_sum._FEW = 0  # as if there were too many entries
     found |= {f"gathered {name}": torch.tensor(H[name].frobenius_norm(), dtype=torch.float64) for name in H.names}
-    estimate = H["h.0.attn.Q"].frobenius_norm(memory_limit=1)
-    return found | {"estimate": torch.tensor([estimate.value, estimate.stderr], dtype=torch.float64)}
+    query = H["h.0.attn.Q"]
+    estimate = query.frobenius_norm(memory_limit=1)
+    found["estimate"] = torch.tensor([estimate.value, estimate.stderr], dtype=torch.float64)
+    entries = query.shape[0] * query.shape[1] * 8  # room for a rank without tokens, not for the others
+    return found | {"refused": caught(lambda: query.dense(memory_limit=3 * entries))}
 
 
 def closed_summary(H):
@@ -256,7 +265,7 @@ def closed_summary(H):
     return found
 
 
-def _layers(model):
+def closed_blocks(model):
     return blocks_of(model).select("*.attn.[QKV]", "*.mlp.up")
 
 

@@ -19,6 +19,21 @@ PRIMITIVES = {
 }
 
 
+TOLERANCE = 1e-10
+
+
+def assert_close(found, expected, scale=None):
+    """To rounding of the largest entry, or of a scale that is given."""
+    assert found.shape == expected.shape
+    scale = expected.abs().max() if scale is None else scale
+    assert (found - expected).abs().max() <= TOLERANCE * (1e-8 + scale)
+
+
+def parts(H, truth):
+    """Both parts and the total, each beside the blocks that autodiff gives."""
+    return (H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)
+
+
 def normalised(x, centred, eps):
     """x̂ from primitives: the native layer norm is wrong under nested transforms."""
     c = x - x.mean(-1, keepdim=True) if centred else x

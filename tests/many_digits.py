@@ -50,6 +50,4 @@ class Case:
     @staticmethod
     def _matrix(numbers, rows):
         columns = len(numbers) // rows
-        return mpmath.matrix(rows, columns) + mpmath.matrix(
-            [[numbers[columns * i + j] for j in range(columns)] for i in range(rows)]
-        )
+        return mpmath.matrix([[numbers[columns * i + j] for j in range(columns)] for i in range(rows)])

@@ -7,14 +7,12 @@ from hypothesis import strategies as st
 
 import curvoscope as cv
 from curvoscope.theorems.autodiff import differentiate
+from curvoscope.theorems.calculus import assemble
+from layer_cases import PRIMITIVES
+from reference import rotations
 
 EPS = 0.1
 TOLERANCE = 1e-9
-PRIMITIVES = {
-    "relu": lambda h: h.clamp_min(0),
-    "gelu": lambda h: h * (1 + torch.erf(h / math.sqrt(2))) / 2,
-    "silu": lambda h: h / (1 + torch.exp(-h)),
-}
 LABELS = {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
 
 
@@ -121,7 +119,8 @@ class BlockCase:
                 values = values + p[f"attn.b_{name}"].flatten()
             split = torch.stack(values.chunk(count, -1), -3)
             if self.rotary is not None and name != "V":
-                split = self.attention.rotary.turn(split, torch.arange(x.shape[-2]))
+                R = rotations(x.shape[-2], self.widths[0], self.rotary)
+                split = torch.einsum("lpq,...lq->...lp", R, split)
             return split.repeat_interleave(self.heads // count, -3)
 
         q, k, v = heads("Q", self.heads), heads("K", self.kv_heads), heads("V", self.kv_heads)
@@ -137,11 +136,6 @@ def normalise(x, gamma, beta):
     centred = x if beta is None else x - x.mean(-1, keepdim=True)
     y = gamma * centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
     return y if beta is None else y + beta.flatten()
-
-
-def flat(matrix, names):
-    """The whole matrix of a dict of blocks."""
-    return torch.cat([torch.cat([matrix[row, column] for column in names], 1) for row in names])
 
 
 class Compared:
@@ -168,7 +162,7 @@ class Compared:
 
     def assert_whole(self):
         for found, expected in self.parts():
-            expected = flat(expected, self.H.names)
+            expected = assemble(expected, self.H.names)
             if found is not self.H.total:  # whose entries are the sum to the bit, see TestStructure
                 assert_close(found.dense(), expected, self.scale)
             assert_close(found @ self.v, expected @ self.v, self.scale * len(expected))
@@ -181,8 +175,9 @@ class Compared:
                     assert_close(found[row, column].dense(), block, self.scale)
 
 
-def assert_close(found, expected, scale):
+def assert_close(found, expected, scale=None):
     assert found.shape == expected.shape
+    scale = expected.abs().max() if scale is None else scale
     assert (found - expected).abs().max() <= TOLERANCE * (1e-6 + scale)
 
 

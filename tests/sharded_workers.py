@@ -1,7 +1,5 @@
 """What each of several processes does in the tests of sharded models."""
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,11 +8,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from autodiff_cases import GPT, MLP, points, tokens
-from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
+from curvoscope.curvature import CrossEntropy, MeanSquaredError, blocks_of, hessian
 from curvoscope.estimate.products import Probes, Products
 from curvoscope.operators import sharded_operators
 from curvoscope.operators.mesh import Mesh
-from distributed_workers import ROWS, OnceTanh, Trap, batches, caught, shares
+from distributed_workers import ROWS, OnceTanh, Trap, batches, caught, shares, until_told
 
 
 class Encoder(nn.Module):
@@ -187,12 +185,7 @@ def sharded_vanishing(rank, how):
     model = _trapped(dist.get_world_size())
     H = hessian(model, MeanSquaredError(), [points()], memory_limit=1)
     model[2].act.set = how if rank == 1 else None
-    start = time.monotonic()
-    try:
-        H.total.trace(matvecs=4)
-    except RankError as error:
-        return time.monotonic() - start, str(error)
-    return None
+    return until_told(H)
 
 
 def random_numbers(rank, size):

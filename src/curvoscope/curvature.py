@@ -107,7 +107,7 @@ def hessian(
         batches: a list, a DataLoader without shuffling, or any iterable that can be walked again, of
             (inputs, targets), the model being called as model(inputs), model(*inputs) for a tuple, model(**inputs)
             for a dict; or of dicts with "labels", the model being called with the other entries.
-        blocks: named parameters, from `blocks_of(model)`; None: all of them that are not frozen.
+        blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
             which attention and feed-forward layers of the known families have; an error for any other block. "auto":
             in closed form where there is one and the loss Hessian at the layer's output is soon found.

@@ -1,3 +1,5 @@
+"""G and S at the output of every layer, and Hessians of stacks, against float64 autodiff."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +11,8 @@ from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
 from curvoscope.exact.grouped import Grouped
 from curvoscope.losses import PairCurvature, TokenCurvature
 from curvoscope.theorems.autodiff import differentiate
-from network_cases import EPS, BlockCase, Draw, flat, normalise
-
-TOLERANCE = 1e-9
+from curvoscope.theorems.calculus import assemble
+from network_cases import EPS, BlockCase, Draw, assert_close, normalise
 
 
 class Network:
@@ -56,12 +57,6 @@ class Network:
 
     def records(self, **options):
         return cv.exact.backpropagate(self.stack, self.X, self.loss, **options)
-
-
-def assert_close(found, expected, scale=None):
-    assert found.shape == expected.shape
-    scale = expected.abs().max() if scale is None else scale
-    assert (found - expected).abs().max() <= TOLERANCE * (1e-6 + scale)
 
 
 def assert_record(network, record):
@@ -176,7 +171,7 @@ class TestStackHessian:
             (H.functional, truth.functional),
             (H.total, truth.hessian),
         ):
-            expected = flat(expected, H.names)
+            expected = assemble(expected, H.names)
             assert_close(found.dense(), expected)
             assert_close(found @ v, expected @ v)
 
@@ -209,7 +204,7 @@ class TestStackHessian:
 
         truth = differentiate(network, loss, p)
         for found, expected in ((H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)):
-            assert_close(found.dense(), flat(expected, H.names))
+            assert_close(found.dense(), assemble(expected, H.names))
 
 
 class TestPastTheSize:
@@ -272,28 +267,6 @@ class TestPastTheSize:
         network = Network(depth=1)
         with pytest.raises(RangeError, match="operator: is not symmetric"):
             cv.exact.low_rank(network.records()[1].jacobian, 2)
-
-
-class TestGrouped:
-    @settings(max_examples=10)
-    @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 100))
-    def test_algebra(self, first, second, seed):
-        draw = Draw(seed)
-        A = Grouped(draw(4 // first, first * 3, first * 2), first)
-        B = Grouped(draw(4 // second, second * 2, second * 5), second)
-        S = draw(4 // second, second * 3, second * 3)
-        S = Grouped(S + S.mT, second, symmetric=True)
-        assert_close(A.after(B).dense(), A.dense() @ B.dense())
-        assert_close(A.sandwich(S).dense(), A.dense().T @ S.dense() @ A.dense())
-        square = Grouped(draw(4 // first, first * 3, first * 3), first)
-        assert_close(square.plus(S).dense(), square.dense() + S.dense())
-        assert_close(square.plus_identity().dense(), square.dense() + torch.eye(12, dtype=torch.float64))
-        assert_close((S + square).dense(), square.dense() + S.dense())
-        assert_close(A.T.dense(), A.dense().T)
-        v = draw(8, 2)
-        assert_close(A @ v, A.dense() @ v)
-        assert float(S.trace()) == pytest.approx(float(S.dense().trace()))
-        assert_close(S.eigenvalues(), torch.linalg.eigvalsh(S.dense()))
 
 
 class TestErrors:

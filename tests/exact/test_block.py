@@ -1,3 +1,5 @@
+"""Transformer blocks against float64 autodiff: all blocks of the Hessian, its parts, Jacobians."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,7 +8,8 @@ import curvoscope as cv
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, MemoryLimitError, RangeError, ShapeError
 from curvoscope.operators.block_matrix import Tiles
 from curvoscope.operators.kronecker import KroneckerSum
-from network_cases import BlockCase, Compared, Draw, assert_close, flat
+from curvoscope.theorems.calculus import assemble
+from network_cases import BlockCase, Compared, Draw, assert_close
 from network_cases import block_cases as cases
 
 NAMES = ["norm1.gamma", "norm1.beta", "attn.Q", "attn.K", "attn.V", "attn.O", "norm2.gamma", "norm2.beta"]
@@ -78,7 +81,7 @@ class TestStructure:
         compared = Compared(placement=placement, heads=heads)
         H = compared.H
         total = H.dense()
-        assert_close(total, flat(compared.truth.hessian, H.names), compared.scale)
+        assert_close(total, assemble(compared.truth.hessian, H.names), compared.scale)
         assert torch.equal(total, H.outer.dense() + H.functional.dense())
         for matrix in (total, H.outer.dense(), H.functional.dense()):
             assert torch.equal(matrix, matrix.T)
@@ -133,7 +136,7 @@ class TestStructure:
     def test_select(self):
         compared = Compared(wrt_input=False)
         names = ["mlp.up", "attn.Q", "norm1.gamma"]
-        assert_close(compared.H.total.select(names).dense(), flat(compared.truth.hessian, names), compared.scale)
+        assert_close(compared.H.total.select(names).dense(), assemble(compared.truth.hessian, names), compared.scale)
 
     def test_independent_of_the_cut_into_chunks(self, monkeypatch):
         compared = Compared()
@@ -193,6 +196,11 @@ class TestErrors:
         single = cv.exact.LayerNorm(first.gamma.float())
         with pytest.raises(DtypeError, match=r"norm1.*float32.*float64"):
             cv.exact.TransformerBlock(attention, mlp, single, second)
+        halves = {name: weight.float() for name, weight in mlp.weights.items()}
+        with pytest.raises(DtypeError, match=r"feedforward.*float32.*float64"):
+            cv.exact.TransformerBlock(
+                attention, cv.exact.FeedForward(**({"b1": None, "b2": None} | halves)), first, second
+            )
         block = cv.exact.TransformerBlock(attention, mlp, first, second)
         with pytest.raises(DtypeError, match=r"X.*float32"):
             block.hessian(torch.zeros(2, 3), cv.losses.MSE(torch.zeros(2, 3)))

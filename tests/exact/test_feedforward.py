@@ -1,3 +1,5 @@
+"""Feed-forward layers, plain and gated, against float64 autodiff: every block, part, product and contraction."""
+
 import itertools
 
 import pytest
@@ -17,27 +19,17 @@ from curvoscope.errors import (
 )
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from layer_cases import PRIMITIVES
+from curvoscope.theorems.calculus import assemble
+from layer_cases import PRIMITIVES, TOLERANCE, assert_close, parts
 from layer_cases import FeedForwardCase as Case
 from layer_cases import feedforward_cases as cases
 from loss_cases import LOSSES
 
 SMOOTH = ["gelu", "gelu_tanh", "silu"]
-TOLERANCE = 1e-10
-
-
-def parts(H, truth):
-    return (H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)
 
 
 def largest(truth):
     return max(block.abs().max() for block in truth.hessian.values())
-
-
-def assert_close(found, expected, scale=None):
-    assert found.shape == expected.shape
-    scale = expected.abs().max() if scale is None else scale
-    assert (found - expected).abs().max() <= TOLERANCE * (1e-8 + scale)
 
 
 class TestActivations:
@@ -105,7 +97,7 @@ class TestAgainstAutodiff:
         H, truth = case.hessian(), case.truth()
         columns = case.normal(H.shape[1], 3)
         for part, blocks in parts(H, truth):
-            matrix = torch.cat([torch.cat([blocks[row, column] for column in H.names], 1) for row in H.names])
+            matrix = assemble(blocks, H.names)
             scale = largest(truth) * H.shape[1]
             assert_close(part @ columns, matrix @ columns, scale)
             assert_close(part @ columns[:, 0], matrix @ columns[:, 0], scale)

@@ -15,31 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import curvoscope as cv
+from curvoscope.theorems import growth
+from curvoscope.theorems.growth import slope
+from reference import normal as normal_from
 
-
-class Degrees(NamedTuple):
-    """Exponents of X, W_Q, W_K, W_V and of s = 1/(t sqrt(d_k)), at fixed A, G and S."""
-
-    X: int
-    Q: int
-    K: int
-    V: int
-    s: int
-
-
+SUMMANDS = {"functional": "third moment", "logit": "t_functional"}  # of the functional block of queries and keys
 DEGREES = {  # equation (5) and section 3.3, with the key blocks
-    ("outer", "Q", "Q"): Degrees(6, 0, 2, 2, 2),
-    ("outer", "K", "K"): Degrees(6, 2, 0, 2, 2),
-    ("outer", "Q", "K"): Degrees(6, 1, 1, 2, 2),
-    ("outer", "V", "Q"): Degrees(4, 0, 1, 1, 1),
-    ("outer", "V", "K"): Degrees(4, 1, 0, 1, 1),
-    ("outer", "V", "V"): Degrees(2, 0, 0, 0, 0),
-    ("functional", "Q", "Q"): Degrees(5, 0, 2, 1, 2),
-    ("functional", "K", "K"): Degrees(5, 2, 0, 1, 2),
-    ("third moment", "Q", "K"): Degrees(5, 1, 1, 1, 2),
-    ("t_functional", "Q", "K"): Degrees(3, 0, 0, 1, 1),
-    ("functional", "V", "Q"): Degrees(3, 0, 1, 0, 1),
-    ("functional", "V", "K"): Degrees(3, 1, 0, 0, 1),
+    (SUMMANDS.get(part, part) if pair == ["Q", "K"] else part, *pair): degrees
+    for (part, *pair), degrees in growth.DEGREES.items()
 }
 LOSSES = ["held fixed", "mse", "cross-entropy"]
 SMALL = (1e-4, 2e-4, 4e-4, 8e-4)
@@ -82,11 +65,7 @@ def held_fixed(output, G, S):
 
 
 def draw(seed, L=5, d=4, k=3, e=4, causal=False, std=0.5):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    normal = normal_from(seed)
     root = normal(L * e, L * e)
     weights = [std * normal(d, width) for width in (k, k, e)]
     return Attention(normal(L, d), *weights, normal(L, e), root @ root.T / (L * e), causal)
@@ -127,13 +106,6 @@ def block(H, part, row, column):
 def assert_scaled(after, before, factor, tolerance=1e-6):
     """Entry by entry, against the largest entry."""
     assert (after - factor * before).abs().max() <= tolerance * factor * before.abs().max() + 1e-300
-
-
-def slope(scale, size):
-    """The exponent of the power law through the points."""
-    x = torch.tensor(scale, dtype=torch.float64).log()
-    y = torch.tensor(size, dtype=torch.float64).log()
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
 def slopes(hessian, scale, parts):
@@ -331,15 +303,8 @@ class TestTable1:
 
 def draw_mlp(widths, tokens, seed):
     """X, weights, and the gradient and Hessian of a loss at the output."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    X, weights = (
-        normal(tokens, widths[0]),
-        [normal(a, b) / math.sqrt(a) for a, b in itertools.pairwise(widths)],
-    )
+    normal = normal_from(seed)
+    X, weights = normal(tokens, widths[0]), [normal(a, b) / math.sqrt(a) for a, b in itertools.pairwise(widths)]
     outputs = tokens * widths[-1]
     root = normal(outputs, outputs)
     return X, weights, normal(tokens, widths[-1]), root @ root.T / outputs

@@ -1,3 +1,5 @@
+"""Linear networks against float64 autodiff: every block and part, and the formulas of section 2 of the paper."""
+
 import itertools
 
 import pytest
@@ -7,16 +9,11 @@ from hypothesis import given, settings
 import curvoscope as cv
 from curvoscope.errors import DtypeError, EmptyError, LossError, MemoryLimitError, NonFiniteError, ShapeError
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
+from curvoscope.theorems.calculus import assemble
+from layer_cases import TOLERANCE, assert_close, parts
 from layer_cases import LinearCase as Case
 from layer_cases import linear_cases as cases
 from loss_cases import LOSSES
-
-TOLERANCE = 1e-10
-
-
-def assert_close(found, expected, scale=None):
-    scale = expected.abs().max() if scale is None else scale
-    assert (found - expected).abs().max() <= TOLERANCE * (1e-8 + scale)
 
 
 def assert_agrees(H, truth):
@@ -51,12 +48,8 @@ class TestAgainstAutodiff:
         case = Case(**options)
         H, truth = case.hessian(wrt_input=True), case.truth(wrt_input=True)
         columns = case.normal(H.shape[1], 3)
-        for part, blocks in (
-            (H.outer, truth.outer),
-            (H.functional, truth.functional),
-            (H.total, truth.hessian),
-        ):
-            matrix = torch.cat([torch.cat([blocks[row, column] for column in H.names], 1) for row in H.names])
+        for part, blocks in parts(H, truth):
+            matrix = assemble(blocks, H.names)
             scale = matrix.abs().max() * H.shape[1]
             assert_close(part @ columns, matrix @ columns, scale)
             assert_close(part @ columns[:, 0], matrix @ columns[:, 0], scale)
@@ -109,11 +102,7 @@ class TestAgainstAutodiff:
         scale = max(block.abs().max() for block in truth.hessian.values())
         for row, column in pairs:
             columns = case.normal(made[row, column].shape[1], 2)
-            for part, blocks in (
-                (H.outer, truth.outer),
-                (H.functional, truth.functional),
-                (H.total, truth.hessian),
-            ):
+            for part, blocks in parts(H, truth):
                 assert_close(part[row, column] @ columns, blocks[row, column] @ columns, 100 * scale)
 
 

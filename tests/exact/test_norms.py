@@ -1,3 +1,5 @@
+"""LayerNorm and RMSNorm against float64 autodiff: every block and part, exact norms, invariances."""
+
 import itertools
 
 import pytest
@@ -16,22 +18,11 @@ from curvoscope.errors import (
     ShapeError,
 )
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from layer_cases import NORMS, normalised
+from curvoscope.theorems.calculus import assemble
+from layer_cases import NORMS, TOLERANCE, assert_close, normalised, parts
 from layer_cases import NormCase as Case
 from layer_cases import norm_cases as cases
 from loss_cases import LOSSES
-
-TOLERANCE = 1e-10
-
-
-def parts(H, truth):
-    return (H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)
-
-
-def assert_close(found, expected, scale=None):
-    assert found.shape == expected.shape
-    scale = expected.abs().max() if scale is None else scale
-    assert (found - expected).abs().max() <= TOLERANCE * (1e-8 + scale)
 
 
 def rows(seed, *shape):
@@ -73,7 +64,7 @@ class TestAgainstAutodiff:
         H, truth = case.hessian(), case.truth()
         columns = case.normal(H.shape[1], 3)
         for part, blocks in parts(H, truth):
-            matrix = torch.cat([torch.cat([blocks[row, column] for column in H.names], 1) for row in H.names])
+            matrix = assemble(blocks, H.names)
             assert_close(part @ columns, matrix @ columns, case.scale(truth) * H.shape[1])
             assert_close(part @ columns[:, 0], matrix @ columns[:, 0], case.scale(truth) * H.shape[1])
             for row, column in itertools.product(H.names, repeat=2):

@@ -1,3 +1,5 @@
+"""The spectrum of the scalar model against float64 autodiff and against attention of width one."""
+
 import dataclasses
 import math
 

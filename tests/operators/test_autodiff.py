@@ -29,7 +29,20 @@ def _mlp(activation):
     return model, MeanSquaredError(), inputs, targets, blocks_of(model)
 
 
+class ByKeyword(MLP):
+    """Its activation is called in a way that a forward hook does not see."""
+
+    def forward(self, x):
+        return self.down(self.act(input=self.up(x)))
+
+
+def _by_keyword():
+    _, *rest = _mlp(nn.GELU)
+    return ByKeyword(), *rest
+
+
 CASES = {
+    "by keyword": _by_keyword,
     "gelu": lambda: _mlp(nn.GELU),
     "relu": lambda: _mlp(nn.ReLU),
     "silu": lambda: _mlp(nn.SiLU),

@@ -22,6 +22,7 @@ from curvoscope.errors import (
     RangeError,
     ShapeError,
 )
+from distributed_workers import OnceTanh
 from reference import normal, relative
 
 MSE = nn.functional.mse_loss
@@ -129,6 +130,18 @@ class TestBatches:
         inputs, targets = points()
         H = hessian(MLP(), MSE, [(inputs, targets)], memory_limit=1)
         inputs += 1
+        with pytest.raises(BatchError, match="batch 0 differs"):
+            H @ normal(1)(26)
+
+    def test_an_option_of_the_call_changed_after_the_first_look(self):
+        class Halved(MLP):
+            def forward(self, inputs, half=False):
+                return super().forward(inputs / 2 if half else inputs)
+
+        inputs, targets = points()
+        batch = {"inputs": inputs, "half": False, "labels": targets}
+        H = hessian(Halved(), MSE, [batch], memory_limit=1)
+        batch["half"] = True
         with pytest.raises(BatchError, match="batch 0 differs"):
             H @ normal(1)(26)
 
@@ -274,6 +287,36 @@ class TestSelection:
         with pytest.raises(ModelError, match=r"up.*ran 2 times"):
             H.outer["up.weight"] @ torch.ones(12).double()
 
+    def test_a_parameter_that_acts_beside_its_layer_only(self):
+        class Beside(MLP):
+            def __init__(self):
+                super().__init__()
+                self.up.gain = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+            def forward(self, x):
+                return super().forward(x) * self.up.gain
+
+        H = hessian(Beside(), MSE, [points()], split="layer")
+        with pytest.raises(ModelError, match=r"up\.gain: acts nowhere on the output of 'up'"):
+            H.outer["up.gain"] @ torch.ones(2).double()
+
+    def test_a_layer_that_returns_no_tensor(self):
+        class Named(nn.Linear):
+            def forward(self, x):
+                return {"hidden": super().forward(x)}
+
+        class Model(MLP):
+            def __init__(self):
+                super().__init__()
+                self.up = Named(3, 4, dtype=torch.float64)
+
+            def forward(self, x):
+                return self.down(self.act(self.up(x)["hidden"]))
+
+        H = hessian(Model(), MSE, [points()], split="layer")
+        with pytest.raises(ModelError, match=r"up: returns dict, not a tensor"):
+            H.outer["up.weight"] @ torch.ones(12).double()
+
     def test_vectors(self):
         H = hessian(MLP(), MSE, [points()])
         with pytest.raises(ShapeError, match=r"\(26,\)"):
@@ -297,30 +340,7 @@ def test_terms_must_be_given_by_a_callable_where_rows_are_not_what_is_meant():
     assert relative(hessian(model, loss, apart) @ v, expected @ v) > 0.1
 
 
-class _Once(torch.autograd.Function):
-    """x³, whose derivative cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * gradient
-
-
-class _Cube(nn.Module):
-    def forward(self, x):
-        return _Once.apply(x)
-
-
 def test_a_function_without_a_second_derivative_is_not_left_out_silently():
-    model = nn.Sequential(nn.Linear(3, 4), _Cube(), nn.Linear(4, 2)).double()
-    H = hessian(model, nn.MSELoss(), [points()])
+    H = hessian(MLP(OnceTanh), MSE, [points()])
     with pytest.raises(ModelError, match=r"once_differentiable.*hvp='difference'"):
         H @ torch.ones(H.shape[0], dtype=torch.float64)
-    found = hessian(model, nn.MSELoss(), [points()], hvp="difference")
-    assert torch.isfinite(found @ torch.ones(H.shape[0], dtype=torch.float64)).all()

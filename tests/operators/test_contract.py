@@ -265,10 +265,12 @@ class TestContract:
             operator.frobenius_norm(tolerance=0.0)
 
 
-def test_unknown_block_names_the_nearest():
+def test_unknown_block():
     operator, _ = _block_matrix()
     with pytest.raises(BlockNameError, match="no 'A'"):
         operator["A", "b"]
+    with pytest.raises(BlockNameError, match=r"no 'bee'.*; nearest: b$"):
+        operator["bee"]
 
 
 def test_terms_that_do_not_fit():

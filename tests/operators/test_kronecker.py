@@ -210,7 +210,7 @@ PARTS = {
     "term": lambda: [term(1, (0, 1))],
     "two terms": lambda: [term(2, (1, 0)), term(3, (0, 0))],
     "single": lambda: [single(4, (0, 1))],
-    "diagonal single": lambda: [Single(normal(5)(4, 5), torch.zeros(3, 2).double(), (1, 1))],
+    "zero single": lambda: [Single(normal(5)(4, 5), torch.zeros(3, 2).double(), (1, 1))],
     "single and term": lambda: [single(6, (1, 1)), term(7, (1, 1))],
     "nothing": lambda: [],
 }
@@ -289,6 +289,17 @@ class TestSpectra:
         terms = [Term(left, left, DenseCore(core + core.mT, symmetric=True), (axis, axis)) for core in cores]
         for some in (terms[:1], terms):
             assert_all_answers(KroneckerSum(shape, shape, some, left), sum(dense(each, shape, shape) for each in some))
+
+    def test_symmetric_sums_of_terms_that_are_not(self):
+        """Their factors are no symmetric matrices on straight axes: the eigenvalues are not those of the factors."""
+        eye, odd, left = torch.eye(5, dtype=torch.float64), normal(4)(5, 5), normal(5)(2, 5)
+        cores = torch.einsum("tu,ua,ub->tab", torch.tensor([[0.0, 1.0], [1.0, 2.0]], dtype=torch.float64), left, left)
+        for one in (
+            Single(eye, eye, (0, 1)),  # the commutation matrix
+            Single(odd - odd.T, odd - odd.T),
+            Term(left, left, DenseCore(cores, symmetric=True), (0, 1)),
+        ):
+            assert_all_answers(KroneckerSum((5, 5), (5, 5), [one], left, symmetric=True), dense(one, (5, 5), (5, 5)))
 
     def test_bound_of_one_product_is_its_norm(self):
         one = single(1, (0, 1))

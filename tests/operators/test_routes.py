@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import curvoscope as cv
+from curvoscope import checks
 from curvoscope.operators import cores, inner_products
 from curvoscope.operators.terms import Term
 from reference import normal
@@ -71,13 +72,23 @@ def test_cheapest_route_is_taken(sizes, expected, monkeypatch):
     assert taken == [expected]
 
 
-def test_chunks_cover_all_tokens_once():
-    from curvoscope.checks import chunks
+def _assert_cover(ranges, tokens, period, room):
+    """All tokens once, at most `room` at a time: whole sequences, or parts of one."""
+    assert [i for start, stop in ranges for i in range(start, stop)] == list(range(tokens))
+    for start, stop in ranges:
+        whole = start % period == 0 and stop % period == 0
+        assert stop - start <= room and (whole or start // period == (stop - 1) // period)
 
+
+def test_chunks_cover_all_tokens_once():
     for tokens, period in ((12, 4), (4, 4), (7, 1), (34, 17)):
         for room in (1, 3, 4, 5, 9, 100):
-            ranges = list(chunks(tokens, period, 8, 8 * room))
-            assert [i for start, stop in ranges for i in range(start, stop)] == list(range(tokens))
-            for start, stop in ranges:
-                whole = start % period == 0 and stop % period == 0
-                assert stop - start <= max(room, 1) and (whole or start // period == (stop - 1) // period)
+            _assert_cover(list(checks.chunks(tokens, period, 8, 8 * room)), tokens, period, room)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 6, 9, 100])
+def test_chunks_of_the_second_factor_cover_all_tokens_once(room):
+    r = normal(1)
+    layer, X = cv.exact.SelfAttention(r(3, 2), r(3, 2), r(3, 3)), r(3, 4, 3)
+    (term,) = layer.hessian(X, cv.losses.MSE(r(3, 4, 3))).outer["Q"].terms
+    _assert_cover(inner_products._at_most(term, 2**30, room), 12, 4, room)

@@ -134,13 +134,19 @@ def test_two_keys_share_the_attention() -> None:
 # ---- a wrong formula is noticed
 
 
-def swapped(m: int, n: int) -> Tensor:
-    return commutation_of_lemma_b2(m, n)
-
-
 MUTATIONS = {
-    "commutation, LayerNorm": (layer_norm, "commutation", swapped, ["Theorem 3, ∂(P ⊗ I)/∂X", "Theorem 3"]),
-    "commutation, block": (post_norm_block, "commutation", swapped, ["Theorem 5", "Hessian of the loss"]),
+    "commutation, LayerNorm": (
+        layer_norm,
+        "commutation",
+        commutation_of_lemma_b2,
+        ["Theorem 3, ∂(P ⊗ I)/∂X", "Theorem 3"],
+    ),
+    "commutation, block": (
+        post_norm_block,
+        "commutation",
+        commutation_of_lemma_b2,
+        ["Theorem 5", "Hessian of the loss"],
+    ),
     "LayerNorm without variance": (layer_norm, "jacobian", layer_norm.scaling_term, ["Theorem 2"]),
     "row Jacobian": (
         post_norm_block,

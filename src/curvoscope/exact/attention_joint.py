@@ -10,10 +10,8 @@ from torch import Tensor
 
 from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
-from curvoscope.operators.block_matrix import Slot
+from curvoscope.operators.block_matrix import Entries, Slot
 from curvoscope.operators.kronecker import KroneckerSum
-
-Entries = dict[tuple[str, str], Tensor]
 
 
 def joint_is_cheaper(layer: AttentionLayer, passed: Pass) -> bool:

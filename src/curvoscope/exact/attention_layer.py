@@ -107,7 +107,8 @@ class AttentionLayer:
 
     def forward_pass(self, X: Tensor, mask: Tensor | None = None) -> Pass:
         """Everything that the forward pass computes, with a batch axis. `mask`: see `hessian`."""
-        checks.floating("X", X, like=self.W_Q) if X.numel() else None
+        if not isinstance(X, Tensor) or X.numel():  # that nothing is there is said below, with what is missing
+            checks.floating("X", X, like=self.W_Q)
         if X.ndim not in (2, 3) or X.shape[-1] != self.d:
             raise ShapeError("X", f"expected (L, {self.d}) or (N, L, {self.d}), got {tuple(X.shape)}")
         if X.numel() == 0:

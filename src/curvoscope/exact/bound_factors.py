@@ -174,7 +174,7 @@ class _FeedForwardFactors:
         else:
             h, v = self._peak("W1"), self._peak("W_gate")
             self._slopes = {"W1": v, "W_gate": slope * h}
-            self._bends = {("W1", "W_gate"): slope, ("W_gate", "W1"): slope, ("W_gate", "W_gate"): bend * h}
+            self._bends = {("W1", "W_gate"): slope, ("W_gate", "W_gate"): bend * h}  # pairs in the order of the names
             self._hidden = min(v * self._size("W1"), h * self._size("W_gate"))
 
     def jacobian(self, name: str) -> float:

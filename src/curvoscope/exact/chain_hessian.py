@@ -22,7 +22,7 @@ from curvoscope.exact.descent import Descent
 from curvoscope.exact.links import AttentionLink, Factor, Part, TokenwiseLink
 from curvoscope.losses import PairCurvature
 from curvoscope.operators.base import LinearOperator, Products, Shape
-from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Entries, Slot, Tiles
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import Core
 from curvoscope.operators.inner_products import merged
@@ -66,12 +66,12 @@ class ChainHessian(BlockHessian):
                 lambda row, column: self._block(row, column, outer),
                 chain.X,
                 product,
-                lambda: self._from_products([outer]),
+                lambda: self._from_products(outer),
             )
 
         product = chain.multiplication(self._shapes, self._shapes, outer=True, functional=True)
         super().__init__(matrix(outer=True), matrix(outer=False), product)
-        self.total.entries = lambda: self._from_products([True, False])
+        self.total.entries = self._from_products
 
     # ---- which way to a block
 
@@ -105,29 +105,28 @@ class ChainHessian(BlockHessian):
             )
         return self._by_layer[number, outer]
 
-    def _from_products(self, parts: list[bool]) -> dict[tuple[str, str], Tensor]:
+    def _from_products(self, outer: bool | None = None) -> Entries:
         """The entries of all blocks that come from products, by one product for each of their columns.
 
-        `parts`: outer (True), functional (False) or both, whose entries are then added.
+        Of the outer part (True), of the functional one (False), or (None) of their sum.
         """
         slow = {name: shape for name, shape in self._shapes.items() if name not in self._with_form}
         if not slow:
             return {}
         columns, like = sum(a * p for a, p in slow.values()), self._chain.X
         checks.fits(
-            (1 + len(parts)) * self.shape[0] * columns * like.element_size(),
+            (3 if outer is None else 2) * self.shape[0] * columns * like.element_size(),
             None,
             f"{columns} rows of the Hessian",
             "ask for single blocks, or for products with @",
         )
-        if len(parts) == 2:
-            outer, functional = self._chain.rows(self._shapes, slow)
-            found, more = self._cut(outer, slow), self._cut(functional, slow)
+        if outer is None:
+            found, more = (self._cut(part, slow) for part in self._chain.rows(self._shapes, slow))
             return {pair: values.add_(more[pair]) for pair, values in found.items()}
-        multiply = self._chain.multiplication(self._shapes, slow, parts[0], not parts[0])
+        multiply = self._chain.multiplication(self._shapes, slow, outer, not outer)
         return self._cut(multiply(torch.eye(columns, dtype=like.dtype, device=like.device)), slow)
 
-    def _cut(self, strip: Tensor, slow: dict[str, Shape]) -> dict[tuple[str, str], Tensor]:
+    def _cut(self, strip: Tensor, slow: dict[str, Shape]) -> Entries:
         """Columns (P, ·) of the blocks `slow`, cut into the blocks on and above the diagonal that they fill."""
         rows = dict(zip(self._shapes, strip.split([a * p for a, p in self._shapes.values()]), strict=True))
         sizes = [a * p for a, p in slow.values()]

@@ -100,9 +100,9 @@ class FeedForward:
 
     def _pass(self, X: Tensor) -> "_Pass":
         W1 = self.weights["W1"]
+        checks.floating("X", X, like=W1)
         if X.ndim not in (2, 3) or X.shape[-1] != W1.shape[0]:
             raise ShapeError("X", f"expected (L, {W1.shape[0]}) or (N, L, {W1.shape[0]}), got {tuple(X.shape)}")
-        checks.floating("X", X, like=W1)
         return _Pass(self.weights, self.activation, X.flatten(0, -2))
 
 

@@ -1,4 +1,4 @@
-"""The linear multilayer perceptron: the classical network that attention is compared with (section 2).
+"""The linear multilayer perceptron: the classical network that attention is compared with (section 2 of the paper).
 
     F = X W_1 W_2 ... W_D        X (L, d_0) or (N, L, d_0),  W_i (d_{i-1}, d_i),  F (..., L, d_D)
 
@@ -86,9 +86,9 @@ class LinearMLP:
 
     def _chain(self, X: Tensor) -> "_Chain":
         width = self.weights[0].shape[0]
+        checks.floating("X", X, like=self.weights[0])
         if X.ndim not in (2, 3) or X.shape[-1] != width:
             raise ShapeError("X", f"expected (L, {width}) or (N, L, {width}), got {tuple(X.shape)}")
-        checks.floating("X", X, like=self.weights[0])
         chain = _Chain(self.weights, X if X.ndim == 3 else X[None])
         if not bool(torch.isfinite(chain.F).all()):
             raise NonFiniteError("X", "the output overflows; scale the input or the weights down")

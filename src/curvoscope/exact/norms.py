@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, each token alone (section 9).
+"""LayerNorm and RMSNorm, each token alone.
 
     P = I - 1 1^T / d  (RMSNorm: P = I)     σ = √(|P x|²/d + ε)     x̂ = P x / σ     y = γ ∘ x̂ + β
 
@@ -184,9 +184,10 @@ class _Norm:
 
     def _at(self, X: Tensor) -> _Normalised:
         d = len(self.gamma)
+        checks.floating("X", X, like=self.gamma)
         if X.ndim not in (2, 3) or X.shape[-1] != d:
             raise ShapeError("X", f"expected (L, {d}) or (N, L, {d}), got {tuple(X.shape)}")
-        rows = checks.floating("X", X, like=self.gamma).flatten(0, -2)
+        rows = X.flatten(0, -2)
         if self._centred:
             rows = rows - rows[:, :1]  # constant rows become exactly 0, and large offsets cost no digits
             rows = rows - rows.mean(-1, keepdim=True)

@@ -100,10 +100,12 @@ class TokenStrip(Product):
     def _write(self, out: Tensor) -> None:
         out.copy_(self._entries())
 
+    def _workspace(self, room: int) -> int:
+        return 2 * self.shape[0] * self.shape[1] * self.dtype.itemsize  # the entries, token by token and in their order
+
     def _transposed(self) -> LinearOperator:
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
         products, entries = (self._products[1], self._products[0]), lambda: self._entries().permute(2, 3, 0, 1)
-        return TokenStrip(products, self.column_shape, self.row_shape, like, entries)
+        return TokenStrip(products, self.column_shape, self.row_shape, self.like, entries)
 
 
 class TokenwiseHessian(ABC):

@@ -238,6 +238,9 @@ class Autodiff:
         with kept_derivatives(self.model), Tap(self.model, layer) as tap:
             outputs = self.snapshot(weights, batch)
         cut, gradient = self.objective.gradient(outputs, batch.targets)
+        if not tap.tensor.requires_grad:
+            said = f"acts nowhere on the {layer.side} of {layer.path!r}; use split='model'"
+            raise ModelError(", ".join(leaves), said)
         inner = torch.autograd.grad(cut, tap.tensor, gradient, create_graph=True)
         check_layer(layer, leaves, (cut, gradient), ([tap.tensor], inner))
         return self._kept_graph(leaves, [tap.tensor], inner)
@@ -273,7 +276,7 @@ def check_layer(
 ) -> None:
     """The blocks must act on the loss through the layer's output alone: the gradients from there are all there is."""
     whole, through = (
-        torch.autograd.grad(F, list(leaves.values()), G, retain_graph=True, allow_unused=True, materialize_grads=True)
+        torch.autograd.grad(F, list(leaves.values()), G, retain_graph=True, materialize_grads=True)
         for F, G in (model, output)
     )
     for name, expected, found in zip(leaves, whole, through, strict=True):

@@ -37,6 +37,11 @@ class LinearOperator(ABC):
         self.dtype, self.device = like.dtype, like.device
         self.symmetric = symmetric
 
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the operator's dtype, on its device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
     # ---- what subclasses say
 
     @abstractmethod
@@ -44,14 +49,13 @@ class LinearOperator(ABC):
         """(C, n) -> (R, n)."""
 
     def _transposed(self) -> "LinearOperator":
-        from curvoscope.operators.compositions import Transpose
-
-        return Transpose(self)
+        """The transpose of an operator that is not symmetric."""
+        raise NotImplementedError(f"{type(self).__name__} has no transpose")
 
     def _write(self, out: Tensor) -> None:
         """Write the entries to `out`, a view of shape (a, p, b, q) into some larger matrix."""
         size = self.shape[1]
-        if self.shape[0] < size and type(self)._transposed is not LinearOperator._transposed:
+        if self.shape[0] < size:
             self._transposed()._write(out.permute(2, 3, 0, 1))  # fewer products
             return
         step = max(1, min(size, 2**24 // max(self.shape)))
@@ -103,7 +107,7 @@ class LinearOperator(ABC):
                 "vector",
                 f"got shape {tuple(other.shape)}, expected ({self.shape[1]},) or ({self.shape[1]}, n)",
             )
-        checks.floating("vector", other, like=torch.empty(0, dtype=self.dtype, device=self.device))
+        checks.floating("vector", other, like=self.like)
         columns = other if other.ndim == 2 else other[:, None]
         product = checks.finite("product", self._matmat(columns))
         return product if other.ndim == 2 else product[:, 0]
@@ -285,7 +289,7 @@ class LinearOperator(ABC):
             self._fits(_FACTORED, memory_limit)
             return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
         gram = Gram(self)
-        return float(gram._eigenvalues(1, "LM", None).clamp_min(0).sqrt().max()) * gram.unit
+        return float(gram._eigenvalues(1, "LM", memory_limit).clamp_min(0).sqrt().max()) * gram.unit
 
     def _lanczos_norm(
         self, memory_limit: int | None, matvecs: int | None, tolerance: float | None, seed: int

@@ -13,7 +13,7 @@ from curvoscope.errors import BlockNameError
 from curvoscope.operators.base import LinearOperator, Multiplication, Products, Shape
 from curvoscope.operators.compositions import summed
 
-Entries = Callable[[], dict[tuple[str, str], Tensor]]
+Entries = dict[tuple[str, str], Tensor]  # (a, p, b, q) for each pair of blocks
 
 _STRIP = 128
 
@@ -73,21 +73,21 @@ class Tiles(LinearOperator):
         return result.view(self.shape[0], n)
 
     def _transposed(self) -> LinearOperator:
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
         entries = {(j, i): entry.T for (i, j), entry in self.entries.items()}
         products = self._products and (self._products[1], self._products[0])
         return Tiles(
-            self.column_shape, self.row_shape, self.columns, self.rows, entries, like, self.symmetric, products
+            self.column_shape, self.row_shape, self.columns, self.rows, entries, self.like, self.symmetric, products
         )
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         if not isinstance(other, Tiles) or (self.rows, self.columns) != (other.rows, other.columns):
             return super().__add__(other)
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
         entries = {key: entry + other.entries[key] for key, entry in self.entries.items()}
         symmetric = self.symmetric and other.symmetric
         products = summed(self._products, other._products)
-        return Tiles(self.row_shape, self.column_shape, self.rows, self.columns, entries, like, symmetric, products)
+        return Tiles(
+            self.row_shape, self.column_shape, self.rows, self.columns, entries, self.like, symmetric, products
+        )
 
     def norm_bound(self, memory_limit: int | None = None) -> float:
         """The spectral norm of the matrix of the tiles' bounds."""
@@ -130,7 +130,7 @@ class BlockMatrix(LinearOperator):
         entry: Callable[[str, str], LinearOperator],
         like: Tensor,
         product: Multiplication | None = None,
-        entries: Entries | None = None,
+        entries: Callable[[], Entries] | None = None,
     ) -> None:
         self.shapes = dict(shapes)
         self.names = list(shapes)
@@ -156,9 +156,8 @@ class BlockMatrix(LinearOperator):
 
     def select(self, names: Sequence[str]) -> "BlockMatrix":
         """The part of the matrix on some of the blocks, in the order given."""
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
         shapes = {name: self[name].row_shape for name in names}
-        return BlockMatrix(shapes, lambda row, column: self[row, column], like)
+        return BlockMatrix(shapes, lambda row, column: self[row, column], self.like)
 
     def _pairs(self) -> list[tuple[str, str]]:
         return [(row, column) for i, row in enumerate(self.names) for column in self.names[i:]]
@@ -224,14 +223,13 @@ class BlockHessian:
     """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names."""
 
     def __init__(self, outer: BlockMatrix, functional: BlockMatrix, product: Multiplication | None = None):
-        like = torch.empty(0, dtype=outer.dtype, device=outer.device)
         self.outer, self.functional = outer, functional
         first, second = outer.entries, functional.entries
-        entries: Entries | None = None
+        entries: Callable[[], Entries] | None = None
         if first is not None and second is not None:
             entries = lambda: _added(first(), second())  # noqa: E731
         self.total = BlockMatrix(
-            outer.shapes, lambda row, column: outer[row, column] + functional[row, column], like, product, entries
+            outer.shapes, lambda row, column: outer[row, column] + functional[row, column], outer.like, product, entries
         )
 
     @property
@@ -292,9 +290,7 @@ def _twice(mirrored: bool, norm: float) -> float:
     return math.sqrt(2) * norm if mirrored else norm
 
 
-def _added(
-    first: dict[tuple[str, str], Tensor], second: dict[tuple[str, str], Tensor]
-) -> dict[tuple[str, str], Tensor]:
+def _added(first: Entries, second: Entries) -> Entries:
     """The sums, in the memory of the first; a block without entries in the second is zero there."""
     for pair, values in second.items():
         first[pair] += values

@@ -1,4 +1,4 @@
-"""Operators made of others: transposed, added, scaled, squared, or given by their products alone."""
+"""Operators made of others: added, scaled, squared, or given by their products alone."""
 
 import torch
 from torch import Tensor
@@ -21,29 +21,7 @@ class Product(LinearOperator):
         return self._products[0](columns)
 
     def _transposed(self) -> LinearOperator:
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return Product((self._products[1], self._products[0]), self.column_shape, self.row_shape, like)
-
-
-class Transpose(LinearOperator):
-    """A transpose without a product of its own: entries, and what is derived from them."""
-
-    def __init__(self, operator: LinearOperator) -> None:
-        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
-        super().__init__(operator.column_shape, operator.row_shape, like)
-        self._operator = operator
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return self._operator.dense().T @ columns
-
-    def _write(self, out: Tensor) -> None:
-        self._operator._write(out.permute(2, 3, 0, 1))
-
-    def _workspace(self, room: int) -> int:
-        return self._operator._workspace(room)
-
-    def _transposed(self) -> LinearOperator:
-        return self._operator
+        return Product((self._products[1], self._products[0]), self.column_shape, self.row_shape, self.like)
 
 
 class Sum(LinearOperator):
@@ -52,8 +30,7 @@ class Sum(LinearOperator):
     def __init__(self, first: LinearOperator, second: LinearOperator) -> None:
         if first.shape != second.shape:
             raise ShapeError("operator", f"cannot add {second.shape} to {first.shape}")
-        like = torch.empty(0, dtype=first.dtype, device=first.device)
-        super().__init__(first.row_shape, first.column_shape, like, first.symmetric and second.symmetric)
+        super().__init__(first.row_shape, first.column_shape, first.like, first.symmetric and second.symmetric)
         self._terms = (first, second)
 
     def _matmat(self, columns: Tensor) -> Tensor:
@@ -83,8 +60,7 @@ class Scaled(LinearOperator):
     """A number times an operator."""
 
     def __init__(self, operator: LinearOperator, factor: float) -> None:
-        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
-        super().__init__(operator.row_shape, operator.column_shape, like, operator.symmetric)
+        super().__init__(operator.row_shape, operator.column_shape, operator.like, operator.symmetric)
         self._operator, self._factor = operator, factor
 
     def _matmat(self, columns: Tensor) -> Tensor:
@@ -116,8 +92,7 @@ class Gram(LinearOperator):
 
     def __init__(self, operator: LinearOperator) -> None:
         narrow = operator if operator.shape[1] <= operator.shape[0] else operator.T
-        like = torch.empty(0, dtype=operator.dtype, device=operator.device)
-        super().__init__(narrow.column_shape, narrow.column_shape, like, symmetric=True)
+        super().__init__(narrow.column_shape, narrow.column_shape, operator.like, symmetric=True)
         self._operator = narrow
         self.unit = 0.0
 

@@ -49,18 +49,18 @@ class KroneckerSum(LinearOperator):
     def __add__(self, other: LinearOperator) -> LinearOperator:
         if not isinstance(other, KroneckerSum) or self.shape != other.shape:
             return super().__add__(other)
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
         products = summed(self._products, other._products)
         symmetric = self.symmetric and other.symmetric
-        result = KroneckerSum(self.row_shape, self.column_shape, self.terms + other.terms, like, symmetric, products)
+        result = KroneckerSum(
+            self.row_shape, self.column_shape, self.terms + other.terms, self.like, symmetric, products
+        )
         result._parts = self._parts + other._parts  # so that the entries are the sum of the entries, to the bit
         return result
 
     def _transposed(self) -> LinearOperator:
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
         products = self._products and (self._products[1], self._products[0])
         terms = [term.T for term in self.terms]
-        return KroneckerSum(self.column_shape, self.row_shape, terms, like, self.symmetric, products)
+        return KroneckerSum(self.column_shape, self.row_shape, terms, self.like, self.symmetric, products)
 
     # ---- entries and products
 
@@ -158,12 +158,13 @@ class KroneckerSum(LinearOperator):
         return root(total((count * value, exponent) for (value, exponent), count in parts))
 
     def _spectrum_is_cheap(self) -> bool:
-        return len(self.terms) == 1 and isinstance(self.terms[0], Single)
+        return len(self.terms) == 1 and isinstance(self.terms[0], Single) and self.terms[0].symmetric
 
     def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
-        terms = merged(self.terms)
-        if len(terms) == 1 and isinstance(terms[0], Single):  # eigenvalues of a (x) b: all products
-            first, second = torch.linalg.eigvalsh(terms[0].outer), torch.linalg.eigvalsh(terms[0].core)
+        if self._spectrum_is_cheap():  # a (x) b, both symmetric: all products of their eigenvalues
+            (single,) = self.terms
+            assert isinstance(single, Single)
+            first, second = torch.linalg.eigvalsh(single.outer), torch.linalg.eigvalsh(single.core)
             return torch.outer(first, second).flatten().sort().values
         compressed = self._compressed()
         if compressed is not None:
@@ -181,9 +182,8 @@ class KroneckerSum(LinearOperator):
             return None
         left, axes = terms[0].left, terms[0].axes
         tokens, width = left.shape
-        if tokens >= width or any(
-            term.left is not left or term.right is not left or term.axes != axes for term in terms
-        ):
+        alike = all(term.left is left and term.right is left and term.axes == axes for term in terms)
+        if tokens >= width or axes[0] != axes[1] or not alike:
             return None
         reduced = torch.linalg.qr(left.T).R.T.contiguous()  # (T, T)
         shape = (tokens, self.row_shape[1 - axes[0]])

@@ -49,8 +49,7 @@ class RankSum(LinearOperator):
 
     def _transposed(self) -> LinearOperator:
         own = None if self._own is None else self._own.T
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return RankSum(own, self.column_shape, self.row_shape, like, self.symmetric, self._ranks)
+        return RankSum(own, self.column_shape, self.row_shape, self.like, self.symmetric, self._ranks)
 
     def _write(self, out: Tensor) -> None:
         mine = out.new_zeros(out.shape)
@@ -62,6 +61,13 @@ class RankSum(LinearOperator):
     def _workspace(self, room: int) -> int:
         entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
         return 2 * entries + (0 if self._own is None else self._own._workspace(max(0, room - entries)))
+
+    def _fits(self, copies: int, memory_limit: int | None) -> int:
+        """As on the rank with the least room: all ranks go on, or none does."""
+        return super()._fits(copies, self._ranks.least(checks.memory_budget(memory_limit)))
+
+    def _bytes(self, copies: int, budget: int) -> int:
+        return int(max(self._ranks.exchange(super()._bytes(copies, budget))))
 
     def _trace(self, memory_limit: int | None) -> float:
         with self._ranks.together():
@@ -78,7 +84,7 @@ class RankSum(LinearOperator):
     def _norm(self, memory_limit: int | None) -> float:
         budget = self._ranks.least(checks.memory_budget(memory_limit))
         if max(self.shape) > _FEW:
-            needed = self._ranks.exchange(0 if self._own is None else _bytes(self._own))
+            needed = self._ranks.exchange(0 if self._own is None else _core_bytes(self._own))
             if None not in needed and 2 * sum(needed) <= budget:
                 with self._ranks.together():
                     mine = None if self._own is None else _factors(self._own)
@@ -97,30 +103,32 @@ class RankSum(LinearOperator):
     ) -> float | Estimate:
         """Exact, or an Estimate where one is asked for, or where neither the terms of all ranks nor the
         entries fit into memory."""
+        asked = matvecs is not None or tolerance is not None
         try:
             return super().frobenius_norm(matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit)
         except MemoryLimitError:
+            if asked:
+                raise
             return estimate.frobenius_norm(self, seed=seed)
 
 
-def _bytes(operator: LinearOperator) -> int | None:
+def _core_bytes(operator: LinearOperator) -> int | None:
     """Of the cores of all terms; None where the block has no terms."""
     if isinstance(operator, KroneckerSum):
         cores = sum(term.tokens * term.core.size for term in operator.terms if isinstance(term, Term))
         return cores * operator.dtype.itemsize
     if isinstance(operator, Tiles):
-        several = [_bytes(entry) for entry in operator.entries.values()]
+        several = [_core_bytes(entry) for entry in operator.entries.values()]
         return None if None in several else sum(one for one in several if one is not None)
     return None
 
 
 def _factors(operator: LinearOperator) -> LinearOperator:
     """The same block by its terms alone, their cores as numbers, which can be sent."""
-    like = torch.empty(0, dtype=operator.dtype, device=operator.device)
     shapes = operator.row_shape, operator.column_shape
     if isinstance(operator, Tiles):
         entries = {key: _factors(entry) for key, entry in operator.entries.items()}
-        return Tiles(*shapes, operator.rows, operator.columns, entries, like, operator.symmetric)
+        return Tiles(*shapes, operator.rows, operator.columns, entries, operator.like, operator.symmetric)
     assert isinstance(operator, KroneckerSum)
     terms = [
         Term(term.left, term.right, DenseCore(term.core.dense(0, term.tokens), term.core.symmetric), term.axes)
@@ -128,4 +136,4 @@ def _factors(operator: LinearOperator) -> LinearOperator:
         else term
         for term in operator.terms
     ]
-    return KroneckerSum(*shapes, terms, like, operator.symmetric)
+    return KroneckerSum(*shapes, terms, operator.like, operator.symmetric)

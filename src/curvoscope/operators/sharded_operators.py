@@ -103,7 +103,7 @@ class SpreadOperator(MatrixFree):
                     f"parameters rank {self._ranks.rank} holds, of {self.shape[1]}",
                 )
             if other.numel():
-                checks.floating("vector", other, like=torch.empty(0, dtype=self.dtype, device=self.device))
+                checks.floating("vector", other, like=self.like)
         except CurvoscopeError as failure:
             self._ranks.refuse(failure, torch.empty(0, 0, dtype=self.dtype, device=self.device))
         product = self._matmat(columns)
@@ -126,13 +126,13 @@ class SpreadOperator(MatrixFree):
         if self.symmetric:
             return super()._lanczos_norm(memory_limit, matvecs, tolerance, seed)
 
-        wide = self if self.shape[1] <= self.shape[0] else self.T
-        assert isinstance(wide, SpreadOperator)
+        narrow = self if self.shape[1] <= self.shape[0] else self.T
+        assert isinstance(narrow, SpreadOperator)
 
         def gram(x: Tensor) -> Tensor:
-            return wide.T._matmat(wide._matmat(x))
+            return narrow.T._matmat(narrow._matmat(x))
 
-        squared = _Derived(wide, (gram, gram), (wide.spaces[1], wide.spaces[1]), symmetric=True)
+        squared = _Derived(narrow, (gram, gram), (narrow.spaces[1], narrow.spaces[1]), symmetric=True)
         return lanczos(squared, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit)[
             0
         ].root()
@@ -192,7 +192,7 @@ class _Derived(SpreadOperator):
         self, of: SpreadOperator, products: Products, spaces: tuple[Spread, Spread], symmetric: bool = False
     ) -> None:
         shapes = of.row_shape if spaces[0] is of.spaces[0] else of.column_shape, of.column_shape
-        super().__init__(*shapes, torch.empty(0, dtype=of.dtype, device=of.device), symmetric)
+        super().__init__(*shapes, of.like, symmetric)
         self._of, self._products, self.spaces, self._ranks = of, products, spaces, of._ranks
 
     def _matmat(self, columns: Tensor) -> Tensor:

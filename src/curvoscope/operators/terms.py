@@ -60,7 +60,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Single:
-    """One Kronecker product: `outer` (a, b) on `axes`, `core` (p, q) on the others."""
+    """One Kronecker product: `outer` (a, b) on `axes`, `core` (p, q) on the others.
+
+    `symmetric` says that both are symmetric matrices, and that the axes are straight.
+    """
 
     outer: Tensor
     core: Tensor

@@ -79,7 +79,7 @@ class Theorem:
         else:
             note = self.note
         if isinstance(found, Errors):
-            note = f"{note}; {self.contrast} {_misfit(found.fails)}".removeprefix("; ")
+            note = f"{note}; {self.contrast} {_how_wrong(found.fails)}".removeprefix("; ")
             return Result(self.name, self.source, self.verdict, found.holds, self.tolerance, note, found.fails)
         return Result(self.name, self.source, self.verdict, found, self.tolerance, note)
 
@@ -156,5 +156,5 @@ def smallest(errors: Iterable[float]) -> float:
     return -largest(-error for error in errors)
 
 
-def _misfit(error: float) -> str:
+def _how_wrong(error: float) -> str:
     return "has the wrong shape" if math.isinf(error) else f"off by {error:.2g}"

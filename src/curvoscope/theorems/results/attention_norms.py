@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvoscope.theorems.attention import attention_matrix, jacobians, softmax_jacobian
-from curvoscope.theorems.autodiff import Parameters, hessian, second_derivative
+from curvoscope.theorems.attention import jacobians, softmax_jacobian
+from curvoscope.theorems.autodiff import hessian, second_derivative
 from curvoscope.theorems.calculus import Matrix, commutation
 from curvoscope.theorems.norm_bounds import (
     SOFTMAX_BEND,
@@ -268,7 +268,4 @@ def _rows(seed: int) -> list[Tensor]:
 
 
 def _second(one: Layer, row: str, column: str) -> Tensor:
-    def network(parameters: Parameters) -> Tensor:
-        return attention_matrix(one.X, parameters["Q"], parameters["K"]) @ one.X @ parameters["V"]
-
-    return second_derivative(network, one.parameters, row, column)
+    return second_derivative(one.output_of, one.parameters, row, column)

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 
 from curvoscope.theorems.attention import attention_matrix
+from curvoscope.theorems.calculus import assemble
 from curvoscope.theorems.norm_bounds import SOFTMAX_BEND, SOFTMAX_SLOPE, combined, norm, two_dominating_keys
 from curvoscope.theorems.post_norm_block import ATTENTION, NAMES, PostNormBlock, attention_second_derivatives
 from curvoscope.theorems.registry import BLOCK_PAPER, OWN, Errors, excess, largest, smallest, theorem
@@ -187,8 +188,7 @@ def _loss_bounds(block: PostNormBlock, residual_factor: float) -> dict[tuple[str
 
 def _measured(block: PostNormBlock) -> float:
     """‖H‖ of the loss over all five weights, by autodiff."""
-    hessian = loss_reference(block).hessian
-    return norm(torch.cat([torch.cat([hessian[row, column] for column in NAMES], 1) for row in NAMES]))
+    return norm(assemble(loss_reference(block).hessian, NAMES))
 
 
 def _Phi_bounds(block: PostNormBlock) -> list[tuple[float, float]]:

@@ -42,7 +42,7 @@ def single_matrix_hessian(seed: int) -> Errors:
     errors, printed = [], []
     for layer in square_layers(seed) + rectangular_layers(seed):
         W_QK = _single_matrix(layer)
-        reference = _single_matrix_hessian(layer)
+        reference = single_matrix_reference(layer)
         A = torch.softmax(layer.X @ W_QK @ layer.X.T, dim=-1)
         errors.append(relative_error(single_matrix_block(layer.X, W_QK, layer.W_V, layer.Y), reference))
         printed.append(relative_error(logit_curvature(layer.X, A, layer.W_V, layer.Y), reference))
@@ -163,10 +163,14 @@ def rank_of_layout(seed: int) -> Errors:
 
 
 def coupling(layer: Layer) -> Tensor:
-    """B = XᵀPX with P_ij = A_ij (u_ij − Σ_l A_il u_il), u = G Vᵀ, G = ∂ℓ/∂F."""
+    """B = XᵀPX."""
+    return layer.X.T @ logit_gradient(layer) @ layer.X
+
+
+def logit_gradient(layer: Layer) -> Tensor:
+    """P = ∂ℓ/∂T: P_ij = A_ij (u_ij − Σ_l A_il u_il), u = G Vᵀ, G = ∂ℓ/∂F."""
     u = layer.reference.loss_gradient @ (layer.X @ layer.W_V).T
-    P = layer.A * (u - (layer.A * u).sum(dim=1, keepdim=True))
-    return layer.X.T @ P @ layer.X
+    return layer.A * (u - (layer.A * u).sum(dim=1, keepdim=True))
 
 
 def _reference_split(layer: Layer) -> LogitSplit:
@@ -189,5 +193,6 @@ def _single_matrix_output(layer: Layer, W_QK: Tensor) -> Tensor:
     return torch.softmax(layer.X @ W_QK @ layer.X.T, dim=-1) @ layer.X @ layer.W_V
 
 
-def _single_matrix_hessian(layer: Layer) -> Tensor:
+def single_matrix_reference(layer: Layer) -> Tensor:
+    """H(W_QK, W_QK) at W_QK = s W_Q W_Kᵀ by automatic differentiation."""
     return hessian(lambda weight: layer.loss(_single_matrix_output(layer, weight)), _single_matrix(layer))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvoscope.theorems.autodiff import Derivatives, Parameters, differentiate, hessian
+from curvoscope.theorems.autodiff import Derivatives, Parameters, differentiate
 from curvoscope.theorems.calculus import assemble, kron, rank, vec
 from curvoscope.theorems.query_key import paper_rank_bound, visible_keys_rank_bound
 from curvoscope.theorems.registry import OWN, Errors, largest, relative_error, relative_size, smallest, theorem
@@ -19,7 +19,7 @@ from curvoscope.theorems.results.instances import (
     draw_layer,
     rectangular_layers,
 )
-from curvoscope.theorems.results.query_key import coupling
+from curvoscope.theorems.results.query_key import coupling, logit_gradient, single_matrix_reference
 
 
 @theorem("Gauge identity, query-key", OWN, note="H·(W_QΞ, −W_KΞᵀ, 0, 0) = (−g_QΞᵀ, g_KΞ, 0, 0), cross-entropy")
@@ -113,7 +113,7 @@ def sharper_ranks(seed: int) -> Errors:
 def single_matrix_index_form(seed: int) -> float:
     """Lemma 4.1 without Z1 and Z2: the Hessian in every row of T, contracted with X."""
     return largest(
-        relative_error(_single_matrix_by_index(layer), _single_matrix_reference(layer))
+        relative_error(_single_matrix_by_index(layer), single_matrix_reference(layer))
         for layer in rectangular_layers(seed)
     )
 
@@ -121,21 +121,12 @@ def single_matrix_index_form(seed: int) -> float:
 def _single_matrix_by_index(layer: Layer) -> Tensor:
     """Y_i = Σ_j P_ij x̃_j x̃_jᵀ is the third central moment contracted with the gradient, P = ∂ℓ/∂T."""
     A, X, W_V = layer.A, layer.X, layer.W_V
-    u = layer.reference.loss_gradient @ (X @ W_V).T
-    P = A * (u - (A * u).sum(dim=1, keepdim=True))
     deviations = X[None, :, :] - (A @ X)[:, None, :]
     second = torch.einsum("ij,ija,ijb->iab", A, deviations, deviations)
-    third = torch.einsum("ij,ija,ijb->iab", P, deviations, deviations)
+    third = torch.einsum("ij,ija,ijb->iab", logit_gradient(layer), deviations, deviations)
     inner = 2 / layer.Y.numel() * second @ W_V @ W_V.T @ second + third
     d = X.shape[1]
     return torch.einsum("ia,ic,ibd->abcd", X, X, inner).reshape(d * d, d * d)
-
-
-def _single_matrix_reference(layer: Layer) -> Tensor:
-    X, W_V = layer.X, layer.W_V
-    return hessian(
-        lambda weight: layer.loss(torch.softmax(X @ weight @ X.T, dim=-1) @ X @ W_V), layer.s * layer.W_Q @ layer.W_K.T
-    )
 
 
 def _with_output_weight(seed: int) -> tuple[dict[str, Tensor], Derivatives]:

@@ -15,9 +15,8 @@ from curvoscope.theorems.registry import (
     relative_error,
     theorem,
 )
+from curvoscope.theorems.results.growth import SLOPE
 from curvoscope.theorems.results.instances import Layer, draw_layer, rectangular_layers
-
-SLOPE = 1e-2
 
 
 @theorem("Section 3.3, weights", PAPER, note="W_K → tW_K, W_Q → W_Q/t leaves A and F alone")
