@@ -329,3 +329,17 @@ def test_contractions_in_small_memory(loss_kind, options, monkeypatch):
         expected = truth[H.total.ranges[name], H.total.ranges[name]]
         assert abs(H[name, name].trace(memory_limit=limit) - float(expected.trace())) < 1e-12
         assert torch.allclose(H[name, name].diagonal(memory_limit=limit), expected.diagonal(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [None, 1])  # from the cores, and where these are too large in closed form
+@pytest.mark.parametrize("options", [{}, {"heads": 2, "kv_heads": 1}])
+def test_products_with_transposed_blocks(options, limit):
+    r = normal(14)
+    H = _layer(r, causal=True, **options).hessian(r(2, 5, 4), cv.losses.MSE(r(2, 5, 4)))
+    scale = H.dense()
+    for part, (row, column) in itertools.product((H.total, H.outer, H.functional), itertools.permutations(H.names, 2)):
+        block = part[row, column]
+        expected, v = block.dense().T, r(block.shape[0], 2)
+        with checks.limited(limit):
+            assert relative(block.T @ v, expected @ v, scale) < 1e-12
+            assert relative(block @ (expected @ v), expected.T @ (expected @ v), scale) < 1e-12

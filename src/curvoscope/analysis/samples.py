@@ -246,9 +246,7 @@ class _Sums:
             if not count:
                 continue
             value = engine.objective(outputs, row.targets)
-            found = torch.autograd.grad(
-                value, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
-            )
+            found = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
             gradient = self._surface.blocks.gather(dict(zip(leaves, found, strict=True))).double()
             products = self._products(Graph(leaves, *engine.objective.gradient(outputs, row.targets)))
             self.losses.append(float(value.detach()))

@@ -102,7 +102,7 @@ class Surface:
             leaves = {name: leaf.requires_grad_() for name, leaf in self.moved(displacement).items()}
             weights |= {self.engine.snapshot.paths[name]: leaf for name, leaf in leaves.items()}
         value = self.engine.objective(self.engine.snapshot(weights, batch), batch.targets)
-        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return self.blocks.gather(dict(zip(leaves, found, strict=True))).double()
 
     def moved(self, displacement: Tensor) -> dict[str, Tensor]:

@@ -290,9 +290,7 @@ class Tail:
         self._end = engine.objective.gradient(outputs, batch.targets)
         cut, gradient = self._end
         F = self._record.written
-        self._slope = torch.autograd.grad(
-            cut, F, gradient, create_graph=True, allow_unused=True, materialize_grads=True
-        )
+        self._slope = torch.autograd.grad(cut, F, gradient, create_graph=True, materialize_grads=True)
         self.gradient = self._record.batched(self._slope[0].detach())
         self._graph = Graph({"F": F}, cut, gradient)
         self._together = self._graph.nbytes <= _SMALL_GRAPH

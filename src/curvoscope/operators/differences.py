@@ -214,7 +214,6 @@ def _derivative(
         list(inputs),
         [direction for _, direction in pairs],
         retain_graph=retain,
-        allow_unused=True,
         materialize_grads=True,
     )
     return list(found)
