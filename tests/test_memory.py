@@ -12,6 +12,7 @@ import torch
 import curvoscope as cv
 from curvoscope import checks
 from curvoscope.errors import MemoryLimitError, RangeError
+from curvoscope.operators.autodiff_model import Written
 from memory_cases import CASES, CHUNKED, ENVIRONMENT
 
 QUICK = [
@@ -87,6 +88,18 @@ def test_a_scope_limits_what_has_no_argument_and_tells_what_was_predicted():
         layer.jacobian(X)
     with pytest.raises(RangeError, match="memory_limit: got 0"), checks.limited(0):
         pass
+
+
+def test_bytes_of_new_tensors_are_counted_and_those_of_views_are_not():
+    given = torch.ones(10, dtype=torch.float64)
+    with Written() as written:
+        written.begin()
+        (given + 1).view(2, 5).mul_(2)
+        given.exp()
+        assert written.most == 160
+        written.begin()
+        given.sin()
+    assert written.most == 160
 
 
 def test_scopes_nest():
