@@ -57,6 +57,17 @@ class TestAgainstAutodiff:
             assert_close(compared.case.block(compared.X), compared.truth.output, 1)
             assert_close(compared.case.block(compared.X[0]), compared.truth.output[0], 1)
 
+    def test_one_sequence_without_a_batch_axis(self):
+        draw, shapes = Draw(0), set()
+        block, X, Y = BlockCase(draw).block, draw(4, 3), draw(4, 3)
+
+        def loss(F):
+            shapes.add(tuple(F.shape))
+            return (F - Y).square().mean()
+
+        assert_close(block.hessian(X, loss).dense(), block.hessian(X[None], cv.losses.MSE(Y[None])).dense())
+        assert shapes == {(4, 3)}
+
     def test_float32(self):
         draw = Draw(0)
         double = BlockCase(draw)

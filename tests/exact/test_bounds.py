@@ -12,7 +12,7 @@ from torch.func import grad, jacfwd, jacrev, vmap
 
 import curvoscope as cv
 from curvoscope.errors import BlockNameError, RangeError
-from curvoscope.exact import FeedForward, LayerNorm, RMSNorm, SelfAttention, bounds
+from curvoscope.exact import FeedForward, LayerNorm, RMSNorm, SelfAttention, bound_factors, bounds
 from curvoscope.exact.bound_factors import ACTIVATION_NORMS
 from curvoscope.losses import MSE, CrossEntropy
 from curvoscope.operators.base import LinearOperator
@@ -354,6 +354,15 @@ def test_norms_are_bounded_with_gamma(kind: type, seed: int) -> None:
     assert norm(first) <= found["jacobian"].value * ROUNDING
     assert norm(second) <= found["second derivative"].value * ROUNDING
     assert found["jacobian"].tightness >= 1 / ROUNDING and {one.part for one in found.values()} == {"total"}
+
+
+def test_norms_of_a_weight_from_those_of_the_heads_that_share_it() -> None:
+    """Six heads, three to a key: heads of one group add where their outputs do, those of different groups never."""
+    values = [3.0, 0.0, 4.0, 1.0, 1.0, 1.0]
+    assert bound_factors._joined(values, 3, disjoint=True) == 5  # |(3, 0, 4)|
+    assert bound_factors._joined(values, 3, disjoint=False) == math.hypot(7, 3)
+    assert bound_factors._paired(values, 1, 3) == bound_factors._paired(values, 3, 1) == 5
+    assert bound_factors._paired(values, 3, 3) == 7
 
 
 # ---- whole blocks, measured factors
