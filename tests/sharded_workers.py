@@ -109,6 +109,7 @@ def estimates(H):
         "all eigenvalues": small.density(matvecs=16).nodes.flatten().tolist(),
         "pair": _numbers(pair.frobenius_norm(matvecs=4)),
         "singular": _numbers(pair.spectral_norm(matvecs=4)),
+        "multiple": _numbers((pair * 2.0).spectral_norm(matvecs=4)),
         "sum": _numbers(both.trace(matvecs=4)),
         "selected": _numbers(H.total.select(["h.0.attn.V", "h.0.norm1"]).trace(matvecs=4)),
     }

@@ -103,7 +103,11 @@ def test_models(fuzz):
                 error = 8 * getattr(trace, "stderr", 0.0) + rounding
                 assert abs(float(trace) - float(block.trace())) <= error, f"{part} trace"
         name = names[number % len(names)]
-        together = H.outer[name].dense() + H.functional[name].dense()
+        try:
+            together = H.outer[name].dense() + H.functional[name].dense()
+        except ModelError as error:  # an embedding that words are read out with acts beside its own output
+            assert split == "layer" and name == "embed" and "beside the output" in str(error), error
+            return
         assert_agrees(together, H.total[name].dense().double(), size, f"{name}: outer + functional")
 
     methods = st.sampled_from(["auto", "autodiff", "exact"])
