@@ -42,7 +42,7 @@ def _block(H, dense, name):
     raise KeyError(name)
 
 
-@pytest.mark.parametrize("name", [None, *BLOCKS])
+@pytest.mark.parametrize("name", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in BLOCKS)])
 class TestCoverage:
     def test_trace(self, hessian, name):
         operator, matrix = _block(*hessian, name)

@@ -32,7 +32,10 @@ def _share(estimates, truth):
     return held / len(estimates), math.sqrt(errors / bars)
 
 
-@pytest.fixture(scope="module", params=SPECTRA)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "decaying" else [pytest.mark.slow]) for name in SPECTRA],
+)
 def known(request):
     eigenvalues = SPECTRA[request.param](SIZE)
     return Dense(rotated(eigenvalues)), eigenvalues

@@ -114,6 +114,7 @@ def slopes(hessian, scale, parts):
 
 
 class TestDegreesAtFixedAttention:
+    @pytest.mark.slow
     @settings(max_examples=25, deadline=None)
     @given(options=layers, sigma=scales)
     def test_input(self, options, sigma):

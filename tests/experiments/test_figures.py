@@ -43,7 +43,7 @@ def measured(name):
     ]
 
 
-LONGER = ("divergence", "optimizers", "heads", "phases", "gap-loss", "fig6", "fig7")
+LONGER = ("divergence", "optimizers", "heads", "phases", "gap-loss", "gap-entries", "fig6", "fig7", "fig8")
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def _alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_again_and_again_is_named(tmp_path):
     figure = toy(measure=dies, seeds=1, configuration=Configuration(pause=0.0))
     with Store(tmp_path / "s") as store:
@@ -175,6 +176,7 @@ def test_a_local_dask_cluster_makes_the_same_table(tmp_path):
     assert table_of(tmp_path / "dask") == whole(tmp_path, "serial", seeds=2, configuration=Configuration(pause=0.0))
 
 
+@pytest.mark.slow
 def test_a_dask_worker_killed_in_the_middle_costs_nothing(tmp_path):
     """Three workers, one of which dies by SIGKILL while it measures: its task goes to another."""
     pytest.importorskip("distributed")

@@ -176,7 +176,9 @@ class TestMistakes:
         assert stranger[:2] == ("RankError", "process_group") and "not a member" in stranger[2]
 
 
-@pytest.mark.parametrize(("how", "timeout", "most"), [("dies", 60.0, 20.0), ("sleeps", 2.0, 8.0)])
+@pytest.mark.parametrize(
+    ("how", "timeout", "most"), [("dies", 60.0, 20.0), pytest.param("sleeps", 2.0, 8.0, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_gone_is_an_error_on_the_others(tmp_path, how, timeout, most):
     found = launch(vanishing, 3, tmp_path, how, timeout)
     for seconds, message in (found[0], found[2]):

@@ -33,7 +33,7 @@ def opened(browser, run):
         context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_whole_and_accessible(opened, scheme):
     for width in WIDTHS.values():
         page, traffic = opened(width, scheme)

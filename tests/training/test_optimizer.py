@@ -78,7 +78,7 @@ def test_under_its_cap_it_is_the_base(base):
         torch.testing.assert_close(a - start[name], b - start[name], rtol=1e-6, atol=1e-14)
 
 
-@pytest.mark.parametrize("base", ["sgd", "adam"])
+@pytest.mark.parametrize("base", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 def test_state_and_scheduler_go_on_to_the_bit(base, tmp_path):
     def made():
         model, loss, probe = case()
@@ -166,7 +166,7 @@ def coupled(seed):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_coupled_blocks_are_stable_up_to_the_limit_and_not_beyond(momentum, seed):
     A = coupled(seed)
     below, optimizer = descend(A, 400, momentum=momentum, safety=0.98)
