@@ -299,6 +299,8 @@ class TestSelection:
         H = hessian(Beside(), MSE, [points()], split="layer")
         with pytest.raises(ModelError, match=r"up\.gain: acts nowhere on the output of 'up'"):
             H.outer["up.gain"] @ torch.ones(2).double()
+        with pytest.raises(ModelError, match=r"up\.gain: acts on the loss also beside the output of 'up'"):
+            H.outer["up.gain", "up.weight"] @ torch.ones(12).double()
 
     def test_a_layer_that_returns_no_tensor(self):
         class Named(nn.Linear):
