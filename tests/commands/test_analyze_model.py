@@ -111,6 +111,7 @@ def test_the_split_at_the_layer_has_no_functional_value_block(document, tmp_path
     assert norms["h.0.attn.Q", "functional"] > 1e-3 * norms["h.0.attn.Q", "outer"]
 
 
+@pytest.mark.slow
 def test_the_tolerance_and_the_budget_are_kept(document, tmp_path):
     model = ["gpt2-tiny", *FAST, "--method", "autodiff", "--blocks", "h.0.mlp.up"]
     rows = document("analyze", *model, "--tolerance", "0.02")["rows"]

@@ -77,6 +77,7 @@ def test_table_shows_every_result_and_sums_up(found: list[Result], capsys: pytes
     assert "3 results: 1 hold as printed, 1 hold corrected; 1 FAIL: Lemma 3" in out
 
 
+@pytest.mark.slow
 def test_all_theorems(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(seed=0, as_json=True) == 0
     document = json.loads(capsys.readouterr().out)

@@ -80,6 +80,7 @@ def test_contractions_without_forming_a_block(part, examples):
     check()
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(problem=problems())
 def test_per_head_blocks_are_parts_of_the_whole(problem):

@@ -283,6 +283,7 @@ def _largest(matrix):
     return float(values[values.abs().argmax()])
 
 
+@pytest.mark.slow
 def test_several_ranks(tmp_path):
     model, (inputs, targets) = GPT(), tokens(ROWS)
     dense = truth(model, inputs, lambda F: cross_entropy(F, targets), blocks_of(model))
