@@ -21,7 +21,7 @@ machine. Where a peer is faster or takes less memory, or an aim of ours is misse
 """
 _CLOSED_FORMS = """Float64; the result is the same matrix, to rounding. The cost of exact norms hardly depends on the
 data. Hutchinson's estimate needs few products where the blocks are near multiples of the identity, as with Gaussian
-inputs, and is the better choice there."""
+inputs: there the two cost about the same, and less accuracy is cheaper by the estimate."""
 _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N = 1. The first column is the time of a
 product in closed form with Q, K, V and O together; the next ones are in such products: exact traces of Q, K, V and O,
 exact norms of Q, V and O, both for whole weights and head by head, and the norm of K estimated from 32 products. The
