@@ -291,3 +291,12 @@ def test_random_states_of_all_devices_are_put_back(monkeypatch):
 def test_estimators_of_other_packages_ask_for_the_adjoint():
     matrix, v = normal(5)(6, 4), normal(6)(6)
     assert torch.equal(operator_of(matrix).adjoint() @ v, matrix.T @ v)
+
+
+def test_a_subclass_that_is_not_symmetric_must_give_its_transpose():
+    class Wide(cv.LinearOperator):
+        def _matmat(self, columns):
+            return columns[:2]
+
+    with pytest.raises(NotImplementedError, match="Wide has no transpose"):
+        _ = Wide((2, 1), (3, 1), torch.zeros(1)).T
