@@ -9,9 +9,9 @@ from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth
 from curvoscope.curvature import CrossEntropy, MeanLoss, ModelHessian, blocks_of, hessian
 from curvoscope.errors import LossError, MemoryLimitError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Estimate
+from curvoscope.losses import cross_entropy as closed_form
+from curvoscope.losses.objectives import MeanSquaredError, objective_of
 from curvoscope.operators import BlockHessian, LinearOperator
-from curvoscope.operators import cross_entropy as closed_form
-from curvoscope.operators.objectives import MeanSquaredError, objective_of
 from reference import normal, relative
 
 

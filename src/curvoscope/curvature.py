@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curvoscope import checks
 from curvoscope.blocks import Blocks
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
+from curvoscope.losses.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
 from curvoscope.models.closed_forms import ClosedForms, Layers
 from curvoscope.models.families import blocks_of
 from curvoscope.models.layer_curvatures import LayerCurvature, layer_curvatures
@@ -17,11 +18,11 @@ from curvoscope.operators.autodiff import Autodiff
 from curvoscope.operators.autodiff_graph import SecondDerivativeError
 from curvoscope.operators.batches import BatchError, Batches
 from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.operators.coupled import Coupled
 from curvoscope.operators.differences import Differences
 from curvoscope.operators.distributed import RankError, ranks_of
 from curvoscope.operators.matrix_free import AutodiffMatrix
 from curvoscope.operators.mesh import Mesh, sharded_ranks
-from curvoscope.operators.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
 from curvoscope.operators.sharded import Aligned, Sharded, ShardedDifferences
 from curvoscope.operators.sharded_model import mesh_of
 from curvoscope.operators.sharded_operators import ShardedMatrix
@@ -102,11 +103,15 @@ def hessian(
         model: any module, in the mode in which its loss is deterministic (`model.eval()`). It is left as it is.
         loss_fn: `loss_fn(outputs, targets)`, a mean over loss terms. Batches are weighted by their numbers of terms,
             so that the result does not depend on how the data is cut: `CrossEntropy` (and torch's) counts the targets
-            that are not ignored, `MeanSquaredError` (and torch's) the entries, any other function the rows unless
-            it comes as `MeanLoss(function, terms)`. None: the loss that a Hugging Face model has for its labels.
+            that are not ignored, `MeanSquaredError` (and torch's) the entries. For any other function the number is
+            found by comparing batches with parts of themselves (a sum over rows stays a sum); a function that no
+            number explains is refused, unless there is one batch: give `cv.losses.MeanLoss(function, terms)`, or
+            `cv.losses.Contrastive(function)` if rows meet in it. `cv.losses.Regularised(loss, penalty)` adds a penalty
+            on the parameters. None: the loss that a Hugging Face model has for its labels.
         batches: a list, a DataLoader without shuffling, or any iterable that can be walked again, of
             (inputs, targets), the model being called as model(inputs), model(*inputs) for a tuple, model(**inputs)
-            for a dict; or of dicts with "labels", the model being called with the other entries.
+            for a dict; or of dicts with "labels", the model being called with the other entries. An encoder-decoder
+            without decoder_input_ids is called with the labels, from which it makes them.
         blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
             which attention and feed-forward layers of the known families have; an error for any other block. "auto":
@@ -159,11 +164,18 @@ def hessian(
             )
     walked = Aligned(found, ranks) if isinstance(ranks, Mesh) else found
     arguments = model, objective, walked, blocks, split, device, memory_limit, layers.sites, ranks
+    coupled = objective is not None and objective.couples_rows and micro_batch is not None
+    if coupled and products_only:
+        raise ModelError("micro_batch", "rows meet in the loss: sharded models and differences take whole batches only")
     exact, by_gradients = (Sharded, ShardedDifferences) if isinstance(ranks, Mesh) else (Autodiff, Differences)
+    exact = Coupled if coupled else exact
     engine: Autodiff = by_gradients(*arguments) if hvp == "difference" else exact(*arguments)
     if hvp == "auto" and not _differentiable_twice(engine):
         engine = by_gradients(*arguments)
-    if method == "autodiff" or products_only or isinstance(engine, Differences):
+    beside = coupled or engine.objective.reads_parameters  # no closed form sees the loss through one layer's output
+    if method == "exact" and beside:
+        raise ModelError("method", f"got 'exact', but {type(engine.objective).__name__} has products only; use 'auto'")
+    if method == "autodiff" or products_only or beside or isinstance(engine, Differences):
         return ModelHessian(engine)
     closed = ClosedForms(engine, layers, limited=method == "auto")
     if method == "exact":
@@ -172,12 +184,12 @@ def hessian(
 
 
 def _differentiable_twice(engine: Autodiff) -> bool:
-    """Whether autograd has second derivatives of the model, on all ranks: one product with zero tells."""
+    """Whether autograd has right second derivatives of the model, on all ranks: one product tells."""
     failure: Exception | None = None
     several = list(engine.blocks.values())
     try:
-        zero = torch.zeros(1, engine.length(several), dtype=engine.dtype, device=engine.device)
-        engine.product("total", several, several, zero)
+        ones = torch.ones(1, engine.length(several), dtype=engine.dtype, device=engine.device)
+        engine.product("total", several, several, ones)
     except Exception as error:
         failure = error
     lacking = any(engine.ranks.exchange(isinstance(failure, SecondDerivativeError)))

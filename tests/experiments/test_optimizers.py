@@ -11,8 +11,8 @@ from curvoscope.experiments.figure import Value
 from curvoscope.experiments.figures import load
 from curvoscope.experiments.figures.optimizers import OPTIMIZERS, reached
 from curvoscope.experiments.optimizer_runs import Configuration, Edge, batch, joined_blocks, search, train
+from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.models.gpt2_block import GPT2
-from curvoscope.operators.objectives import CrossEntropy
 from curvoscope.training import BlockCurvature
 
 SMALL = Configuration(d=4, sequences=4, steps=6, looks=2, curvatures=6, answers=20, probe=4, search_seeds=(100,))

@@ -114,10 +114,10 @@ def test_after_success(split, limit):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("split", ["model", "layer"])
 def test_after_an_exception_inside_the_loss(error, call, split):
-    """On the first look (calls 1 and 2) and when graphs are made (3 and 4)."""
+    """On the first look (calls 1 to 4) and when a graph is made."""
     model, (inputs, targets) = _model(), tokens()
     before = _state(model)
     calls = []

@@ -19,7 +19,7 @@ from curvoscope.analysis.samples import Samples, VarianceLaw, sample_losses, var
 from curvoscope.analysis.surface import Surface
 from curvoscope.blocks import Blocks
 from curvoscope.errors import EmptyError, RangeError
-from curvoscope.operators.objectives import LossFunction
+from curvoscope.losses.objectives import LossFunction
 
 _POINTS = 24  # numbers of samples k on a curve
 _DRAWS = 4  # antithetic pairs of displacements

@@ -13,7 +13,7 @@ from curvoscope.analysis.samples import Samples, sample_losses
 from curvoscope.analysis.surface import Surface
 from curvoscope.blocks import Blocks
 from curvoscope.errors import RangeError
-from curvoscope.operators.objectives import LossFunction
+from curvoscope.losses.objectives import LossFunction
 
 _AT_ONCE = 50  # bootstrap samples
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from curvoscope.analysis.surface import Direction, Surface, finite
 from curvoscope.blocks import Blocks
 from curvoscope.errors import RangeError, ShapeError
-from curvoscope.operators.objectives import LossFunction
+from curvoscope.losses.objectives import LossFunction
 
 _RADIUS = 0.1  # of the norm of the weights
 _PARALLEL = 1e-6  # two directions are one when their cosine is this near 1 in size

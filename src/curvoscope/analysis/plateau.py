@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from curvoscope.analysis.surface import Surface
 from curvoscope.blocks import Blocks
 from curvoscope.errors import EmptyError
+from curvoscope.losses.objectives import LossFunction
 from curvoscope.operators.batches import Batch
-from curvoscope.operators.objectives import LossFunction
 
 LEVEL = 0.05
 """The chance to call stationary weights moving."""
@@ -118,7 +118,7 @@ def _norms(gradients: Tensor, shares: Tensor, seed: int) -> Tensor:
 
 def _groups(surface: Surface) -> tuple[Tensor, Tensor, int]:
     """Mean gradients (m, P) of groups of consecutive samples, their terms (m,), and the number of samples."""
-    rows = 0
+    rows, objective = 0, surface.objective_of_rows()
 
     def count(weight: float, batch: Batch) -> None:
         nonlocal rows
@@ -135,7 +135,7 @@ def _groups(surface: Surface) -> tuple[Tensor, Tensor, int]:
         for part in batch.split(size):
             with torch.no_grad():
                 outputs = surface.engine.snapshot(surface.engine.snapshot.weights, part)
-            number = float(surface.engine.objective.terms(outputs, part.targets))
+            number = float(objective.terms(outputs, part.targets))
             if not number:
                 rows -= part.rows
                 continue

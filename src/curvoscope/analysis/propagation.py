@@ -18,9 +18,9 @@ from curvoscope.exact import SelfAttention
 from curvoscope.exact.backpropagation import Record, backpropagate
 from curvoscope.exact.block import Stack, TransformerBlock
 from curvoscope.exact.moments import Moments
+from curvoscope.losses.objectives import LossFunction
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.matrix_free import MatrixFree
-from curvoscope.operators.objectives import LossFunction
 
 DEFAULT_TOLERANCE = 0.05
 

@@ -58,7 +58,7 @@ def sample_losses(surface: Surface, displacements: Tensor, argument: str = "dist
     """
     losses: list[Tensor] = []
     terms: list[float] = []
-    objective = surface.engine.objective
+    objective = surface.objective_of_rows()
 
     def visit(weight: float, batch: Batch) -> None:
         rows = batch.split(1)
@@ -225,7 +225,7 @@ class _Sums:
     """What is kept of all samples: never more than a few vectors for each probe."""
 
     def __init__(self, surface: Surface, vectors: Tensor) -> None:
-        self._surface, self._vectors = surface, vectors
+        self._surface, self._vectors, self._objective = surface, vectors, surface.objective_of_rows()
         shapes = {name: surface.engine.snapshot.weight(name).shape for name in surface.names}
         self._spread = {name: vectors.new_zeros(len(vectors), *shape) for name, shape in shapes.items()}
         surface.blocks.scatter(vectors, self._spread)
@@ -242,13 +242,13 @@ class _Sums:
             weights, leaves = engine.snapshot.leaves(self._surface.names)
             with kept_derivatives(engine.model):
                 outputs = engine.snapshot(weights, row)
-            count = float(engine.objective.terms(outputs, row.targets))
+            count = float(self._objective.terms(outputs, row.targets))
             if not count:
                 continue
-            value = engine.objective(outputs, row.targets)
+            value = self._objective(outputs, row.targets)
             found = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
             gradient = self._surface.blocks.gather(dict(zip(leaves, found, strict=True))).double()
-            products = self._products(Graph(leaves, *engine.objective.gradient(outputs, row.targets)))
+            products = self._products(Graph(leaves, *self._objective.gradient(outputs, row.targets)))
             self.losses.append(float(value.detach()))
             self.terms.append(count)
             self.traces.append((products * self._vectors).sum(1).cpu())

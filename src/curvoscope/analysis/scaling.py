@@ -14,7 +14,7 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import ModelHessian, hessian
 from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
 from curvoscope.estimate import Estimate, frobenius_norm, lanczos, trace
-from curvoscope.operators.objectives import LossFunction
+from curvoscope.losses.objectives import LossFunction
 
 _RESIDUAL = 1e-6  # of an eigenvalue, relative
 _MOST_WEIGHTS = 400  # up to which the condition is computed

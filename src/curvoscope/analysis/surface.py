@@ -14,10 +14,10 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import ModelHessian, trainable
 from curvoscope.errors import DtypeError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
+from curvoscope.losses.objectives import LossFunction, Objective, objective_of
 from curvoscope.models.families import blocks_of
 from curvoscope.operators.autodiff import Autodiff
 from curvoscope.operators.batches import Batch, Batches
-from curvoscope.operators.objectives import LossFunction, objective_of
 
 _WORKSPACE = 2**28  # bytes for points at once
 _MOST_AT_ONCE = 64
@@ -66,6 +66,16 @@ class Surface:
         """L(w)."""
         return self.engine.survey.loss
 
+    def objective_of_rows(self) -> Objective:
+        """The objective, for functions that ask for the loss of single rows."""
+        objective = self.engine.objective
+        if objective.summed or objective.couples_rows or objective.reads_parameters:
+            name = type(objective).__name__
+            raise LossError(
+                "loss_fn", f"is {name}, here it must be a mean over terms of single rows, without a penalty"
+            )
+        return objective
+
     # ---- values and gradients
 
     def losses(self, displacements: Tensor) -> Tensor:
@@ -101,7 +111,7 @@ class Surface:
         if displacement is not None:
             leaves = {name: leaf.requires_grad_() for name, leaf in self.moved(displacement).items()}
             weights |= {self.engine.snapshot.paths[name]: leaf for name, leaf in leaves.items()}
-        value = self.engine.objective(self.engine.snapshot(weights, batch), batch.targets)
+        value = self.engine.loss(weights, batch)
         found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return self.blocks.gather(dict(zip(leaves, found, strict=True))).double()
 
@@ -116,7 +126,7 @@ class Surface:
         return {name: (snapshot.weight(name).double() + move).to(self.engine.dtype) for name, move in change.items()}
 
     def evaluate(self, displacements: Tensor, batch: Batch, function: Callable[[Any], Tensor]) -> Tensor:
-        """function(outputs of the model at w + δ), of shape (...), for displacements (n, P): (n, ...) in float64.
+        """function(what the loss reads at w + δ), of shape (...), for displacements (n, P): (n, ...) in float64.
 
         Several points at once where they fit the workspace; inside `engine.walk` only.
         """
@@ -124,7 +134,8 @@ class Surface:
         def value(moved: dict[str, Tensor]) -> Tensor:
             paths, weights = self.engine.snapshot.paths, dict(self.engine.snapshot.weights)
             weights.update({paths[name]: tensor for name, tensor in moved.items()})
-            return function(self.engine.snapshot(weights, batch))
+            outputs = self.engine.snapshot(weights, batch)
+            return function(self.engine.objective.seen(outputs, self.engine.snapshot.parameters(weights)))
 
         found = []
         with torch.no_grad():
@@ -159,7 +170,7 @@ class Surface:
 
         weights, _ = self.engine.snapshot.leaves(self.names)
         with torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
-            self.engine.objective(self.engine.snapshot(weights, batch), batch.targets)
+            self.engine.loss(weights, batch)
         return max(1, min(_MOST_AT_ONCE, _WORKSPACE // max(1, held)))
 
     # ---- directions

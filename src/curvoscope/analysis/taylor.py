@@ -13,7 +13,7 @@ from curvoscope.analysis.surface import Direction, Surface, finite, positions
 from curvoscope.blocks import Blocks
 from curvoscope.errors import NonFiniteError, RangeError
 from curvoscope.estimate import Estimate
-from curvoscope.operators.objectives import LossFunction
+from curvoscope.losses.objectives import LossFunction
 
 _SPAN = (-4.0, -0.5)  # default radii: these powers of ten, times the norm of the weights
 _RADII = 15

@@ -1,7 +1,7 @@
 """Torch's own attention replaced by ours where its scores would fill the memory."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,14 @@ _torch_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
 @contextmanager
-def long_attention() -> Iterator[None]:
+def long_attention(others: Mapping[Callable[..., Any], Callable[..., Any]] | None = None) -> Iterator[None]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` of many scores is `sdpa`; of few, torch's own.
 
     It is replaced by its name in torch, which `nn.MultiheadAttention` and the models of transformers look up, and,
-    for this thread, where a model has imported it under a name of its own.
+    for this thread, where a model has imported it under a name of its own. `others`: more functions of torch, and what
+    replaces them for this thread.
     """
-    with _by_name, _WhereverCalled():
+    with _by_name, _WhereverCalled({_torch_sdpa: _by_size, **(others or {})}):
         yield
 
 
@@ -57,9 +58,13 @@ _by_name = _ByName()
 
 
 class _WhereverCalled(TorchFunctionMode):
-    """Catches torch's function itself. Functions of torch that call it in turn run outside of the mode."""
+    """Catches torch's functions themselves. Functions of torch that call them in turn run outside of the mode."""
+
+    def __init__(self, replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._replaced = replaced
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return (_by_size if func is _torch_sdpa else func)(*args, **(kwargs or {}))
+        return self._replaced.get(func, func)(*args, **(kwargs or {}))

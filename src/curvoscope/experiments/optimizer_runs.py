@@ -18,9 +18,9 @@ from curvoscope.data.addition import IGNORED
 from curvoscope.errors import NonFiniteError
 from curvoscope.estimate import lanczos
 from curvoscope.experiments.figure import Value
+from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.models.gpt2_block import GPT2
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.objectives import CrossEntropy
 from curvoscope.training import BlockCurvature
 from curvoscope.training.scaled import Scaled
 

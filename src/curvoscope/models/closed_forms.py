@@ -293,6 +293,7 @@ class Tail:
         self._slope = torch.autograd.grad(cut, F, gradient, create_graph=True, materialize_grads=True)
         self.gradient = self._record.batched(self._slope[0].detach())
         self._graph = Graph({"F": F}, cut, gradient)
+        engine.vouch(self._graph)
         self._together = self._graph.nbytes <= _SMALL_GRAPH
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ of these weights, whatever becomes of the model later.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,21 @@ from torch import Tensor, nn
 from curvoscope import checks
 from curvoscope.blocks import Block, Blocks
 from curvoscope.errors import ModelError
+from curvoscope.losses.objectives import Objective
+from curvoscope.operations import Operation, unchecked
 from curvoscope.operators.autodiff_graph import Graph
 from curvoscope.operators.autodiff_layers import Site, Tap, layer_of
-from curvoscope.operators.autodiff_model import Snapshot, Survey, device_of, objective_of_model, survey
+from curvoscope.operators.autodiff_model import (
+    Snapshot,
+    Survey,
+    decodes_labels,
+    device_of,
+    objective_of_model,
+    survey,
+)
 from curvoscope.operators.batches import Batch, Batches
 from curvoscope.operators.distributed import Facts, Ranks, common, describe, hashes
-from curvoscope.operators.objectives import Objective
+from curvoscope.operators.guard import check_curvature, check_symmetry, probe
 from curvoscope.operators.safety import check_mode, undisturbed
 from curvoscope.operators.second_order import kept_derivatives
 
@@ -54,6 +64,8 @@ class Autodiff:
         self.model, self._batches, self._sites = model, batches, dict(sites or {})
         self._kept: OrderedDict[Selection, dict[int, Graph]] = OrderedDict()
         self._can_batch = True
+        self._examined: set[Selection] = set()  # selections whose operations have been looked at
+        self._vouched: set[Operation] = set()  # operations that a test of products has passed
         with self.ranks.together():
             checks.choice("split", split, ("model", "layer"))
             self._budget = checks.memory_budget(memory_limit)
@@ -66,14 +78,23 @@ class Autodiff:
                 self.dtype = self.snapshot.dtype
             if self.ranks.size > 1:
                 self.ranks.agree(self._facts(objective))
+            self._take_labels()
             self.objective = objective or self._objective_of_model()
             self.survey = self._survey()
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.model, self.blocks, self.device)
 
+    def _take_labels(self) -> None:
+        """Let an encoder-decoder make the inputs of its decoder from the labels, unless they are given."""
+        with self.ranks.together():
+            batch = next(iter(self._batches), None)
+            if batch is not None and decodes_labels(self.model, batch):
+                self.snapshot = self.snapshot.labelled()
+
     def _survey(self) -> Survey:
-        return survey(self.snapshot, self.objective, self._batches, self.ranks)
+        found, self.objective = survey(self.snapshot, self.objective, self._batches, self.ranks)
+        return found
 
     def _facts(self, objective: Objective | None) -> Facts:
         """What must be alike on all ranks."""
@@ -94,7 +115,9 @@ class Autodiff:
     def _objective_of_model(self) -> Objective:
         with self.ranks.together():
             batch = next(iter(self._batches), None)
-            found = None if batch is None else objective_of_model(self.snapshot, batch)
+            found, needs_labels = (None, False) if batch is None else objective_of_model(self.snapshot, batch)
+        if any(self.ranks.exchange(needs_labels)):
+            self.snapshot = self.snapshot.labelled()
         return common(self.ranks.exchange(found))
 
     # ---- products
@@ -113,15 +136,83 @@ class Autodiff:
         spread = self._spread(columns, vectors)
         wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
         totals: list[Tensor] = []
+        names = frozenset(spread).union(wanted)
 
-        def add(weight: float, graph: Graph) -> None:
+        def add(position: int, graph: Graph) -> None:
             found = self._products(graph, part, rows, wanted, spread)
+            if (names, layer) not in self._examined:
+                self._examined.add((names, layer))
+                self._examine(graph, position, rows, columns, (vectors[0], found[0]) if part == "total" else None)
+            weight = self._weight(position)
             if weight != 1:
                 found *= weight
             totals[:] = [totals[0].add_(found) if totals else found]
 
-        self._visit(frozenset(spread).union(wanted), layer, add)
+        self._visit(names, layer, add)
         return totals[0] if totals else vectors.new_zeros(len(vectors), self.length(rows))
+
+    def _weight(self, position: int) -> float:
+        return self.survey.weights[position]
+
+    # ---- are the products right?
+
+    def _examine(
+        self,
+        graph: Graph,
+        position: int,
+        rows: Sequence[Block],
+        columns: Sequence[Block],
+        known: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Test the products of a graph that has operations whose second derivatives have not been checked.
+
+        `known`: a vector and its product with the total, for the same rows and columns.
+        """
+        unknown = unchecked(graph.operations() | self.survey.operations) - self._vouched
+        if not unknown:
+            return
+        blocks = list({block.name: block for block in [*rows, *columns]}.values())
+        wanted = list(dict.fromkeys(piece.parameter for block in blocks for piece in block.pieces))
+        scales = torch.cat([self._typical(block).expand(block.size) for block in blocks])
+
+        def product(vector: Tensor) -> Tensor:
+            return self._products(graph, "total", blocks, wanted, self._spread(blocks, vector[None]))[0]
+
+        if known is None or list(rows) != list(columns):
+            known = (first := probe(scales, 1)), product(first)
+        vector = probe(scales, 0)
+        Hv = product(vector)
+        check_symmetry(vector, Hv, *known, unknown)
+        batch = next(batch for i, batch in enumerate(self._batches) if i == position)
+        batch, spread = self.snapshot.moved(batch), self._spread(blocks, vector[None])
+
+        def loss(step: float) -> float:
+            moved = {self.snapshot.paths[name]: direction[0] for name, direction in spread.items()}
+            weights = dict(self.snapshot.weights)
+            with torch.no_grad():
+                weights |= {path: weights[path].add(direction, alpha=step) for path, direction in moved.items()}
+                return float(self.loss(weights, batch))
+
+        with undisturbed(self.model, self._batches.generators):
+            check_curvature(
+                loss, self.survey.losses[position], float(vector.double() @ Hv.double()), self.dtype, unknown
+            )
+        self._vouched |= unknown
+
+    def vouch(self, graph: Graph) -> None:
+        """Test products of the whole Hessian, if a graph has operations that have not been checked."""
+        if unchecked(graph.operations() | self.survey.operations) - self._vouched:
+            blocks = list(self.blocks.values())
+            position, batch = next((i, b) for i, b in enumerate(self._batches) if self.survey.weights[i])
+            with undisturbed(self.model, self._batches.generators):
+                whole = self._graph(batch, frozenset(self.blocks.parameters), None)
+            self._examine(whole, position, blocks, blocks, None)
+
+    def _typical(self, block: Block) -> Tensor:
+        """The root mean square of a block's weights, or one where they are zero, (1,)."""
+        squares = [self.snapshot.weight(piece.parameter).square().mean() for piece in block.pieces]
+        size = torch.stack(squares).mean().sqrt()
+        return torch.where(size > 0, size, 1.0)[None]
 
     def length(self, blocks: Sequence[Block]) -> int:
         """Entries of a vector that lives in the blocks."""
@@ -150,7 +241,7 @@ class Autodiff:
         return singles[0][None] if count == 1 else torch.stack(singles)
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
-        """Vectors (n, C) as tensors (n, *shape) like the parameters; views where a block is a whole parameter."""
+        """Vectors (n, C) as tensors (n, *shape) like the parameters."""
         pieces = [piece for block in columns for piece in block.pieces]
         spread: dict[str, Tensor] = {}
         for piece, part in zip(pieces, vectors.split([piece.size for piece in pieces], 1), strict=True):
@@ -159,7 +250,7 @@ class Autodiff:
                 order = piece.layout.rows + piece.layout.columns
                 back = sorted(range(len(order)), key=order.__getitem__)
                 ordered = part.reshape(-1, *(stored[axis] for axis in order))
-                spread[name] = ordered.permute(0, *(1 + axis for axis in back))
+                spread[name] = ordered.permute(0, *(1 + axis for axis in back)).contiguous()  # some kernels insist
             else:
                 if name not in spread:
                     spread[name] = vectors.new_zeros(vectors.shape[0], *stored)
@@ -179,17 +270,16 @@ class Autodiff:
 
     # ---- graphs
 
-    def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[float, Graph], None]) -> None:
-        """Call `visit` with the weight and the graph of each micro-batch: kept graphs first, the others made anew."""
-        weights = self.survey.weights
-        needed = {i for i, weight in enumerate(weights) if weight}
+    def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[int, Graph], None]) -> None:
+        """Call `visit` with the position and the graph of each micro-batch: kept graphs first, the others made anew."""
+        needed = {i for i, weight in enumerate(self.survey.weights) if weight}
         if not needed:
             return
         complete = (key for key in self._kept if key[0] >= names and key[1] == layer and needed <= set(self._kept[key]))
         key = next(complete, (names, layer))
         kept = self._kept.get(key, {})
         for i, graph in kept.items():
-            visit(weights[i], graph)
+            visit(i, graph)
         missing = needed - set(kept)
         if not missing:
             self._kept.move_to_end(key)
@@ -204,10 +294,15 @@ class Autodiff:
             for i, batch in enumerate(self._batches):
                 if i in missing:
                     graph = self._graph(batch, names, layer)
-                    visit(weights[i], graph)
+                    visit(i, graph)
                     if self._make_room(key, graph.nbytes):
                         self._kept.setdefault(key, {})[i] = graph
                     del graph
+
+    def loss(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """The loss of a micro-batch at these weights."""
+        outputs = self.snapshot(weights, batch)
+        return self.objective(self.objective.seen(outputs, self.snapshot.parameters(weights)), batch.targets)
 
     def walk(self, visit: Callable[[float, Batch], None]) -> None:
         """Call `visit` with the weight and the data of each micro-batch that has loss terms; inside, the model may run
@@ -234,16 +329,23 @@ class Autodiff:
         if layer is None:
             with kept_derivatives(self.model):
                 outputs = self.snapshot(weights, batch)
-            return self._kept_graph(leaves, *self.objective.gradient(outputs, batch.targets))
+            return self._kept_graph(leaves, *self._gradient(weights, outputs, batch))
         with kept_derivatives(self.model), Tap(self.model, layer) as tap:
             outputs = self.snapshot(weights, batch)
-        cut, gradient = self.objective.gradient(outputs, batch.targets)
+        cut, gradient = self._gradient(weights, outputs, batch)
         if not tap.tensor.requires_grad:
             said = f"acts nowhere on the {layer.side} of {layer.path!r}; use split='model'"
             raise ModelError(", ".join(leaves), said)
         inner = torch.autograd.grad(cut, tap.tensor, gradient, create_graph=True)
         check_layer(layer, leaves, (cut, gradient), ([tap.tensor], inner))
         return self._kept_graph(leaves, [tap.tensor], inner)
+
+    def _gradient(
+        self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """F and G of a micro-batch."""
+        seen = self.objective.seen(outputs, self.snapshot.parameters(weights))
+        return self.objective.gradient(seen, batch.targets)
 
     def _kept_graph(self, leaves: Mapping[str, Tensor], cut: Sequence[Tensor], gradient: Sequence[Tensor]) -> Graph:
         return Graph(leaves, cut, gradient)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from curvoscope.errors import ModelError
+from curvoscope.operations import Operation, operations
 
 Edges = list[GradientEdge | None]
 
@@ -28,7 +29,7 @@ _saved_names: dict[type, list[str]] = {}
 
 
 class SecondDerivativeError(ModelError):
-    """A model that autograd cannot differentiate twice."""
+    """A model that autograd cannot differentiate twice, or differentiates wrongly."""
 
 
 class _Switch:
@@ -69,6 +70,7 @@ class Graph:
         self._leaves = dict(leaves)
         self._switch = _Switch()
         pairs = [(F, G) for F, G in zip(cut, gradient, strict=True) if F.requires_grad]
+        self._depends = [F.requires_grad for F in cut]
         gated: Sequence[Tensor] = ()
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
@@ -84,6 +86,10 @@ class Graph:
         self._roots = {name: edge for name, edge in roots if edge is not None}
         self.nbytes = self._measured()
 
+    def operations(self) -> frozenset[Operation]:
+        """Those between the parameters and the cut."""
+        return operations(edge.node for edge in self._cut if edge is not None)
+
     def _measured(self) -> int:
         return _saved_bytes(self._roots.values(), {_address(leaf) for leaf in self._leaves.values()})
 
@@ -92,20 +98,39 @@ class Graph:
 
         With `many`, vectors and products have a leading axis, one entry for each vector.
         """
-        sources = [(self._roots[name], vector) for name, vector in vectors.items() if name in self._roots]
-        leaves = [self._leaves[name] for name in wanted]
-        edges: Edges = [edge for edge, _ in sources]
-        directions: Sequence[Tensor | None] = [vector for _, vector in sources]
         if part == "outer":
-            moved = _backward(edges, self._gated, directions, many)
-            curved = _backward(self._gradient, self._cut, moved, many)
-            found = _backward(self._cut, leaves, curved, many)
-        elif part == "functional":
+            curved = _backward(self._gradient, self._cut, self._moved(vectors, many), many)
+            return self._named(wanted, _backward(self._cut, self._wanted(wanted), curved, many))
+        edges, directions = self._sources(vectors)
+        if part == "functional":
             with self._switch.shut():
-                found = _backward(edges, leaves, directions, many)
-        else:
-            found = _backward(edges, leaves, directions, many)
-        return {name: product for name, product in zip(wanted, found, strict=True) if product is not None}
+                return self._named(wanted, _backward(edges, self._wanted(wanted), directions, many))
+        return self._named(wanted, _backward(edges, self._wanted(wanted), directions, many))
+
+    def pushed(self, vectors: Mapping[str, Tensor], many: bool) -> list[Tensor | None]:
+        """J v, for each of the tensors F; None stands for zero."""
+        found = iter(self._moved(vectors, many))
+        return [next(found) if depends else None for depends in self._depends]
+
+    def pulled(self, directions: Sequence[Tensor], wanted: Sequence[str], many: bool) -> dict[str, Tensor]:
+        """J^T u from directions u, one for each of the tensors F, where it is not zero."""
+        chosen = [direction for direction, depends in zip(directions, self._depends, strict=True) if depends]
+        return self._named(wanted, _backward(self._cut, self._wanted(wanted), chosen, many))
+
+    def _moved(self, vectors: Mapping[str, Tensor], many: bool) -> list[Tensor | None]:
+        edges, directions = self._sources(vectors)
+        return _backward(edges, self._gated, directions, many)
+
+    def _sources(self, vectors: Mapping[str, Tensor]) -> tuple[Edges, list[Tensor]]:
+        """The gradients with respect to the parameters of the vectors, and the vectors."""
+        found = [(self._roots[name], vector) for name, vector in vectors.items() if name in self._roots]
+        return [edge for edge, _ in found], [vector for _, vector in found]
+
+    def _wanted(self, names: Sequence[str]) -> list[Tensor]:
+        return [self._leaves[name] for name in names]
+
+    def _named(self, names: Sequence[str], found: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        return {name: product for name, product in zip(names, found, strict=True) if product is not None}
 
 
 def _backward(

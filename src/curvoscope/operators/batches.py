@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class Batch:
     keywords: dict[str, Any]
     targets: Any
     index: int
+    labelled: bool = False  # whether the targets are the "labels" of a dict
+    start: int = 0  # the row of the whole batch at which a micro-batch begins
 
     @property
     def rows(self) -> int:
@@ -44,7 +46,7 @@ class Batch:
             return leaf.to(device, dtype if leaf.is_floating_point() else None)
 
         arguments, keywords, targets = tree_map(moved, (self.arguments, self.keywords, self.targets))
-        return Batch(arguments, keywords, targets, self.index)
+        return replace(self, arguments=arguments, keywords=keywords, targets=targets)
 
     def split(self, size: int | None) -> list["Batch"]:
         """Parts of at most `size` rows; tensors with another first axis go to each part whole."""
@@ -58,7 +60,7 @@ class Batch:
                 return leaf[start : start + size] if is_row else leaf
 
             arguments, keywords, targets = tree_map(cut, (self.arguments, self.keywords, self.targets))
-            return Batch(arguments, keywords, targets, self.index)
+            return replace(self, arguments=arguments, keywords=keywords, targets=targets, start=start)
 
         return [part(start) for start in range(0, rows, size)]
 
@@ -132,7 +134,7 @@ def _batch(item: Any, index: int) -> Batch:
         if "labels" not in item:
             keys = ", ".join(map(str, item))
             raise BatchError("batches", f"batch {index} is a dict without 'labels', it has {keys}; {_FORMS}")
-        batch = Batch((), {key: value for key, value in item.items() if key != "labels"}, item["labels"], index)
+        batch = Batch((), {key: value for key, value in item.items() if key != "labels"}, item["labels"], index, True)
     elif isinstance(item, tuple | list) and len(item) == 2:
         inputs, targets = item
         if isinstance(inputs, Mapping):

@@ -185,7 +185,9 @@ class _Batch:
     def _cut(self, vector: Mapping[str, Tensor], step: float) -> list[Tensor]:
         return [F.detach() for F in self._run(vector, step)[1]]
 
-    def _run(self, vector: Mapping[str, Tensor], step: float) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
+    def _run(
+        self, vector: Mapping[str, Tensor], step: float
+    ) -> tuple[dict[str, Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """The wanted parameters, F and G at w + step v."""
         snapshot = self._engine.snapshot
         weights, leaves = snapshot.leaves(self._wanted)
@@ -198,7 +200,7 @@ class _Batch:
             weights[path] = tensor.requires_grad_(weights[path].requires_grad)
         with torch.enable_grad():
             outputs = snapshot(weights, self._batch)
-            cut, gradient = self._engine.objective.gradient(outputs, self._batch.targets)
+            cut, gradient = self._engine._gradient(weights, outputs, self._batch)
         return {name: weights[snapshot.paths[name]] for name in leaves}, cut, gradient
 
 

@@ -29,7 +29,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
         ctx.save_for_backward(x, gamma, mean, r)
         ctx.biased = beta is not None
-        return y.view_as(y)
+        return y.clone()  # not a view: the model may go on in place
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:

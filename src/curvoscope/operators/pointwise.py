@@ -19,7 +19,7 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> Tensor:
         ctx.save_for_backward(x, first, second)
-        return y.view_as(y)
+        return y.clone()  # not a view: the model may go on in place
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None, None]:

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from curvoscope.attention.switch import long_attention
 from curvoscope.errors import ModelError
+from curvoscope.operators.second_order import REPLACED
 
 Snapshot = list[tuple[nn.Module, str, Tensor, Tensor]]
 
@@ -41,7 +42,7 @@ def undisturbed(model: nn.Module, generators: Iterable[torch.Generator] = ()) ->
                 settings.enter_context(torch.inference_mode(False))
                 settings.enter_context(torch.enable_grad())
                 settings.enter_context(sdpa_kernel(SDPBackend.MATH))
-                settings.enter_context(long_attention())
+                settings.enter_context(long_attention(REPLACED))
                 settings.enter_context(torch.compiler.set_stance("force_eager"))
                 for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
                     settings.enter_context(torch.autocast(device, enabled=False))

@@ -14,15 +14,15 @@ from torch import Tensor
 from curvoscope.blocks import Block, Piece
 from curvoscope.errors import EmptyError
 from curvoscope.estimate.space import Space
+from curvoscope.losses.objectives import Objective
 from curvoscope.operators.autodiff import Autodiff
 from curvoscope.operators.autodiff_graph import Graph
 from curvoscope.operators.autodiff_layers import Site
-from curvoscope.operators.autodiff_model import Survey, check_same, loss_of
+from curvoscope.operators.autodiff_model import Losses, Survey, check_same, evaluate, summary
 from curvoscope.operators.batches import Batch, Batches
 from curvoscope.operators.differences import Differences
 from curvoscope.operators.distributed import hashes
 from curvoscope.operators.mesh import Mesh
-from curvoscope.operators.objectives import Objective
 from curvoscope.operators.safety import undisturbed
 from curvoscope.operators.sharded_model import ShardedSnapshot
 
@@ -90,6 +90,9 @@ class _Weighted(Objective):
         cut, gradient = self._objective.gradient(outputs, targets)
         return cut, [G * self.weight for G in gradient]
 
+    def seen(self, outputs: Any, parameters: Mapping[str, Tensor]) -> Any:
+        return self._objective.seen(outputs, parameters)
+
 
 class _Graph(Graph):
     """A graph whose parameters are gathered when it is used, not when it is measured."""
@@ -108,7 +111,6 @@ class Sharded(Autodiff):
 
     snapshot: ShardedSnapshot
     ranks: Mesh
-    objective: _Weighted
     _batches: Aligned
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -116,7 +118,7 @@ class Sharded(Autodiff):
         self.spaces: dict[tuple[str, ...], Space] = {}  # of vectors, by the names of their blocks
         self._can_batch = False  # collectives take one vector at a time
         self._budget = self.ranks.least(self._budget)
-        self.objective = _Weighted(self.objective)
+        self.objective = self._weighted = _Weighted(self.objective)
 
     def _snapshot(self) -> ShardedSnapshot:
         return ShardedSnapshot(self.model, self.blocks, self.device, self.ranks)
@@ -129,21 +131,22 @@ class Sharded(Autodiff):
         return {**spread, **hashes(self.snapshot.common)}
 
     def _survey(self) -> Survey:
-        losses, counts = [0.0] * self._batches.count, [0.0] * self._batches.count
+        found, own = Losses(self.objective), list[int]()
         with self.ranks.together():
             for position, batch in enumerate(self._batches):
                 batch = self.snapshot.moved(batch)
-                with torch.no_grad():
-                    several = [self.snapshot(self.snapshot.weights, batch) for _ in range(1 if position else 2)]
+                several = [evaluate(self.snapshot, self.objective, batch) for _ in range(1 if position else 2)]
                 if self._batches.counts(position):
-                    values = [loss_of(outputs, self.objective, batch) for outputs in several]
-                    check_same(values[0][0], values[-1][0], self.dtype)
-                    losses[position], counts[position] = values[0]
+                    value = found.add(*several[0], batch)
+                    check_same(value, found.again(several[-1][1], batch), self.dtype)
+                    own.append(position)
+        with self.ranks.together():
+            self.objective, values, numbers = found.conclude(self.ranks)
+        losses, counts = [0.0] * self._batches.count, [0.0] * self._batches.count
+        for position, value, number in zip(own, values, numbers, strict=True):
+            losses[position], counts[position] = value, number
         self._batches.leave_out({i for i, count in enumerate(counts) if not count}, self.ranks)
-        summed = sum(value * count for value, count in zip(losses, counts, strict=True))
-        shares = self.ranks.exchange((summed, sum(counts)))
-        total = float(sum(count for _, count in shares))
-        return Survey(sum(share for share, _ in shares) / total, tuple(map(float, counts)), total)
+        return summary(self.objective, losses, counts, self.ranks, found)
 
     def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
         """From this rank's parts of the vectors to its parts of the products."""
@@ -219,17 +222,23 @@ class Sharded(Autodiff):
 
     # ---- graphs
 
-    def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[float, Graph], None]) -> None:
+    def _weight(self, position: int) -> float:
+        return 1.0  # it is in the objective
+
+    def _examine(self, *arguments: Any) -> None:
+        """Nothing: differences of the loss would need passes of all ranks."""
+
+    def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[int, Graph], None]) -> None:
         """As in `Autodiff`; all ranks keep the graphs of the same batches."""
         kept = self._kept.get((names, layer), {})
-        for graph in kept.values():
-            visit(1.0, graph)
+        for position, graph in kept.items():
+            visit(position, graph)
 
         def run(position: int, batch: Batch) -> None:
             if position not in kept:
                 graph = self._graph(batch, names, layer)
                 graph.nbytes = max(self.ranks.exchange(graph.nbytes))  # what follows from it is the same for all
-                visit(1.0, graph)
+                visit(position, graph)
                 if self._make_room((names, layer), graph.nbytes):
                     self._kept.setdefault((names, layer), {})[position] = graph
 
@@ -246,7 +255,7 @@ class Sharded(Autodiff):
     def _walk(self, visit: Callable[[int, Batch], None]) -> None:
         with undisturbed(self.model, self._batches.generators):
             for position, batch in enumerate(self._batches):
-                self.objective.weight = self.survey.weights[position]
+                self._weighted.weight = self.survey.weights[position]
                 visit(position, batch)
         self.snapshot.forget()
 

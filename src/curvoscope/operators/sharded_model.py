@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from curvoscope.blocks import Blocks
 from curvoscope.errors import ModelError
 from curvoscope.operators.autodiff_model import Snapshot
-from curvoscope.operators.batches import Batch
 from curvoscope.operators.distributed import RankError
 from curvoscope.operators.mesh import Mesh
 from curvoscope.operators.shards import Sharding, gather, gathered
@@ -108,15 +107,15 @@ class ShardedSnapshot(Snapshot):
         """How a parameter is spread."""
         return self.shardings[self.paths[name]]
 
-    def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> Any:
-        """The model's outputs at the weights whose parts are given; all ranks call at once, each with its batch."""
+    def _run(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """At the weights whose parts are given; all ranks call at once, each with its batch."""
         with ExitStack() as stack:
             stack.enter_context(_without_hooks(self._model))
             for unit, places in self._units.items():
                 stack.enter_context(self._gathering(unit, places, weights))
             for path, buffer in self._buffers.items():
                 stack.enter_context(_put(self._model, path, buffer.clone()))
-            return self._model(*batch.arguments, **batch.keywords)
+            return self._model(*arguments, **keywords)
 
     @contextmanager
     def _gathering(

@@ -15,9 +15,9 @@ from curvoscope.analysis.surface import Surface
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, ModelError, NonFiniteError, RangeError
+from curvoscope.losses.objectives import LossFunction
 from curvoscope.models.families import blocks_of
 from curvoscope.operators.batches import BatchError, Batches
-from curvoscope.operators.objectives import LossFunction
 from curvoscope.operators.safety import undisturbed
 from curvoscope.training import quantities
 from curvoscope.training.attention_rows import AttentionRows

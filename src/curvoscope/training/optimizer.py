@@ -13,10 +13,10 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian, trainable
 from curvoscope.errors import ModelError, RangeError, ShapeError
 from curvoscope.estimate import lanczos
+from curvoscope.losses.objectives import LossFunction
 from curvoscope.models.families import blocks_of
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.batches import Batches
-from curvoscope.operators.objectives import LossFunction
 from curvoscope.operators.safety import undisturbed
 from curvoscope.training.scaled import Scaled
 

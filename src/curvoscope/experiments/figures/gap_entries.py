@@ -14,7 +14,7 @@ from curvoscope.experiments.digits import GROUPS, Digits, groups_of
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Image, Panel
 from curvoscope.experiments.summaries import claim, geometric_mean, pixels, select
-from curvoscope.operators.objectives import CrossEntropy
+from curvoscope.losses.objectives import CrossEntropy
 
 _PIXELS = 120
 _FLOOR = 1e-12  # of the largest entry: what is smaller is zero by a symmetry, and rounding

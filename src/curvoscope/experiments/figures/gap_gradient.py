@@ -13,7 +13,7 @@ from curvoscope.experiments.digits import Digits
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Panel, Series
 from curvoscope.experiments.summaries import claim, curve, mean, select
-from curvoscope.operators.objectives import CrossEntropy
+from curvoscope.losses.objectives import CrossEntropy
 
 _WEIGHTS = ("initial", "trained", "descended")
 _STATIONARY = {"initial": 0.0, "trained": 1.0, "descended": 1.0}

@@ -14,7 +14,7 @@ from curvoscope.experiments.digits import Digits, VisionTransformer
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Panel, Series
 from curvoscope.experiments.summaries import claim, curve, mean, select
-from curvoscope.operators.objectives import CrossEntropy
+from curvoscope.losses.objectives import CrossEntropy
 
 _WEIGHTS = ("initial", "trained")
 _NEAR = 0.003  # distances up to which the losses should be quadratic

@@ -11,7 +11,7 @@ from curvoscope.experiments.digits import GROUPS, Digits, accuracy, groups_of
 from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Panel
 from curvoscope.experiments.summaries import claim, curve, geometric_mean, mean, select
-from curvoscope.operators.objectives import CrossEntropy
+from curvoscope.losses.objectives import CrossEntropy
 
 _TOLERANCE = 1e-3  # of the norms
 _ZERO = 1e-12  # of the whole norm

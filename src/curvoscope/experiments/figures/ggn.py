@@ -13,8 +13,8 @@ from curvoscope.experiments.figure import Figure, Point, Row, Value, Verdict
 from curvoscope.experiments.panels import Panel
 from curvoscope.experiments.summaries import claim, curve, mean, select
 from curvoscope.experiments.training import checkpoints
+from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.models.gpt2_block import GPT2
-from curvoscope.operators.objectives import CrossEntropy
 
 _NETWORKS = ("transformer", "mlp")
 

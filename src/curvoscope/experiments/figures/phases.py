@@ -17,9 +17,9 @@ from curvoscope.experiments.one_hot import query_bound, row_moments, row_numbers
 from curvoscope.experiments.panels import Guide, Panel, Series
 from curvoscope.experiments.summaries import by, claim, curve, mean, select
 from curvoscope.experiments.training import checkpoints
+from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.models.families import blocks_of
 from curvoscope.models.gpt2_block import GPT2
-from curvoscope.operators.objectives import CrossEntropy
 
 _BLOCKS = ("Q", "K", "V", "O", "up", "down")
 _GROUPS = {"Q, K": ("Q", "K"), "V, O": ("V", "O"), "feed-forward": ("up", "down")}

@@ -1,0 +1,90 @@
+"""A loss with a penalty on the parameters themselves."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvoscope.errors import LossError
+from curvoscope.losses.counting import Count, Inquiry
+from curvoscope.losses.objectives import LossFunction, Objective, objective_of
+
+Penalty = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a regularised loss reads: the model's outputs and its parameters by name."""
+
+    outputs: Any
+    parameters: Mapping[str, Tensor]
+
+
+class Regularised(Objective):
+    """loss(outputs, targets) + penalty(parameters), the penalty counted once, whatever the number of batches.
+
+    The parameters are a second output of the model, whose Jacobian is the identity: the Hessian of the penalty belongs
+    to the outer part, and H = H_o + H_f holds.
+
+    Args:
+        loss: a mean over terms, as `cv.hessian` takes it.
+        penalty: takes a dict of all parameters by name and returns a scalar.
+
+    Example:
+        >>> def decay(parameters):
+        ...     return 1e-2 * sum(weight.square().sum() for weight in parameters.values())
+        >>> loss = cv.losses.Regularised(torch.nn.functional.mse_loss, decay)
+    """
+
+    reads_parameters = True
+
+    def __init__(self, loss: LossFunction, penalty: Penalty) -> None:
+        found = objective_of(loss)
+        if found is None:
+            raise LossError("loss", "is None; give the loss of the outputs and targets")
+        if found.couples_rows or found.reads_parameters:
+            raise LossError("loss", f"is {type(found).__name__}, which takes no penalty; write it into one function")
+        self._loss, self._penalty = found, penalty
+
+    def seen(self, outputs: Any, parameters: Mapping[str, Tensor]) -> Any:
+        """Outputs and parameters together."""
+        return _Seen(outputs, parameters)
+
+    def inquiry(self) -> Inquiry | None:
+        """That of the loss."""
+        return self._loss.inquiry()
+
+    def counted_by(self, count: Count) -> Objective:
+        """The same with a loss whose terms are counted so."""
+        found = Regularised(self._loss.counted_by(count), self._penalty)
+        if found._loss.summed:
+            raise LossError("loss", "is a sum over rows, and with a penalty must be a mean; divide it by the rows")
+        return found
+
+    def __call__(self, outputs: _Seen, targets: Any) -> Tensor:
+        """Loss and penalty."""
+        return self._loss(outputs.outputs, targets) + self._scalar(outputs.parameters)
+
+    def terms(self, outputs: _Seen, targets: Any) -> int | float:
+        """Those of the loss."""
+        return self._loss.terms(outputs.outputs, targets)
+
+    def gradient(self, outputs: _Seen, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """G at the outputs, and the gradient of the penalty at the parameters."""
+        cut, gradient = self._loss.gradient(outputs.outputs, targets)
+        aliases = {name: w.view_as(w) for name, w in outputs.parameters.items() if w.requires_grad}
+        value = self._scalar({**outputs.parameters, **aliases})
+        if not value.requires_grad:  # the penalty is of other parameters
+            return cut, gradient
+        found = torch.autograd.grad(value, list(aliases.values()), create_graph=True, allow_unused=True)
+        pairs = [(w, G) for w, G in zip(aliases.values(), found, strict=True) if G is not None]
+        return [*cut, *(w for w, _ in pairs)], [*gradient, *(G for _, G in pairs)]
+
+    def _scalar(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        value = self._penalty(parameters)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise LossError("penalty", f"must return a scalar tensor, got {seen}")
+        return value.reshape(())
