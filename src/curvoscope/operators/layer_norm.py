@@ -21,15 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from curvoscope.operators.pointwise import Made
+
 
 class _LayerNorm(torch.autograd.Function):
     """x -> y, given y, the mean and r."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, made: Made, mean: Tensor, r: Tensor) -> Tensor:
         ctx.save_for_backward(x, gamma, mean, r)
         ctx.biased = beta is not None
-        return y.view_as(y)
+        return made.tensor
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,5 +104,5 @@ def layer_norm(module: nn.LayerNorm, x: Tensor, y: Tensor) -> Tensor:
     """y = module(x), with the second derivative of above."""
     with torch.no_grad():
         _, mean, r = torch.native_layer_norm(x.contiguous(), [x.shape[-1]], None, None, module.eps)
-    result: Tensor = _LayerNorm.apply(x.contiguous(), module.weight, module.bias, y.detach(), mean, r)
+    result: Tensor = _LayerNorm.apply(x.contiguous(), module.weight, module.bias, Made(y.detach()), mean, r)
     return result

@@ -4,7 +4,7 @@ y = f(x) entry by entry has the backward pass gx = f'(x) gy, whose derivatives a
 primitives, as GPT-2's GELU is, they take some forty operations on the widest tensors of the network.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,19 @@ _KINDS = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.S
 _LIBRARY = "transformers.activations"  # every class there acts on each entry alone
 
 
+class Made(NamedTuple):
+    """An output that is computed already. As a tensor among the inputs, torch would not let a model write into it."""
+
+    tensor: Tensor
+
+
 class _Pointwise(torch.autograd.Function):
     """x -> y, given y, f'(x) and f''(x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, made: Made, first: Tensor, second: Tensor) -> Tensor:
         ctx.save_for_backward(x, first, second)
-        return y.view_as(y)
+        return made.tensor
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None, None]:
@@ -47,7 +53,7 @@ def pointwise(function: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.enable_grad():
         (first,) = torch.autograd.grad(function(point).sum(), point, create_graph=True)
         second = torch.autograd.grad(first.sum(), point)[0] if first.requires_grad else torch.zeros_like(point)
-    result: Tensor = _Pointwise.apply(x, y.detach(), first.detach(), second)
+    result: Tensor = _Pointwise.apply(x, Made(y.detach()), first.detach(), second)
     return result
 
 

@@ -1,17 +1,18 @@
 """Modules that keep what their second derivative needs, so that each product with the Hessian costs less."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from curvoscope.operators import layer_norm, pointwise
+from curvoscope.operators import layer_norm, pointwise, weight_norm
 
 
 @contextmanager
 def kept_derivatives(model: nn.Module) -> Iterator[None]:
-    """Inside, activations and layer norms have derivatives of ours; their outputs are the same to the bit."""
+    """Inside, activations and layer norms have derivatives of ours; their outputs are the same to the bit. So have
+    normalised weights, which torch differentiates wrongly a second time."""
     running: set[nn.Module] = set()  # those whose derivatives are being computed, by running them
 
     def replace(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
@@ -29,7 +30,8 @@ def kept_derivatives(model: nn.Module) -> Iterator[None]:
     chosen = [module for module in model.modules() if pointwise.applies(module) or layer_norm.applies(module)]
     handles = [module.register_forward_hook(replace) for module in chosen]
     try:
-        yield
+        with weight_norm.Differentiable() if weight_norm.applies(model) else nullcontext():
+            yield
     finally:
         for handle in handles:
             handle.remove()
