@@ -11,6 +11,7 @@ zoo do not: while they run, float32 means float64, so that differences of their 
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -450,19 +451,30 @@ def _settled(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def hugging_face(name: str) -> nn.Module:
-    """The model of an entry. Its experts are computed one by one: torch's grouped products have no float64."""
+def hugging_face(name: str, **changes: Any) -> Any:
+    """The model of an entry, with changes to its configuration. Its experts are computed one by one: torch's grouped
+    products have no float64."""
     import transformers
 
     entry = ENTRIES[name]
     parts = {key: getattr(transformers, kind)(**options) for key, (kind, options) in entry.parts.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = getattr(transformers, entry.config)(**entry.options, **parts)
+        config = getattr(transformers, entry.config)(**{**entry.options, **changes}, **parts)
         model = getattr(transformers, name)(config)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     return _settled(model, name)
+
+
+def save(name: str, folder: Path, **changes: Any) -> Any:
+    """The model of an entry in float32, saved as a folder."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = hugging_face(name, **changes).float()
+    model.save_pretrained(folder)
+    return model
 
 
 class _Decoder(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch.func import functional_call
 
+import zoo
 from autodiff_cases import cross_entropy, truth_of
 from curvoscope.commands.subject import Request, select, subject_of
 from curvoscope.data.text import corpus
@@ -151,6 +152,30 @@ def test_what_a_reader_sees(call, tmp_path):
     with Image.open(out / "norms.png") as image:
         image.load()
         assert min(image.size) >= 700
+
+
+MORE = {
+    "CodeGenForCausalLM": {"n_layer": 1},
+    "GPTBigCodeForCausalLM": {"n_layer": 1},
+    "BloomForCausalLM": {"n_layer": 1},
+    "FalconForCausalLM": {"num_hidden_layers": 1},
+    "GPTNeoForCausalLM": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("GPTJForCausalLM", {"n_layer": 1}), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE.items())],
+)
+def test_a_family_that_is_not_known_by_name_but_has_names_alike(call, tmp_path, name, changes):
+    """Parameters such as transformer.h.0.attn.q_proj.weight are no named blocks: the run says so and ends well."""
+    zoo.save(name, tmp_path / "model", **changes)
+    code, stdout, stderr = call("analyze", tmp_path / "model", *FAST, "--matvecs", "2", "--out", tmp_path / "out")
+    assert (code, stderr) == (0, "")
+    assert "transformer.h.0." in stdout and "wrote" in stdout
+    found = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert "Curvature through depth: the model has no layers of a known form." in found["missing"]
+    assert found["depth"] == [] and not any(row["block"].startswith("h.") for row in found["rows"])
 
 
 class TestData:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from curvoscope import data
-from curvoscope.blocks import Blocks
+from curvoscope.blocks import Blocks, layer_and_role
 from curvoscope.curvature import CrossEntropy, blocks_of
 from curvoscope.data import text
 from curvoscope.errors import BlockNameError, RangeError
@@ -99,8 +99,8 @@ def is_bias(name: str) -> bool:
 
 
 def is_in_layer(name: str) -> bool:
-    """Whether a block belongs to a numbered layer."""
-    return "h." in name and f".{name}".split(".h.", 1)[-1].split(".")[0].isdigit()
+    """Whether a block belongs to a numbered layer of a known family."""
+    return layer_and_role(name) is not None
 
 
 def _batch(request: Request, loaded: loading.Loaded, folder: Path | None) -> tuple[Any, str, dict[str, Any]]:

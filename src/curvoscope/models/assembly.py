@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
+from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
 from curvoscope.errors import EmptyError, ModelError
 from curvoscope.models.wiring import norm_roles
 
@@ -23,10 +23,6 @@ _WRAPPERS = {_LENS, "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 _WEIGHTS, _BIASES = ("", ".weight", "_weight", ".w", ".gamma"), (".bias", "_bias", ".b", ".beta")
 HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "n_key_value_heads")
-_LAYER_ORDER = (
-    *("norm1", "attn.Q", "attn.K", "attn.V", "attn.O", "attn.b_Q", "attn.b_K", "attn.b_V", "attn.b_O"),
-    *("norm1_post", "norm2", "mlp.gate", "mlp.up", "mlp.down", "mlp.b_gate", "mlp.b_up", "mlp.b_down", "norm2_post"),
-)
 _NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 _ATTENDING = re.compile("attn|attention|query|qkv|q_proj")
 _BEFORE, _LAYERS, _AFTER, _END = range(4)
@@ -155,7 +151,7 @@ class _Assembly:
         for key, path in self._norms(layer, query):
             self._read(key, (path,), layer.path, made)
         modules = self._around(query)
-        for key in (key for key in _LAYER_ORDER if key in made):
+        for key in (key for key in LAYER_ROLES if key in made):
             place = (_LAYERS, self._begin(layer.path))
             self._add(f"{prefix}h.{layer.number}.{key}", _with_heads(key, made[key], modules, layer.family), place)
 
