@@ -2,7 +2,8 @@
 
 `cases()` are the names that this version of transformers has, `build(name)` makes one: the model, its loss (None: the
 model's own for its labels) and one batch of two rows, as `cv.hessian` takes them. Models are in float64 and in
-evaluation mode, and their weights are random from a fixed seed. Nothing is downloaded.
+evaluation mode, and their weights are random from a fixed seed. `save(name, folder)` saves one in float32. Nothing is
+downloaded.
 
 Transformers' models compute softmaxes, norms and losses in float32 whatever the type of their weights is. Those of the
 zoo do not: while they run, float32 means float64, so that differences of their gradients are good to ten digits.
@@ -445,13 +446,19 @@ def _settled(model: nn.Module, name: str) -> nn.Module:
     model = model.double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.requires_grad:  # fixed positions stay: they are not even saved
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def _widened(model: nn.Module) -> nn.Module:
+    """The model, with float64 for float32 while it runs."""
     model.register_forward_pre_hook(_enter)
     model.register_forward_hook(_leave, always_call=True)
     return model
 
 
-def hugging_face(name: str, **changes: Any) -> Any:
+def _hugging_face(name: str, **changes: Any) -> Any:
     """The model of an entry, with changes to its configuration. Its experts are computed one by one: torch's grouped
     products have no float64."""
     import transformers
@@ -472,7 +479,7 @@ def save(name: str, folder: Path, **changes: Any) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = hugging_face(name, **changes).float()
+    model = _hugging_face(name, **changes).float()
     model.save_pretrained(folder)
     return model
 
@@ -579,5 +586,5 @@ def build(name: str) -> tuple[nn.Module, Loss | None, list[Any]]:
     kind = ENTRIES[name].batch
     if kind in _LOSSES:
         loss, targets = _LOSSES[kind]
-        return hugging_face(name), loss, [(_batch(kind), targets())]
-    return hugging_face(name), None, [_batch(kind)]
+        return _widened(_hugging_face(name)), loss, [(_batch(kind), targets())]
+    return _widened(_hugging_face(name)), None, [_batch(kind)]
