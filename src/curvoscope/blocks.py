@@ -8,6 +8,7 @@ take a leading axis of several vectors too, and are differentiable.
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -19,7 +20,27 @@ from torch import Tensor, nn
 
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, ModelError, RangeError, ShapeError
 
+LAYER_ROLES = (  # blocks of a layer, in the order in which they are used
+    *("norm1", "attn.Q", "attn.K", "attn.V", "attn.O", "attn.b_Q", "attn.b_K", "attn.b_V", "attn.b_O", "norm1_post"),
+    *("norm2", "mlp.gate", "mlp.up", "mlp.down", "mlp.b_gate", "mlp.b_up", "mlp.b_down", "norm2_post"),
+)
+_IN_LAYER = re.compile(rf"((?:.+\.)?h\.\d+)\.({'|'.join(map(re.escape, LAYER_ROLES))})(?:\.\d+)?")
 _LONG_TABLE = 40
+
+
+def layer_and_role(name: str) -> tuple[str, str] | None:
+    """The layer that a block is in and its role there: ("h.0", "attn.Q") for "h.0.attn.Q", or for "h.0.attn.Q.2", its
+    third head. None for a block outside of the layers and for one that has the name of its parameter, also if that is
+    "transformer.h.0.attn.q_proj.weight".
+
+    Example:
+        >>> layer_and_role("encoder.h.1.mlp.b_up")
+        ('encoder.h.1', 'mlp.b_up')
+        >>> layer_and_role("h.1.mlp.fc_in.weight") is None
+        True
+    """
+    found = _IN_LAYER.fullmatch(name)
+    return None if found is None else (found[1], found[2])
 
 
 class Layout(NamedTuple):

@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 from torch.func import functional_call
 
+import zoo
 from autodiff_cases import cross_entropy, truth_of
 from curvoscope.commands.subject import Request, select, subject_of
+from curvoscope.curvature import hessian
 from curvoscope.data.text import corpus
 from curvoscope.models.families import blocks_of
 from model_folders import make, saved
@@ -153,6 +155,33 @@ def test_what_a_reader_sees(call, tmp_path):
         assert min(image.size) >= 700
 
 
+MORE = {
+    "CodeGenForCausalLM": {"n_layer": 1},
+    "GPTBigCodeForCausalLM": {"n_layer": 1},
+    "BloomForCausalLM": {"n_layer": 1},
+    "FalconForCausalLM": {"num_hidden_layers": 1},
+    "GPTNeoForCausalLM": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("GPTJForCausalLM", {"n_layer": 1}), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE.items())],
+)
+def test_a_family_that_is_not_known_by_name_but_has_names_alike(call, tmp_path, name, changes):
+    """Parameters such as transformer.h.0.attn.q_proj.weight are no named blocks: the run says so and ends well."""
+    zoo.save(name, tmp_path / "model", **changes)
+    code, stdout, stderr = call("analyze", tmp_path / "model", *FAST, "--matvecs", "2", "--out", tmp_path / "out")
+    assert (code, stderr) == (0, "")
+    assert "transformer.h.0." in stdout and "wrote" in stdout
+    found = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert "Curvature through depth: the model has no layers of a known form." in found["missing"]
+    assert found["depth"] == [] and not any(row["block"].startswith("h.") for row in found["rows"])
+
+
+BOTH_SIDES = ["BartForConditionalGeneration", "WhisperForConditionalGeneration"]
+
+
 class TestData:
     def test_text_of_ones_own(self, document, tmp_path):
         (tmp_path / "words.txt").write_text("to be or not to be, that is the question")
@@ -209,6 +238,75 @@ class TestData:
         assert code == 0 and "Noise images: cross-entropy of 3 images of random pixels, 8 x 8" in stdout
         code, _, stderr = call("analyze", tmp_path / "model", *options, "--length", "5")
         assert code == 2 and stderr.startswith("error: length: is for language models")
+
+    @pytest.mark.parametrize(
+        "name", ["BartForConditionalGeneration", "MarianMTModel", "WhisperForConditionalGeneration"]
+    )
+    def test_an_encoder_and_a_decoder(self, tmp_path, name):
+        """The loss is the one that the model itself has for these labels, and the whole model is looked at."""
+        model = zoo.save(name, tmp_path / "model")
+        subject = subject_of(Request(str(tmp_path / "model"), 2, sequences=2, length=6))
+        batch = {key: value for key, value in subject.batch.items() if key != "decoder_input_ids"}
+        with torch.no_grad():
+            expected = float(model(**batch).loss)
+        assert abs(hessian(subject.model, subject.loss, [subject.batch]).loss - expected) < 1e-5
+        plain = characters(corpus(), 13)
+        if "input_ids" in batch:
+            text = plain[:24].view(2, 12)
+            assert torch.equal(batch["input_ids"], text[:, :6]) and torch.equal(batch["labels"], text[:, 6:])
+            assert "the 6 tokens that follow 2 sequences of 6 tokens" in subject.about[1]
+        else:
+            assert torch.equal(batch["labels"], plain[:12].view(2, 6)) and batch["input_features"].shape == (2, 4, 10)
+            assert subject.about[1].startswith("Noise as sound")
+        parameters = {name for name, parameter in subject.model.named_parameters() if parameter.requires_grad}
+        assert subject.blocks.parameters == parameters >= {n for n, p in model.named_parameters() if p.requires_grad}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", BOTH_SIDES)
+    def test_an_encoder_and_a_decoder_from_end_to_end(self, document, tmp_path, name):
+        zoo.save(name, tmp_path / "model")
+        found = document("analyze", tmp_path / "model", *FAST, "--matvecs", "2")
+        assert found["model"]["class"] == name
+        assert {side for side in ("encoder", "decoder") if any(side in row["block"] for row in found["rows"])} == {
+            "encoder",
+            "decoder",
+        }
+
+    @pytest.mark.parametrize(
+        ("name", "shape"), [("BertForSequenceClassification", (2,)), ("RobertaForTokenClassification", (2, 6))]
+    )
+    def test_labels_of_texts_are_random_and_it_says_so(self, tmp_path, name, shape):
+        model = zoo.save(name, tmp_path / "model")
+        subject = subject_of(Request(str(tmp_path / "model"), 2, sequences=2, length=6))
+        assert subject.batch["labels"].shape == shape and subject.about[1].startswith("Random labels")
+        assert subject.facts["data"]["labels"] == "random"
+        with torch.no_grad():
+            expected = float(model(**subject.batch).loss)
+        assert abs(hessian(subject.model, subject.loss, [subject.batch]).loss - expected) < 1e-5
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "message"),
+        [
+            ("BertForSequenceClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
+            ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "as multi_label"),
+            ("ViTForImageClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
+            ("Speech2TextForConditionalGeneration", {}, "sound in another form than Whisper"),
+        ],
+    )
+    def test_what_there_are_no_data_for(self, call, tmp_path, name, changes, message):
+        zoo.save(name, tmp_path / "model", **changes)
+        code, _, stderr = call("analyze", tmp_path / "model", "--out", tmp_path / "out")
+        assert code == 2 and message in stderr and "give cv.hessian(model, loss_fn, batches)" in stderr
+        assert stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+    def test_a_model_that_does_not_run_on_a_plain_text(self, call, tmp_path):
+        """A decoder with a classifier needs a padding token as soon as there are two sequences."""
+        transformers = pytest.importorskip("transformers")
+        transformers.utils.logging.disable_progress_bar()
+        config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=40, num_labels=3)
+        transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "model")
+        code, _, stderr = call("analyze", tmp_path / "model", *FAST, "--out", tmp_path / "out")
+        assert code == 2 and "GPT2ForSequenceClassification does not run" in stderr and "padding token" in stderr
 
     def test_additions(self, document):
         found = document("analyze", "addition", "--sequences", "3", "--blocks", "h.0.attn.V")

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from curvoscope.blocks import Blocks
 from curvoscope.errors import EmptyError, ModelError
@@ -146,31 +147,114 @@ def test_wrappers_change_nothing_but_the_parameters_names():
 
 
 class CausalSelfAttention(nn.Module):
-    """nanoGPT's attention: c_attn is an nn.Linear."""
+    """nanoGPT's attention: c_attn is an nn.Linear with Q, K and V one after the other."""
 
     def __init__(self):
         super().__init__()
         self.c_attn, self.c_proj, self.n_head = nn.Linear(D, 3 * D), nn.Linear(D, D), HEADS
+        self.attn_dropout, self.resid_dropout, self.dropout = nn.Dropout(0.5), nn.Dropout(0.5), 0.5
+
+    def parts(self, x):
+        """Queries, keys and values, (N, L, d) each."""
+        return self.c_attn(x).split(D, dim=2)
+
+    def heads(self, part):
+        return part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def forward(self, x):
-        query, key, value = self.c_attn(x).split(D, dim=2)
-        return query, key, value
+        query, key, value = (self.heads(part) for part in self.parts(x))
+        mixed = scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0, is_causal=True
+        )
+        return self.resid_dropout(self.c_proj(mixed.transpose(1, 2).flatten(2)))
 
 
-class MixedAttention(CausalSelfAttention):
-    """Another class with the same names, where Q, K and V may stand in any order."""
+class MinGPTAttention(CausalSelfAttention):
+    """minGPT's: the same with a mask in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.ones(LENGTH, LENGTH).tril().view(1, 1, LENGTH, LENGTH))
+
+    def forward(self, x):
+        query, key, value = (self.heads(part) for part in self.parts(x))
+        scores = query @ key.mT / math.sqrt(D // HEADS)
+        scores = scores.masked_fill(self.bias[:, :, : x.shape[1], : x.shape[1]] == 0, -math.inf)
+        mixed = self.attn_dropout(scores.softmax(-1)) @ value
+        return self.c_proj(mixed.transpose(1, 2).flatten(2))
 
 
-def test_a_fused_linear_is_cut_only_where_its_order_is_known():
-    nano, other, grouped = nn.Module(), nn.Module(), nn.Module()
-    nano.attn, other.attn, grouped.attn = CausalSelfAttention(), MixedAttention(), CausalSelfAttention()
-    grouped.attn.c_attn = nn.Linear(D, 2 * D)  # fewer keys and values than queries
-    x = torch.randn(2, LENGTH, D)
-    W = matrices(blocks_of(nano), nano)
-    for leaf, expected in zip("QKV", nano.attn(x), strict=True):
+def another_layout(name, parts=None, heads=None):
+    """A class of nanoGPT's name whose fused weight is read in another way."""
+
+    class CausalSelfAttention(globals()["CausalSelfAttention"]):
+        pass
+
+    CausalSelfAttention.parts = parts or CausalSelfAttention.parts
+    CausalSelfAttention.heads = heads or CausalSelfAttention.heads
+    return pytest.param(CausalSelfAttention, id=name)
+
+
+def in_order(*order):
+    return lambda self, x: [self.c_attn(x).split(D, dim=2)[i] for i in order]
+
+
+def by_head(self, x):
+    """Each head has its own query, key and value together, as in GPT-NeoX."""
+    return [part.flatten(2) for part in self.c_attn(x).unflatten(-1, (HEADS, 3, -1)).unbind(-2)]
+
+
+OTHER_LAYOUTS = [
+    another_layout("K, Q, V", in_order(1, 0, 2)),
+    another_layout("Q, V, K", in_order(0, 2, 1)),
+    another_layout("V, Q, K", in_order(2, 0, 1)),
+    another_layout("heads first", by_head),
+    another_layout("heads last", heads=lambda self, part: part.unflatten(-1, (-1, HEADS)).permute(0, 3, 1, 2)),
+]
+
+
+def holder(attention):
+    model = nn.Module()
+    model.attn = attention
+    return model
+
+
+@pytest.mark.parametrize("kind", [CausalSelfAttention, MinGPTAttention])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_fused_linear_is_cut_where_it_holds_query_key_and_value_in_order(kind, zeros):
+    model, x = holder(kind()), torch.randn(2, LENGTH, D)
+    if zeros:  # as some initialisations have it: the weights themselves tell nothing
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    before, state = torch.random.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
+    W = matrices(blocks_of(model), model)
+    assert torch.equal(torch.random.get_rng_state(), before) and all(module.training for module in model.modules())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    for leaf, expected in zip("QKV", model.attn.parts(x), strict=True):
         found = torch.cat([x @ W[f"h.0.attn.{leaf}.{i}"] + W[f"h.0.attn.b_{leaf}.{i}"] for i in range(HEADS)], -1)
-        assert relative(found, expected.detach()) < 1e-5
-    for model in (other, grouped):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", OTHER_LAYOUTS)
+def test_a_fused_linear_of_another_layout_keeps_its_name(kind):
+    model = holder(kind())
+    assert blocks_of(model).names == [name for name, _ in model.named_parameters()]
+
+
+def test_a_fused_linear_that_cannot_be_tried_keeps_its_name():
+    class Positions(CausalSelfAttention):
+        def forward(self, x, positions):
+            return super().forward(x + positions)
+
+    class Elsewhere(CausalSelfAttention):
+        def forward(self, x):
+            return x @ self.c_attn.weight.T
+
+    grouped, headless = CausalSelfAttention(), CausalSelfAttention()
+    grouped.c_attn = nn.Linear(D, 2 * D)  # fewer keys and values than queries
+    del headless.n_head
+    for attention in (Positions(), Elsewhere(), grouped, headless):
+        model = holder(attention)
         assert blocks_of(model).names == [name for name, _ in model.named_parameters()]
 
 
@@ -202,6 +286,123 @@ def test_paths_of_other_versions():
     blocks = blocks_of(nested(parts))
     assert blocks["h.0.norm2"].pieces[0].parameter == f"{gemma}pre_feedforward_layernorm.weight"
     assert blocks.names == [*layers(["norm1", *ATTENTION, "norm2"], 1), f"{gemma}post_attention_layernorm.weight"]
+
+
+class LlamaLike(nn.Module):
+    """A layer with Llama's names; `order` says in which way its norms are used."""
+
+    def __init__(self, norms):
+        super().__init__()
+        self.self_attn = nn.ModuleDict({f"{name}_proj": nn.Linear(D, D, bias=False) for name in "qkvo"})
+        self.mlp = nn.ModuleDict({f"{name}_proj": nn.Linear(D, D, bias=False) for name in ("gate", "up", "down")})
+        self.dropout = nn.Dropout(0.1)
+        for name in norms:
+            self.add_module(name, nn.RMSNorm(D))
+
+
+class Before(LlamaLike):  # Llama
+    def forward(self, x):
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x)))
+        residual = x
+        x = self.post_attention_layernorm(x)
+        return residual + self.mlp(x)
+
+
+class Behind(LlamaLike):  # OLMo 2, with Llama's names
+    def forward(self, x):
+        x = x + self.input_layernorm(self.self_attn(x))
+        x += self.post_attention_layernorm(self.mlp(x))
+        return x
+
+
+class BehindTheSums(LlamaLike):  # the first Transformer
+    def forward(self, x):
+        x = self.input_layernorm(x + self.self_attn(x))
+        return self.post_attention_layernorm(x + self.mlp(x))
+
+
+class Either(LlamaLike):
+    def __init__(self, norms, first=True):
+        super().__init__(norms)
+        self.first = first
+
+    def forward(self, x, swap=False):
+        if self.first:
+            x = x + self.self_attn(self.input_layernorm(x))
+        if not self.first:
+            x = x + self.input_layernorm(self.self_attn(x))
+        if swap:  # nobody knows
+            return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.post_attention_layernorm(self.mlp(x))
+
+
+class Twice(LlamaLike):
+    def forward(self, x):
+        x = x + self.self_attn(self.input_layernorm(self.post_attention_layernorm(x)))
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles"),
+    [
+        (Before, ("norm1", "norm2")),
+        (Behind, ("norm1_post", "norm2_post")),
+        (BehindTheSums, ("norm1", "norm2")),
+        (Either, ("norm1", None)),
+        (lambda names: Either(names, first=False), ("norm1_post", None)),
+        (Twice, ("norm1", None)),
+        (torch.compile, ("norm1", "norm2")),
+    ],
+)
+def test_a_norm_is_named_by_its_place_in_the_forward_pass(kind, roles):
+    names = ("input_layernorm", "post_attention_layernorm")
+    layer = torch.compile(Before(names)) if kind is torch.compile else kind(names)
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    found = {piece.parameter.split(".")[-2]: name for name, block in blocks_of(model).items() for piece in block.pieces}
+    for name, role in zip(names, roles, strict=True):
+        raw = next(path for path, _ in model.named_parameters() if name in path)
+        assert found[name] == (raw if role is None else f"h.0.{role}")
+    assert blocks_of(model).covers(model)
+
+
+def test_a_name_that_may_be_two_norms_stays_where_there_is_no_forward():
+    model = nested({f"layers.0.self_attn.{name}_proj": nn.Linear(D, D, bias=False) for name in "qkvo"})
+    model.layers.get_submodule("0").post_attention_layernorm = nn.RMSNorm(D)
+    assert blocks_of(model).names == [*layers(ATTENTION, 1), "layers.0.post_attention_layernorm.weight"]
+
+
+def test_attention_beside_a_stack_is_no_layer_of_it():
+    """Pooling by attention, as SigLIP has it: neither layer 0 nor any other one."""
+    unknown = {f"layers.{i}.attention.qkv": nn.Linear(D, 3 * D) for i in range(2)}
+    pooled = nested(unknown | {"head.attention": nn.MultiheadAttention(D, HEADS)})
+    assert blocks_of(pooled).names == [name for name, _ in pooled.named_parameters()]
+    known = nn.ModuleDict({"encoder": encoder(), "pool": nn.MultiheadAttention(D, HEADS)})
+    assert [name for name in blocks_of(known) if name.startswith("pool.")] == [
+        name for name, _ in known.named_parameters() if name.startswith("pool.")
+    ]
+    alone = nested({"attention": nn.MultiheadAttention(D, HEADS), "readout.0": nn.Linear(D, D)})
+    assert blocks_of(alone).select("h.0.attn.*").names == layers([*ATTENTION, *ATTENTION_BIASES], 1)
+
+
+def test_what_stands_around_several_stacks_is_not_the_first_ones():
+    projections = {f"self_attn.{name}_proj": D for name in "qkvo"}
+    parts = {
+        f"{side}.layers.0.{name}": nn.Linear(n, n) for side in ("encoder", "decoder") for name, n in projections.items()
+    }
+    parts |= {"shared.embed_tokens": nn.Embedding(5, D), "decoder.norm": nn.LayerNorm(D), "lm_head": nn.Linear(D, 5)}
+    model = nested(parts)
+    model.embed_tokens = model.shared.embed_tokens
+    blocks = blocks_of(model)
+    places = {"unembed": "lm_head.weight", "b_unembed": "lm_head.bias", "decoder.final_norm": "decoder.norm.weight"}
+    assert {name: blocks[name].pieces[0].parameter for name in places} == places
+    assert not [name for name in blocks if name.startswith("encoder.") and "unembed" in name]
+    assert blocks.covers(model)
+
+
+def test_a_query_weight_that_holds_gates_as_well_keeps_its_name():
+    sizes = {"q": (D, 2 * D), "k": (D, D), "v": (D, D), "o": (D, D)}  # Qwen3-Next
+    model = nested({f"layers.0.self_attn.{name}_proj": nn.Linear(*size) for name, size in sizes.items()})
+    assert blocks_of(model).names == [name for name, _ in model.named_parameters()]
 
 
 def test_a_parameter_may_have_the_name_of_a_block():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import zoo
 from curvoscope import cli
 from curvoscope.errors import CurvoscopeError, MemoryLimitError
 from curvoscope.models import configs, loading
@@ -211,6 +212,55 @@ class TestArchitecture:
         model.transformer.save_pretrained(tmp_path)
         found = load(tmp_path)
         assert found.kind == "causal" and same_weights(found.model, model)
+
+
+class TestClass:
+    """The class that config.json names is the one that is loaded, with all its weights."""
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("BartForConditionalGeneration", "text to text"),
+            ("MarianMTModel", "text to text"),
+            ("T5ForConditionalGeneration", "text to text"),
+            ("WhisperForConditionalGeneration", "sound to text"),
+            ("BertForSequenceClassification", "text class"),
+            ("RobertaForTokenClassification", "token class"),
+            ("XLMWithLMHeadModel", "masked"),
+            ("SwinForImageClassification", "image"),
+        ],
+    )
+    def test_it_comes_back_as_it_was_saved(self, tmp_path, name, kind):
+        model = zoo.save(name, tmp_path)
+        found = load(tmp_path)
+        assert type(found.model) is type(model) and found.kind == kind and found.unused == ()
+        assert same_weights(found.model, model)
+
+    @pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel", "Wav2Vec2ForCTC", "ViltForQuestionAnswering"])
+    def test_one_that_there_are_no_data_for_names_the_cure(self, tmp_path, name):
+        zoo.save(name, tmp_path)
+        with pytest.raises(
+            UnknownArchitectureError, match=rf"{name}, which .* no data for; load it in Python and give"
+        ):
+            load(tmp_path)
+
+    def test_another_head_of_a_known_family_is_not_read_as_a_language_model(self, tmp_path):
+        """All weights of GPT2LMHeadModel are there, but the folder is not one."""
+        saved(tmp_path)
+        edit(tmp_path, architectures=["GPT2ForQuestionAnswering"])
+        with pytest.raises(UnknownArchitectureError, match="GPT2ForQuestionAnswering"):
+            load(tmp_path)
+
+    def test_a_class_that_transformers_does_not_have_is_known_by_its_ending(self, tmp_path):
+        model = saved(tmp_path)
+        edit(tmp_path, architectures=["MyOwnLMHeadModel"])
+        assert same_weights(load(tmp_path).model, model)
+
+    def test_the_body_of_an_encoder_decoder(self, tmp_path):
+        model = zoo.save("BartForConditionalGeneration", tmp_path)
+        model.model.save_pretrained(tmp_path)
+        found = load(tmp_path)
+        assert found.kind == "text to text" and type(found.model) is type(model)
 
 
 class TestRandomWeights:

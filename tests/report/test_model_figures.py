@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.spectra import BlockSpectrum, distances
 from curvoscope.estimate import Density, Estimate, density
-from curvoscope.report.block_figures import norm_figure, split_name
+from curvoscope.report.block_figures import OUTSIDE, norm_figure, split_name
 from curvoscope.report.density_figures import density_figure, distance_figure, headline_of
 
 NAMES = ["embed", *(f"h.{i}.{name}" for i in range(3) for name in ("norm1", "attn.Q", "attn.V", "mlp.up"))]
@@ -62,8 +62,8 @@ def test_names_are_split_into_layer_and_block():
     assert split_name("h.11.mlp.b_up") == ("h.11", "b_up")
     assert split_name("encoder.h.2.norm1") == ("encoder.h.2", "norm1")
     assert split_name("h.0.attn.Q.3") == ("h.0", "Q.3")
-    for name in ("embed", "final_norm", "transformer.h.weight"):
-        assert split_name(name)[1] == name
+    for name in ("embed", "final_norm", "transformer.h.weight", "transformer.h.0.attn.q_proj.weight", "h.0.mlp.bias"):
+        assert split_name(name) == (OUTSIDE, name)
 
 
 class TestNorms:
@@ -76,8 +76,9 @@ class TestNorms:
         assert_readable(norm_figure(rows(names), f"{names[0]} is 12 times larger than {names[1]} (Frobenius norm)"))
 
     def test_dollars_are_no_mathematics(self):
-        figure = norm_figure(rows(["a$^$b", "h.0.c$_$d"]), "a$^$b and c$_$d")
-        assert {"a\\$^\\$b", "c\\$_\\$d", "a\\$^\\$b and c\\$_\\$d"} <= {text for text, _ in texts(figure)[0]}
+        figure = norm_figure(rows(["a$^$b", "c$_$d.h.0.norm1"]), "a$^$b and c$_$d")
+        labels = {"a\\$^\\$b", "c\\$_\\$d.layer 0", "a\\$^\\$b and c\\$_\\$d"}
+        assert labels <= {text for text, _ in texts(figure)[0]}
 
     def test_every_block_has_its_parts_on_one_axis(self):
         figure = norm_figure(rows(), "title")

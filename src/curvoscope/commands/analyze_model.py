@@ -21,6 +21,7 @@ from curvoscope.analysis.measurements import (
 from curvoscope.analysis.pair_norms import PairNorm, pair_norms
 from curvoscope.analysis.propagation import Propagation, propagation
 from curvoscope.analysis.scales import input_scales
+from curvoscope.blocks import layer_and_role
 from curvoscope.commands.document import (
     REPORTS,
     as_estimate,
@@ -35,8 +36,9 @@ from curvoscope.commands.document import (
     write_run,
 )
 from curvoscope.commands.progress import work
-from curvoscope.commands.subject import Request, Subject, is_in_layer, select, subject_of
+from curvoscope.commands.subject import Request, Subject, select, subject_of
 from curvoscope.curvature import ModelHessian, hessian
+from curvoscope.models.layer_sites import layers_of
 from curvoscope.report import answers, depth_figures, entry_figures, head_figures, model_tables
 from curvoscope.report.block_figures import norm_figure
 from curvoscope.report.heat_figures import layer_map, model_pair_map
@@ -122,7 +124,8 @@ def _whole_products(
     pairs = [pair for column in pair_norms(H, seed=seed) for pair in column]
     if not pairs:
         missing.append("Off-diagonal blocks: only one block was asked for.")
-    sampled = [next((name for name in H.names if name.rpartition(".")[2] == role), None) for role in ("Q", "V")]
+    roles = {name: found[1] for name in H.names if (found := layer_and_role(name)) is not None}
+    sampled = [next((name for name in roles if roles[name] == role), None) for role in ("attn.Q", "attn.V")]
     histograms = entry_histograms(H, [name for name in sampled if name is not None], _SAMPLED, seed)
     if not histograms:
         missing.append("Histograms of the entries: no query or value block is among those that were asked for.")
@@ -138,7 +141,7 @@ def _layers(found: Found, subject: Subject, options: Options, request: Request) 
     if not found.heads:
         found.missing.append("Attention moments by head: no attention layer of a known form was found.")
     depth = "Curvature through depth"
-    if not any(is_in_layer(name) for name in subject.blocks):
+    if not layers_of(subject.model, subject.blocks):
         found.missing.append(f"{depth}: the model has no layers of a known form.")
     elif options.blocks:
         found.missing.append(f"{depth}: it is of the whole model, and only some blocks were asked for.")

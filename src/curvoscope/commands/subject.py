@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from curvoscope import data
-from curvoscope.blocks import Blocks
-from curvoscope.curvature import CrossEntropy, blocks_of
+from curvoscope.blocks import Blocks, layer_and_role
+from curvoscope.curvature import CrossEntropy, blocks_of, trainable
 from curvoscope.data import text
 from curvoscope.errors import BlockNameError, RangeError
 from curvoscope.models import configs, loading
@@ -17,8 +17,10 @@ from curvoscope.models.tokenizer import tokenizer
 from curvoscope.versions import versions
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-_SEQUENCES = {"addition": 64, "causal": 8, "masked": 8, "image": 32}
+_SEQUENCES = {"addition": 64, "image": 32}
+_TEXTS = 8
 _LENGTH = 64
+_CLASSES = ("image", "text class", "token class")
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,11 @@ def subject_of(request: Request) -> Subject:
         "unused": list(loaded.unused),
         "data": facts,
     }
+    blocks = trainable(model, blocks_of(model))
     used = versions()
     if request.model != configs.ADDITION:
         used["transformers"] = loading.transformers().__version__
-    return Subject(model, CrossEntropy(shift=loaded.kind == "causal"), batch, blocks_of(model), lines, facts, used)
+    return Subject(model, CrossEntropy(shift=loaded.kind == "causal"), batch, blocks, lines, facts, used)
 
 
 def select(blocks: Blocks, patterns: tuple[str, ...], layers_only: bool = False) -> Blocks:
@@ -99,13 +102,13 @@ def is_bias(name: str) -> bool:
 
 
 def is_in_layer(name: str) -> bool:
-    """Whether a block belongs to a numbered layer."""
-    return "h." in name and f".{name}".split(".h.", 1)[-1].split(".")[0].isdigit()
+    """Whether a block belongs to a numbered layer of a known family."""
+    return layer_and_role(name) is not None
 
 
 def _batch(request: Request, loaded: loading.Loaded, folder: Path | None) -> tuple[Any, str, dict[str, Any]]:
     """A batch for the model's kind, and what it is, in words and as facts."""
-    sequences = request.sequences if request.sequences is not None else _SEQUENCES[loaded.kind]
+    sequences = request.sequences if request.sequences is not None else _SEQUENCES.get(loaded.kind, _TEXTS)
     if loaded.kind in ("addition", "image"):
         for option in ("text", "length"):
             if getattr(request, option) is not None:
@@ -117,6 +120,8 @@ def _batch(request: Request, loaded: loading.Loaded, folder: Path | None) -> tup
         about = f"Cross-entropy of the answers to {sequences} five-digit additions."
         return (tokens[:, :-1], data.answer_targets(tokens)), about, {"additions": sequences}
     config: Any = loaded.model.config
+    if loaded.kind in _CLASSES:
+        _check_classes(loaded.model, config)
     if loaded.kind == "image":
         return _noise(request, config, sequences)
     return _text(request, loaded, folder, config, sequences)
@@ -137,23 +142,97 @@ def _noise(request: Request, config: Any, sequences: int) -> tuple[Any, str, dic
     return {"pixel_values": pixels, "labels": labels}, about, facts
 
 
+def _check_classes(model: nn.Module, config: Any) -> None:
+    """Raise unless the loss is the cross-entropy of one class out of several."""
+    problem = getattr(config, "problem_type", None)
+    if config.num_labels < 2 or problem not in (None, "single_label_classification"):
+        seen = f"predicts {config.num_labels} labels as {problem or 'regression'}"
+        raise loading.UnknownArchitectureError(
+            "model", f"{type(model).__name__} {seen}, expected one class out of several; {loading.CURE}"
+        )
+
+
 def _text(
     request: Request, loaded: loading.Loaded, folder: Path | None, config: Any, sequences: int
 ) -> tuple[Any, str, dict[str, Any]]:
-    context = getattr(config, "max_position_embeddings", None)
+    kind, model = loaded.kind, loaded.model
+    inner = config.get_text_config(decoder=True)
+    contexts = (getattr(inner, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    context = next((found for found in contexts if found is not None), None)
     length = request.length if request.length is not None else min(_LENGTH, context or _LENGTH)
     if context is not None and length > context:
         raise RangeError("length", f"got {length}, the model reads at most {context} tokens")
-    masked = loaded.kind == "masked"
     source = text.corpus() if request.text is None else text.read(Path(request.text))
-    encoded = text.encode(source, config.vocab_size, None if folder is None else tokenizer(folder), masked)
-    tokens = text.cut(encoded.tokens, sequences, length)
+    encoded = text.encode(source, inner.vocab_size, None if folder is None else tokenizer(folder), kind == "masked")
+    tokens = text.cut(encoded.tokens, sequences, length * (2 if kind == "text to text" else 1))
     name = "the package's corpus" if request.text is None else request.text
-    task = "15 % hidden tokens" if masked else "the next token"
-    about = f"Cross-entropy of {task} on {sequences} sequences of {length} tokens from {name}; tokens: {encoded.about}."
     facts = {"text": name, "sequences": sequences, "length": length, "tokens": encoded.about}
-    if masked:
+    of_text = f"{sequences} sequences of {length} tokens from {name}; tokens: {encoded.about}."
+    if kind == "masked":
         assert encoded.mask is not None
         inputs, labels = text.hide(tokens, encoded.mask, request.seed)
+        about = f"Cross-entropy of 15 % hidden tokens on {of_text}"
         return {"input_ids": inputs, "labels": labels}, about, facts | {"hidden": int((labels >= 0).sum())}
+    if kind == "text to text":
+        batch = _with_decoder_inputs(model, dict(zip(("input_ids", "labels"), _halves(tokens), strict=True)))
+        return batch, f"Cross-entropy of the {length} tokens that follow {of_text}", facts
+    if kind == "sound to text":
+        features = _noise_features(model, config, sequences, request.seed)
+        batch = _with_decoder_inputs(model, {"input_features": features, "labels": tokens})
+        about = f"Noise as sound, which has nothing to do with the text: cross-entropy of {of_text}"
+        return batch, about, facts | {"noise features": list(features.shape)}
+    if kind in _CLASSES:
+        generator = torch.Generator().manual_seed(request.seed)
+        shape = (sequences,) if kind == "text class" else (sequences, length)
+        labels = torch.randint(0, config.num_labels, shape, generator=generator)
+        _try(model, {"input_ids": tokens})
+        about = f"Random labels, in which there is nothing to learn: cross-entropy of {config.num_labels} classes"
+        about += f"{'' if kind == 'text class' else ' for each token'} on {of_text}"
+        return {"input_ids": tokens, "labels": labels}, about, facts | {"labels": "random"}
+    about = f"Cross-entropy of the next token on {of_text}"
     return {"input_ids": tokens, "labels": tokens}, about, facts
+
+
+def _halves(tokens: Tensor) -> list[Tensor]:
+    return [half.contiguous() for half in tokens.chunk(2, 1)]
+
+
+def _noise_features(model: nn.Module, config: Any, sequences: int, seed: int) -> Tensor:
+    """The package ships no sound: features as Whisper takes them, standard normal."""
+    bands, frames = (getattr(config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+    if getattr(model, "main_input_name", None) != "input_features" or bands is None or frames is None:
+        raise loading.UnknownArchitectureError(
+            "model", f"{type(model).__name__} reads sound in another form than Whisper; {loading.CURE}"
+        )
+    return torch.randn(sequences, bands, 2 * frames, generator=torch.Generator().manual_seed(seed))
+
+
+def _with_decoder_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with what the model itself gives to its decoder for these labels."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found = keywords.get("input_ids", arguments[0] if arguments else None)
+        seen.extend([found] if isinstance(found, Tensor) else [])
+
+    with model.get_decoder().register_forward_pre_hook(look, with_kwargs=True):  # type: ignore[operator]
+        _try(model, batch)
+    if len(seen) != 1 or seen[0].shape != batch["labels"].shape:
+        raise loading.UnknownArchitectureError(
+            "model", f"{type(model).__name__} makes no inputs of its decoder from labels; {loading.CURE}"
+        )
+    return {**batch, "decoder_input_ids": seen[0].detach().clone()}
+
+
+def _try(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Run the model once, on data that it may not be made for."""
+    dtype = next(parameter.dtype for parameter in model.parameters())
+    moved = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+    try:
+        with torch.no_grad():
+            model(**moved)
+    except Exception as error:  # whatever the model does not like
+        reason = " ".join(str(error).split())
+        raise loading.UnknownArchitectureError(
+            "model", f"{type(model).__name__} does not run on a text of the package ({reason}); {loading.CURE}"
+        ) from error

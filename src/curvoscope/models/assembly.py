@@ -6,26 +6,25 @@ and a compiled or otherwise wrapped one are recognised as well. What no table na
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
+from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
 from curvoscope.errors import EmptyError, ModelError
+from curvoscope.models.wiring import norm_roles
 
 Paths = Mapping[str, tuple[str, ...]]
 
 _LENS = "_original_component"
 _WRAPPERS = {_LENS, "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
 _WEIGHTS, _BIASES = ("", ".weight", "_weight", ".w", ".gamma"), (".bias", "_bias", ".b", ".beta")
-_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "n_key_value_heads")
-_LAYER_ORDER = (
-    *("norm1", "attn.Q", "attn.K", "attn.V", "attn.O", "attn.b_Q", "attn.b_K", "attn.b_V", "attn.b_O"),
-    *("norm2", "mlp.gate", "mlp.up", "mlp.down", "mlp.b_gate", "mlp.b_up", "mlp.b_down"),
-)
+_NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
+_ATTENDING = re.compile("attn|attention|query|qkv|q_proj")
 _BEFORE, _LAYERS, _AFTER, _END = range(4)
 _STAGES = {"final_norm": _AFTER, "unembed": _END, "b_unembed": _END}
 
@@ -103,8 +102,7 @@ class _Assembly:
         stacks = list(dict.fromkeys(layer.stack for layer in layers))
         for layer in layers:
             self._add_layer(layer, _prefix(layer.stack, stacks))
-        for layer in {layer.stack: layer for layer in layers}.values():
-            self._add_outside(layer, _prefix(layer.stack, stacks))
+        self._add_outside(layers, stacks)
         self._add_rest(layers)
         return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
 
@@ -120,35 +118,71 @@ class _Assembly:
                     continue
                 if self._has_attention(family, path) and family.accepts(self._around(name)):
                     found[path] = family
-        return [_Layer(path, family) for path, family in sorted(found.items(), key=lambda item: self._begin(item[0]))]
+        layers = [_Layer(path, family) for path, family in found.items() if not self._is_aside(path)]
+        return sorted(layers, key=lambda layer: self._begin(layer.path))
+
+    def _is_aside(self, path: str) -> bool:
+        """Whether something without a number, such as a head that pools by attention, stands beside numbered layers."""
+        if _NUMBER.search(path):
+            return False
+        others = (name for name in self._parameters if not _within(name, path))
+        return any(_NUMBER.search(name) and _ATTENDING.search(name) for name in others)
 
     def _has_attention(self, family: Family, scope: str) -> bool:
         weights = {key: self._find(family.layer.get(f"attn.{key}", ()), scope, _WEIGHTS) for key in ("QKV", *"QKVO")}
         fused = weights.pop("QKV")
         if fused is None:
-            return all(weights.values())
+            shapes = {key: self._shape(name, f"attn.{key}") for key, name in weights.items() if name is not None}
+            # As many value heads for each output head as key heads for each query: else a weight holds more than its
+            # name says, such as queries and gates.
+            return len(shapes) == 4 and shapes["Q"][1] * shapes["V"][1] == shapes["K"][1] * shapes["O"][0]
         small, large = sorted(self._parameters[fused].shape)
         return weights["O"] is not None and large == 3 * small
+
+    def _shape(self, name: str, key: str) -> tuple[int, int]:
+        return Piece.whole(name, self._parameters[name].shape, self._layout(name, key)).shape
 
     def _add_layer(self, layer: _Layer, prefix: str) -> None:
         made: dict[str, Block] = {}
         for key, alternatives in layer.family.layer.items():
-            self._read(key, alternatives, layer.path, made)
-        modules = self._around(self._bare[made["attn.Q"].pieces[0].parameter])
-        for key in (key for key in _LAYER_ORDER if key in made):
+            if "norm" not in key:
+                self._read(key, alternatives, layer.path, made)
+        query = self._bare[made["attn.Q"].pieces[0].parameter]
+        for key, path in self._norms(layer, query):
+            self._read(key, (path,), layer.path, made)
+        modules = self._around(query)
+        for key in (key for key in LAYER_ROLES if key in made):
             place = (_LAYERS, self._begin(layer.path))
             self._add(f"{prefix}h.{layer.number}.{key}", _with_heads(key, made[key], modules, layer.family), place)
 
-    def _add_outside(self, layer: _Layer, prefix: str) -> None:
-        parts = layer.path.split(".")
-        scopes = [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
-        made: dict[str, Block] = {}
-        for key, alternatives in layer.family.outside.items():
-            for scope in scopes[:2] if layer.family.beside else scopes:
-                self._read(key, alternatives, scope, made)
-        for key, block in made.items():
-            first = min(self._position[self._bare[piece.parameter]] for piece in block.pieces)
-            self._add(f"{prefix}{key}", block, (_STAGES.get(key, _BEFORE), first))
+    def _norms(self, layer: _Layer, query: str) -> Iterator[tuple[str, str]]:
+        """Which norm of a layer is at which path: by the order in which the layer's module runs them; where that cannot
+        be read, by their paths, but for those that stand for two."""
+        table = [(key, path) for key, paths in layer.family.layer.items() if "norm" in key for path in paths]
+        inside = query.removeprefix(layer.path).strip(".").split(".")
+        roles = norm_roles(self._module(query, len(inside)), inside[0], inside[-2]) if len(inside) > 2 else None
+        for path in dict.fromkeys(path for _, path in table):
+            keys: list[str | None] = [key for key, other in table if other == path]
+            if roles is not None and "." not in path:
+                keys = [roles.get(path)]
+            if len(keys) == 1 and keys[0] is not None:
+                yield keys[0], path
+
+    def _add_outside(self, layers: Sequence[_Layer], stacks: Sequence[str]) -> None:
+        """What stands around a stack has the stack's name in front; around several of them, none."""
+        made: dict[str, dict[str, Block]] = {}
+        for layer in {layer.stack: layer for layer in layers}.values():
+            parts = layer.path.split(".")
+            scopes = [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
+            for key, alternatives in layer.family.outside.items():
+                for scope in scopes[:2] if layer.family.beside else scopes:
+                    alone = len({other.stack for other in layers if _within(other.path, scope)}) == 1
+                    prefix = _prefix(layer.stack, stacks) if alone else ""
+                    self._read(key, alternatives, scope, made.setdefault(prefix, {}))
+        for prefix, blocks in made.items():
+            for key, block in blocks.items():
+                first = min(self._position[self._bare[piece.parameter]] for piece in block.pieces)
+                self._add(f"{prefix}{key}", block, (_STAGES.get(key, _BEFORE), first))
 
     def _add_rest(self, layers: Sequence[_Layer]) -> None:
         begin = min((self._begin(layer.path) for layer in layers), default=0)
@@ -216,6 +250,13 @@ class _Assembly:
         parts = self._actual[name].split(".")
         return [self._root.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
 
+    def _module(self, name: str, inside: int) -> nn.Module:
+        """The module that has a parameter `inside` steps below it, not counting wrappers."""
+        parts = self._actual[name].split(".")
+        while inside:
+            inside -= parts.pop() not in _WRAPPERS
+        return self._root.get_submodule(".".join(parts))
+
     def _begin(self, path: str) -> int:
         """Position of the first parameter of a layer."""
         return next(i for name, i in self._position.items() if _within(name, path))
@@ -250,15 +291,15 @@ def _with_heads(key: str, block: Block, modules: Sequence[nn.Module], family: Fa
         return block
     axis = 0 if leaf == "O" else 1
     axes, stored = block.pieces[0].layout[axis], block.pieces[0].stored
-    count = _number(modules, _HEADS) or family.heads
+    count = number_of(modules, HEADS) or family.heads
     if len(axes) > 1:
         count = stored[axes[0]]
     elif leaf in ("K", "V"):
-        count = _number(modules, _KV_HEADS) or count
+        count = number_of(modules, _KV_HEADS) or count
     return block if not count or block.shape[axis] % count else replace(block, heads=count, axis=axis)
 
 
-def _number(modules: Sequence[nn.Module], attributes: Sequence[str]) -> int | None:
+def number_of(modules: Sequence[nn.Module], attributes: Sequence[str]) -> int | None:
     """The first of the attributes that a module, or its configuration, has."""
     for module in modules:
         for holder in (module, getattr(module, "config", None), getattr(module, "cfg", None)):

@@ -4,12 +4,20 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from curvoscope.models.assembly import Family, paths
+from curvoscope.models.assembly import HEADS, Family, number_of, paths
+from curvoscope.models.wiring import holds_in_order
 
 
 def _fused_in_order(modules: Sequence[nn.Module]) -> bool:
-    """Whether c_attn has all of Q, then K, then V: GPT-2's own class, or that of nanoGPT; others mix the heads."""
-    return type(modules[0]).__name__ == "Conv1D" or type(modules[1]).__name__ == "CausalSelfAttention"
+    """Whether c_attn has all of Q, then K, then V: transformers' own classes with a Conv1D do, others such as nanoGPT's
+    are tried."""
+    owner = next((module for module in modules if {"c_attn", "c_proj"} <= set(module._modules)), None)
+    if owner is None:
+        return False
+    if type(owner).__module__.startswith("transformers."):
+        return type(modules[0]).__name__ == "Conv1D"
+    heads, width = number_of(modules, HEADS), min(modules[0].get_parameter("weight").shape)
+    return heads is not None and width % heads == 0 and holds_in_order(owner, "c_attn", "c_proj", width, heads)
 
 
 GPT2 = Family(
@@ -32,7 +40,9 @@ LLAMA = Family(
         attn_K="self_attn.k_proj",
         attn_V="self_attn.v_proj",
         attn_O="self_attn.o_proj",
+        norm1_post="post_attention_layernorm post_self_attn_layernorm",
         norm2="pre_feedforward_layernorm post_attention_layernorm",  # Gemma has both: the first stands before the MLP
+        norm2_post="post_feedforward_layernorm post_mlp_layernorm",
         mlp_gate="mlp.gate_proj",
         mlp_up="mlp.up_proj",
         mlp_down="mlp.down_proj",

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvoscope.blocks import Block, Blocks
+from curvoscope.blocks import Block, Blocks, layer_and_role
 from curvoscope.models import gpt2_block
 from curvoscope.operators.autodiff_layers import Site, Tap
 
@@ -59,9 +59,10 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
     """The layers among all the blocks of a model."""
     groups: dict[str, dict[str, Block]] = {}
     for name, block in blocks.items():
-        layer, _, role = name.rpartition(".")
-        if layer.rpartition(".")[2] in _ENDS:
-            groups.setdefault(layer, {})[role] = block
+        layer, role = layer_and_role(name) or ("", "")
+        kind, dot, leaf = role.partition(".")
+        if dot:
+            groups.setdefault(f"{layer}.{kind}", {})[leaf] = block
     if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
         return []  # its modules cannot be run at other weights than their own
     found = (_layer(model, name, group, groups) for name, group in groups.items())

@@ -16,19 +16,27 @@ from curvoscope.errors import CurvoscopeError
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_SHARDS = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-_ENDINGS = {  # what a class does, by the end of its name
+# What a class does, by transformers' tables of classes. The first that fits counts: BART is among the masked models,
+# and an encoder has a causal variant.
+_TABLES = {
+    "text to text": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "sound to text": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING",
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "text class": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "token class": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+}
+_BOTH_SIDES = ("text to text", "sound to text")  # kinds with an encoder and a decoder
+_WITHOUT_HEAD = ("masked", "causal", "image", *_BOTH_SIDES)  # kinds that a body may be the body of
+_BODIES = ("MODEL_MAPPING", "MODEL_FOR_PRETRAINING_MAPPING")
+_ENDINGS = {  # of classes that transformers does not have
     "ForCausalLM": "causal",
     "LMHeadModel": "causal",
     "ForMaskedLM": "masked",
     "ForImageClassification": "image",
 }
-_AUTO_CLASSES = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "image": "AutoModelForImageClassification",
-}
-# An encoder has a causal variant too, so masked comes before causal.
-_MAPPINGS = {"masked": "MASKED_LM", "causal": "CAUSAL_LM", "image": "IMAGE_CLASSIFICATION"}
+CURE = "load it in Python and give cv.hessian(model, loss_fn, batches) batches of your own"
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _NAMED = 3  # keys that a message names
 
@@ -67,8 +75,12 @@ class MissingPackageError(CurvoscopeError, ImportError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and what it predicts: "causal" or "masked" tokens, the class of an "image", or the
-    digits of sums, "addition"."""
+    """A model in evaluation mode, and what it predicts.
+
+    `kind`: "causal" or "masked" tokens; the text that goes with another text ("text to text") or with sound ("sound to
+    text"); the class of an "image", of a text ("text class") or of each token ("token class"); the digits of sums
+    ("addition").
+    """
 
     model: nn.Module
     kind: str
@@ -206,19 +218,19 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
                 "model", f"{path / 'config.json'} has model_type {name!r}, which transformers does not know"
             ) from error
         raise CorruptFileError("model", f"{path / 'config.json'}: {_one_line(error)}") from error
-    kind = _kind(package, path, config)
+    kind, model_class = _class(package, path, config)
     with quiet(package):
         try:
-            model, found = getattr(package, _AUTO_CLASSES[kind]).from_pretrained(
+            model, found = model_class.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
                 use_safetensors=safe,
                 weights_only=True,
-                attn_implementation=_attention(getattr(package, _AUTO_CLASSES[kind]), config),
+                attn_implementation="sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are errors all the same, below
-                **local,
+                local_files_only=True,
             )
         except Exception as error:  # whatever transformers does not like
             raise LoadingError("model", f"{path}: {_one_line(error)}") from error
@@ -232,26 +244,40 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
     return Loaded(model.eval(), kind, tuple(sorted(found.get("unexpected_keys", ()))))
 
 
-def _kind(package: Any, path: Path, config: Any) -> str:
-    """What the class in `architectures` predicts; where it is a body without a head, what its family does."""
+def _class(package: Any, path: Path, config: Any) -> tuple[str, Any]:
+    """The class in `architectures`, and what it predicts; where that is a body without a head, its family's class."""
+    known = {kind: _classes(package, table, config) for kind, table in _TABLES.items()}
+    if not getattr(config, "is_encoder_decoder", False):  # a language model that reads sound or images as well
+        known = {kind: [] if kind in _BOTH_SIDES else classes for kind, classes in known.items()}
     names = [str(name) for name in config.architectures or ()]
-    able = [kind for kind, name in _MAPPINGS.items() if type(config) in getattr(package, f"MODEL_FOR_{name}_MAPPING")]
-    named = [kind for name in names for ending, kind in _ENDINGS.items() if name.endswith(ending)]
-    found = [kind for kind in (named or able) if kind in able]
-    if not found:
+    for name in names:
+        for kind, classes in known.items():
+            found = next((one for one in classes if one.__name__ == name), None)
+            if found is not None:
+                return kind, found
+    ends = [kind for name in names for ending, kind in _ENDINGS.items() if name.endswith(ending)]
+    bodies = {one.__name__ for table in _BODIES for one in _classes(package, table, config)}
+    several = len(getattr(config, "sub_configs", ())) > 1  # such as CLIP, which no single head goes on
+    able = [kind for kind in _TABLES if kind in _WITHOUT_HEAD and known[kind]]
+    if any(hasattr(package, name) for name in names) and (several or not bodies & set(names)):
+        raise UnknownArchitectureError("model", f"{path} is {_some(names)}, which this command has no data for; {CURE}")
+    chosen = [kind for kind in (ends or able) if kind in able]
+    if not chosen:
         seen = _some(names) if names else "of no architecture"
         expected = ", ".join(f"...{ending}" for ending in _ENDINGS)
         raise UnknownArchitectureError(
-            "model", f"{path} is {seen} with model_type {config.model_type!r}; expected one of {expected}"
+            "model", f"{path} is {seen} with model_type {config.model_type!r}; expected one of {expected}, or {CURE}"
         )
-    return found[0]
+    return chosen[0], known[chosen[0]][0]
 
 
-def _attention(auto: Any, config: Any) -> str:
-    """Torch's own attention where the model has it. Said here, since config.json may name a kernel to download."""
-    found = auto._model_mapping[type(config)]
-    classes = found if isinstance(found, tuple | list) else [found]
-    return "sdpa" if all(getattr(one, "_supports_sdpa", False) for one in classes) else "eager"
+def _classes(package: Any, table: str, config: Any) -> list[Any]:
+    """The classes for a configuration in one of transformers' tables."""
+    mapping = getattr(package, table)
+    if type(config) not in mapping:
+        return []
+    found = mapping[type(config)]
+    return list(found) if isinstance(found, tuple | list) else [found]
 
 
 class quiet:  # noqa: N801

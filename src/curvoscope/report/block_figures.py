@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from curvoscope.analysis.heterogeneity import Part
 from curvoscope.analysis.measurements import Measurement
+from curvoscope.blocks import layer_and_role
 from curvoscope.report.figures import STYLES, plain
 
 if TYPE_CHECKING:
@@ -21,11 +22,10 @@ _TEXT, _HEADING = 9, 11
 
 def split_name(name: str) -> tuple[str, str]:
     """The layer that a block belongs to and its name there: ("h.0", "Q") for "h.0.attn.Q"."""
-    head, found, tail = f".{name}".rpartition(".h.")
-    number, dot, rest = tail.partition(".")
-    if not found or not dot or not number.isdigit():
+    found = layer_and_role(name)
+    if found is None:
         return OUTSIDE, name
-    return f"{head}.h.{number}".lstrip("."), rest.removeprefix("attn.").removeprefix("mlp.")
+    return found[0], name.removeprefix(f"{found[0]}.").removeprefix("attn.").removeprefix("mlp.")
 
 
 def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> "matplotlib.figure.Figure":

@@ -1,0 +1,89 @@
+"""Modules whose second derivative torch gets wrong, or which a model writes into."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import hessian
+from torch.nn.functional import gelu, layer_norm, mse_loss
+
+import curvoscope as cv
+from reference import relative
+
+
+def settled(model):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+    return model.double().eval()
+
+
+def data(*shape):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def parametrised(layer, dim):
+    return nn.utils.parametrizations.weight_norm(layer, dim=dim)
+
+
+def hooked(layer, dim):
+    with warnings.catch_warnings(action="ignore"):  # the older function warns that it is old
+        return nn.utils.weight_norm(layer, dim=dim)
+
+
+@pytest.mark.parametrize("normalise", [parametrised, hooked])
+@pytest.mark.parametrize("dim", [0, 2, None])
+def test_normalised_weights(normalise, dim):
+    """Against the Hessian of g v / |v| written out: torch's own second derivative is off by some percent."""
+    model = settled(normalise(nn.Conv1d(2, 3, 2), dim))
+    x, y = data(2, 2, 4), data(2, 3, 3)
+    names = [name for name, _ in model.named_parameters()]
+    bias, g, v = (next(name for name in names if name.endswith(end)) for end in ("bias", ("g", "0"), ("v", "1")))
+
+    def loss(vector):
+        parts = vector.split([model.get_parameter(name).numel() for name in names])
+        W = {name: part.view_as(model.get_parameter(name)) for name, part in zip(names, parts, strict=True)}
+        axes = [axis for axis in range(3) if axis != dim]
+        weight = W[g] * W[v] / W[v].square().sum(axes, keepdim=True).sqrt()
+        return mse_loss(torch.nn.functional.conv1d(x, weight, W[bias]), y)
+
+    expected = hessian(loss)(torch.cat([model.get_parameter(name).detach().flatten() for name in names]))
+    H = cv.hessian(model, mse_loss, [(x, y)])
+    assert list(H.names) == names
+    assert relative(H.total.dense(), expected) < 1e-12
+
+
+class WritesIntoOutputs(nn.Module):
+    """Masks the outputs of a norm and of an activation in place, as XLM does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.activation, self.linear = nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.norm(x)
+        x *= torch.arange(1, 5, dtype=x.dtype)
+        x = self.activation(self.linear(x))
+        x += 1
+        return x * x
+
+
+def test_a_model_may_write_into_the_outputs_of_norms_and_activations():
+    model, x, y = settled(WritesIntoOutputs()), data(3, 4), data(3, 4)
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [model.get_parameter(name).numel() for name in names]
+
+    def loss(vector):
+        W = {
+            name: part.view_as(model.get_parameter(name)) for name, part in zip(names, vector.split(sizes), strict=True)
+        }
+        normed = layer_norm(x, (4,)) * W["norm.weight"] + W["norm.bias"]
+        inner = (normed * torch.arange(1, 5, dtype=x.dtype)) @ W["linear.weight"].T + W["linear.bias"]
+        return mse_loss((gelu(inner) + 1).square(), y)
+
+    point = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
+    assert abs(float(loss(point) - mse_loss(model(x), y).detach())) < 1e-12
+    assert relative(cv.hessian(model, mse_loss, [(x, y)]).total.dense(), hessian(loss)(point)) < 1e-12
