@@ -372,7 +372,7 @@ class _Draw:
         return torch.randint(0, CLASSES, shape, generator=self._generator)
 
 
-def _batch(kind: str) -> dict[str, Tensor]:
+def batch(kind: str) -> dict[str, Tensor]:
     draw = _Draw()
     words, image = draw.tokens(ROWS, LENGTH), draw.numbers(ROWS, 3, 8, 8)
     around = torch.cat([words[:, :2], torch.full((ROWS, 4), 12), words[:, 2:]], 1)
@@ -458,9 +458,9 @@ def _widened(model: nn.Module) -> nn.Module:
     return model
 
 
-def _hugging_face(name: str, **changes: Any) -> Any:
-    """The model of an entry, with changes to its configuration. Its experts are computed one by one: torch's grouped
-    products have no float64."""
+def hugging_face(name: str, **changes: Any) -> Any:
+    """The model of an entry in float64, with changes to its configuration; inside it may still compute in float32. Its
+    experts are computed one by one, since torch's grouped products have no float64."""
     import transformers
 
     entry = ENTRIES[name]
@@ -479,7 +479,7 @@ def save(name: str, folder: Path, **changes: Any) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = _hugging_face(name, **changes).float()
+    model = hugging_face(name, **changes).float()
     model.save_pretrained(folder)
     return model
 
@@ -586,5 +586,5 @@ def build(name: str) -> tuple[nn.Module, Loss | None, list[Any]]:
     kind = ENTRIES[name].batch
     if kind in _LOSSES:
         loss, targets = _LOSSES[kind]
-        return _widened(_hugging_face(name)), loss, [(_batch(kind), targets())]
-    return _widened(_hugging_face(name)), None, [_batch(kind)]
+        return _widened(hugging_face(name)), loss, [(batch(kind), targets())]
+    return _widened(hugging_face(name)), None, [batch(kind)]
