@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import curvoscope as cv
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
@@ -64,7 +65,11 @@ def answers(rank, cuts):
     other = hessian(
         MLP(), MeanSquaredError(), batches(points(ROWS), shares(cuts)[rank], 3), split="layer", process_group=group
     )
-    return summary(H) | {"layer": other.outer["up.weight"].dense(), "own loss": own_loss(cuts, rank)}
+    return summary(H) | {
+        "layer": other.outer["up.weight"].dense(),
+        "own loss": own_loss(cuts, rank),
+        "plain function": plain_function(cuts, rank),
+    }
 
 
 def summary(H):
@@ -102,6 +107,17 @@ def own_loss(cuts, rank, group="world"):
     found = [{"tokens": x, "labels": y} for x, y in batches(tokens(ROWS), shares(cuts)[rank])]
     H = hessian(Labelled(), None, found, process_group=group)
     return torch.tensor([H.loss, H.terms])
+
+
+def plain_cross_entropy(outputs, targets):
+    return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def plain_function(cuts, rank, group="world"):
+    """A function whose terms are found on the data of all ranks, with a penalty."""
+    loss = cv.losses.Regularised(plain_cross_entropy, lambda parameters: parameters["wpe.weight"].pow(4).sum())
+    H = hessian(GPT(), loss, batches(tokens(ROWS), shares(cuts)[rank]), process_group=group)
+    return torch.cat([torch.tensor([H.loss, H.terms]), H @ torch.ones(H.shape[0], dtype=torch.float64)])
 
 
 class Once(torch.autograd.Function):

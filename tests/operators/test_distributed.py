@@ -19,6 +19,7 @@ from distributed_workers import (
     failures,
     launch,
     own_loss,
+    plain_function,
     summary,
     vanishing,
 )
@@ -64,6 +65,12 @@ class TestAnyCut:
     def test_the_loss_of_the_model_itself(self, found):
         for answer in found:
             assert relative(answer["own loss"], own_loss([ROWS], 0, None)) < 1e-12
+
+    def test_a_plain_function_with_a_penalty(self, found):
+        """One batch in one process needs no count."""
+        expected = plain_function([ROWS], 0, None)
+        for answer in found:
+            assert relative(answer["plain function"], expected) < 1e-11
 
 
 @pytest.fixture(scope="module", params=CUTS, ids=str)

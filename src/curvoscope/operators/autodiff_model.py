@@ -79,7 +79,7 @@ class Snapshot:
         try:
             return self._run(weights, batch.arguments, keywords)
         except (RuntimeError, ValueError) as error:
-            explained = _explained(error, keywords)
+            explained = _explained(error, self._model, keywords)
             if explained is None:
                 raise
             raise explained from error
@@ -93,22 +93,28 @@ class Snapshot:
         return copy.to(self.dtype) if copy.is_floating_point() else copy
 
 
-def _explained(error: Exception, keywords: Mapping[str, Any]) -> CurvoscopeError | None:
+def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) -> CurvoscopeError | None:
     """What to do about an error of the model's forward pass, where that is known."""
-    said = str(error)
-    if "decoder_input" in said and "decoder_input_ids" not in keywords:
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, ValueError) and _lacks_decoder_inputs(model, keywords) and "labels" not in keywords:
         return BatchError(
             "batches",
             f"the model needs decoder_input_ids ({said}); put them into the dict of inputs, or give dicts with "
             "'labels', from which the model makes them itself",
         )
-    if "grouped_mm" in said or "grouped_gemm" in said:
+    if hasattr(model, "set_experts_implementation") and ("grouped_mm" in said or "mat_a" in said):
         return ModelError(
             "model",
-            f"its experts run in a kernel that does not take this precision ({said.splitlines()[0]}); call "
+            f"its experts run in a kernel that does not take this precision ({said}); call "
             'model.set_experts_implementation("eager") first',
         )
     return None
+
+
+def _lacks_decoder_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> bool:
+    """Whether the model is an encoder-decoder and nothing is given for its decoder to read."""
+    decoding = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return decoding and all(keywords.get(key) is None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 @dataclass(frozen=True)
@@ -177,15 +183,17 @@ class Losses:
         """The objective with its terms counted, and losses and numbers of terms."""
         objective, counts = self._objective, self._counts
         if self._inquiry is not None:
-            evidence = self._inquiry.evidence(alone=ranks.size == 1)
+            with ranks.together():
+                evidence = self._inquiry.evidence(alone=ranks.size == 1)
             count = conclude(ranks.exchange(evidence))
             objective = objective.counted_by(count)
             by = ROWS if count == SUM else count
             counts = [float(batch.tally.number(by) or 0.0) for batch in evidence.batches]
         values = [value if number else 0.0 for value, number in zip(self.values, counts, strict=True)]
-        for value, index in zip(values, self._indices, strict=True):
-            if not math.isfinite(value):
-                raise _non_finite(value, index)
+        with ranks.together():
+            for value, index in zip(values, self._indices, strict=True):
+                if not math.isfinite(value):
+                    raise _non_finite(value, index)
         return objective, values, counts
 
 
@@ -227,8 +235,7 @@ def survey(model: Snapshot, objective: Objective, batches: Iterable[Batch], rank
             if position == 0:
                 check_same(value, losses.again(evaluate(model, objective, batch)[1], batch), model.dtype)
             del outputs, seen
-    with ranks.together():
-        objective, values, counts = losses.conclude(ranks)
+    objective, values, counts = losses.conclude(ranks)
     return summary(objective, values, counts, ranks, losses, written.most), objective
 
 
@@ -321,9 +328,7 @@ def _same_outputs(model: Snapshot, batch: Batch, labelled: Any) -> bool:
 
 def decodes_labels(model: nn.Module, batch: Batch) -> bool:
     """Whether the model is an encoder-decoder that is to make the inputs of its decoder from the labels."""
-    config = getattr(model, "config", None)
-    given = {"decoder_input_ids", "decoder_inputs_embeds"} & {k for k, v in batch.keywords.items() if v is not None}
-    return batch.labelled and bool(getattr(config, "is_encoder_decoder", False)) and not given
+    return batch.labelled and _lacks_decoder_inputs(model, batch.keywords)
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:

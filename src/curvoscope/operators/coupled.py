@@ -51,7 +51,7 @@ class Coupled(Autodiff):
                     check_same(value, losses.again(self._outputs(micro), whole), self.dtype)
                 self._losses[index] = _LossOfBatch(self.objective, outputs, whole.targets)
                 self._rows += [(index, slice(part.start, part.start + part.rows)) for part in micro]
-            _, values, counts = losses.conclude(self.ranks)
+        _, values, counts = losses.conclude(self.ranks)
         found = summary(self.objective, values, counts, self.ranks, losses)
         terms = dict(zip(self._losses, found.terms, strict=True))
         return replace(found, terms=tuple(terms[index] for index, _ in self._rows))

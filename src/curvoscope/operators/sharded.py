@@ -140,8 +140,7 @@ class Sharded(Autodiff):
                     value = found.add(*several[0], batch)
                     check_same(value, found.again(several[-1][1], batch), self.dtype)
                     own.append(position)
-        with self.ranks.together():
-            self.objective, values, numbers = found.conclude(self.ranks)
+        self.objective, values, numbers = found.conclude(self.ranks)
         losses, counts = [0.0] * self._batches.count, [0.0] * self._batches.count
         for position, value, number in zip(own, values, numbers, strict=True):
             losses[position], counts[position] = value, number
