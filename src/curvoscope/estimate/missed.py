@@ -123,15 +123,8 @@ class Starts:
             scale: an estimate of |B|.
             rounding: lengths below this count as zero.
         """
-        found = torch.zeros(len(wanted), dtype=torch.float64)
-        if not scale:
-            return found
-        for share, reach in LEVELS:
-            least = (2 * float(special.gammaincinv(self.count / 2, share))) ** 0.5
-            far = 2 * scale * (1 + (self.count**0.5) * self._length / least) + 4 * rounding  # g < c beyond
-            tops = _Tops(lambda t: self._overlap(projection, signs, t), least, rounding, far)
-            found = torch.maximum(found, torch.tensor(tops.above(wanted.tolist())) / reach)
-        return found
+        t = wanted.tolist()
+        return _bars(lambda at: self._overlap(projection, signs, at), self.count, self._length, t, scale, rounding)
 
     def _overlap(self, projection: Projection, signs: tuple[int, ...], points: Tensor) -> Tensor:
         """sqrt(g(λ)) + ε |S_V (λ - T)^-1| at points t (n,), the larger one of λ = t and λ = -t if there are two signs."""
@@ -159,6 +152,57 @@ class Starts:
         triangle = torch.linalg.qr(coordinates, mode="r").R
         through = torch.linalg.solve_triangular(triangle, solved @ coupling.T + S[..., count:], upper=True, left=False)
         return found + torch.linalg.matrix_norm(through, 2)
+
+
+def quadrature_bars(
+    nodes: Tensor, first: Tensor, coupling: Tensor, lost: Tensor, size: int, sign: int, rounding: float
+) -> float:
+    """The error bar of the outermost Ritz value of several Lanczos runs, see `LEVELS`; not below rounding.
+
+    |G u|² is then a sum over the p starts, each bounded by its own run. Starts of random signs are taken as normal ones:
+    u must not be concentrated on few coordinates, where a sum of signs vanishes more often.
+
+    Args:
+        nodes: Ritz values (p, m).
+        first: entries (p, m) of their vectors at the starts, which have length sqrt(size).
+        coupling: of their vectors with the next ones (p, m).
+        lost: lengths (p,) that were dropped as rounding.
+        size: n.
+        sign: 1 for the largest, -1 for the smallest.
+        rounding: lengths below this, relative to the largest node or coupling, count as zero.
+    """
+
+    def overlap(points: Tensor) -> Tensor:
+        inverse = 1 / _distances(sign * points.to(nodes.device), nodes[:, None])  # (p, points, m)
+        solved, M = first[:, None] * inverse, coupling[:, None] * inverse
+        through = (first[:, None] * M).sum(2).abs() / (1 + M.square().sum(2)).sqrt()
+        return size**0.5 * (through + lost[:, None] * solved.norm(dim=2)).norm(dim=0).cpu()
+
+    held = (sign * nodes)[first != 0]
+    scale = float(torch.stack([nodes.abs().max(), coupling.abs().max()]).max())
+    count = len(nodes)
+    rounding *= scale
+    return max(rounding, float(_bars(overlap, count, (count * size) ** 0.5, [float(held.max())], scale, rounding)[0]))
+
+
+def _bars(
+    overlap: Callable[[Tensor], Tensor],
+    count: int,
+    length: float,
+    wanted: Sequence[float],
+    scale: float,
+    rounding: float,
+) -> Tensor:
+    """Error bars (k,) of wanted t, from sqrt(g) at points t and `count` starts of this length together."""
+    found = torch.zeros(len(wanted), dtype=torch.float64)
+    if not scale:
+        return found
+    for share, reach in LEVELS:
+        least = (2 * float(special.gammaincinv(count / 2, share))) ** 0.5
+        far = 2 * scale * (1 + count**0.5 * length / least) + 4 * rounding  # g < c beyond this
+        tops = _Tops(overlap, least, rounding, far)
+        found = torch.maximum(found, torch.tensor(tops.above(wanted), dtype=torch.float64) / reach)
+    return found
 
 
 @dataclass(frozen=True)
