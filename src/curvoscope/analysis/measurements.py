@@ -16,7 +16,7 @@ from curvoscope.operators.matrix_free import MatrixFree
 DEFAULT_TOLERANCE = 0.05
 _ALL_EIGENVALUES = 2048  # size of a closed form up to which its eigenvalues are exact
 _LEAST = 16  # products that a trace gets, however few its norm took
-_RESIDUAL = 0.1  # of the tolerance: Lanczos converges at once where it converges
+_EIGENVALUE = 0.1  # of the tolerance: Lanczos converges at once where it converges
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Effort:
             object.__setattr__(self, "tolerance", DEFAULT_TOLERANCE)
 
     @property
-    def residual(self) -> float | None:
-        """The residual, relative to the largest eigenvalue, at which an eigenvalue is found."""
-        return None if self.tolerance is None else _RESIDUAL * self.tolerance
+    def eigenvalue_tolerance(self) -> float | None:
+        """The error bar of an eigenvalue, relative to the largest one, at which Lanczos stops."""
+        return None if self.tolerance is None else _EIGENVALUE * self.tolerance
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Extremes:
-    """The ends of the spectrum of the whole Hessian. Their error bars are residuals of Lanczos."""
+    """The ends of the spectrum of the whole Hessian; their error bars are those of `estimate.lanczos`."""
 
     size: int
     largest: Estimate
@@ -123,7 +123,9 @@ def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int)
         return _known(float(operator.eigenvalues(1, which)[0]))
     if effort.matvecs is not None and size <= effort.matvecs:
         return estimate.eigenvalues(operator, 1, which, seed=seed)[0]
-    return estimate.eigenvalues(operator, 1, which, tolerance=effort.residual, matvecs=effort.matvecs, seed=seed)[0]
+    return estimate.eigenvalues(
+        operator, 1, which, tolerance=effort.eigenvalue_tolerance, matvecs=effort.matvecs, seed=seed
+    )[0]
 
 
 def _known(value: float) -> Estimate:

@@ -16,7 +16,7 @@ from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
 from curvoscope.estimate import Estimate, frobenius_norm, lanczos, trace
 from curvoscope.losses.objectives import LossFunction
 
-_RESIDUAL = 1e-6  # of an eigenvalue, relative
+_TOLERANCE = 1e-6  # of an eigenvalue, relative
 _MOST_WEIGHTS = 400  # up to which the condition is computed
 
 Subject = tuple[nn.Module, LossFunction | None, Iterable[Any]]
@@ -50,7 +50,7 @@ QUANTITIES = tuple(field.name for field in fields(CurvatureSummary))
 
 def summary(H: ModelHessian, matvecs: int = 100, seed: int = 0) -> CurvatureSummary:
     """The five numbers from `matvecs` products for each norm and the trace, exact where H has no more columns."""
-    top, largest = (lanczos(H.total, 1, which, tolerance=_RESIDUAL, seed=seed)[0] for which in ("LA", "LM"))
+    top, largest = (lanczos(H.total, 1, which, tolerance=_TOLERANCE, seed=seed)[0] for which in ("LA", "LM"))
     norms = [frobenius_norm(part, matvecs=matvecs, seed=seed) for part in (H.total, H.outer, H.functional)]
     rank = effective_rank(norms[0], largest)
     if rank is None:

@@ -32,13 +32,13 @@ class BlockSpectrum:
 
     @property
     def largest(self) -> Estimate:
-        """The largest Ritz value of all probes; within the error bar, its residual, there is an eigenvalue."""
-        return self._end(1)
+        """The largest eigenvalue, from the probes of the density."""
+        return self.density.largest
 
     @property
     def smallest(self) -> Estimate:
-        """The smallest Ritz value of all probes."""
-        return self._end(-1)
+        """The smallest eigenvalue, from the probes of the density."""
+        return self.density.smallest
 
     @property
     def negative(self) -> Estimate:
@@ -59,14 +59,6 @@ class BlockSpectrum:
         index = int(torch.searchsorted(total, share * total[-1] * (1 - _ROUNDING)))
         value = float(nodes[min(index, len(nodes) - 1)])
         return None if self.log.reach and abs(value) <= self.log.reach else value
-
-    def _end(self, sign: int) -> Estimate:
-        """The largest (1) or the smallest (-1) node that has a mass: zeros without one fill the rows of probes whose
-        Krylov space ended early."""
-        density = self.density
-        index = int(torch.where(density.weights > 0, sign * density.nodes, -math.inf).argmax())
-        value, residual = (float(table.flatten()[index]) for table in (density.nodes, density.residuals))
-        return Estimate(value, residual, density.matvecs, density.method)
 
 
 def spectra(H: ModelHessian, matvecs: int, seed: int = 0) -> Iterator[BlockSpectrum]:

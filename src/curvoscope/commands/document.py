@@ -65,7 +65,7 @@ def show_subject(console: Console, subject: Subject, loss: float) -> None:
 
 def show_extremes(console: Console, ends: Extremes) -> None:
     """The ends of the spectrum, and the learning rate that follows."""
-    console.print(f"Whole Hessian ({ends.size:,} parameters), by Lanczos, ± residual:")
+    console.print(f"Whole Hessian ({ends.size:,} parameters), by Lanczos, ± standard error:")
     console.print(f"  λ max {model_tables.with_error(ends.largest)}   λ min {model_tables.with_error(ends.smallest)}")
     rate = ends.critical_learning_rate
     if rate is None:

@@ -33,14 +33,16 @@ def eigenvalues(
     """The k eigenvalues of largest magnitude (LM), largest (LA) or smallest (SA) of a symmetric operator.
 
     `lanczos` is the function of that name. `eigsh` (ARPACK's restarted Lanczos) and `lobpcg` (block conjugate
-    gradients) are scipy's, for operators with `to_scipy()`; their error bars are residuals, from k more products.
+    gradients) are scipy's, for operators with `to_scipy()`. They say nothing of what they may have missed. So a run of
+    `lanczos` from a random start follows, to the same tolerance or with a third of the budget: the error bar is the
+    residual (from k more products), or what that run leaves possible if it is more. Its products are counted.
 
     Args:
         operator: (n, n), symmetric.
         k: how many; fewer than n for "eigsh", at most n/5 for "lobpcg".
         which: "LM", "LA" or "SA".
         matvecs: the budget of products, kept by "eigsh" and "lobpcg" to within their last iteration.
-        tolerance: the residual, relative to the largest eigenvalue found, at which to stop.
+        tolerance: the error bar, relative to the largest eigenvalue found, at which to stop.
         seed: of the starting vectors.
         start: (n,) or (n, p) approximate eigenvectors.
         method: "lanczos", "eigsh" or "lobpcg".
@@ -53,23 +55,26 @@ def eigenvalues(
         )
     check_symmetric(operator, "an eigenvalue")
     checks.choice("which", which, WHICH)
-    check_budget(matvecs, tolerance, least=max(2, 2 * k))
+    check_budget(matvecs, tolerance, least=max(4, 4 * k))
     if not hasattr(operator, "to_scipy"):
         raise RangeError("method", f"{method!r} needs an operator with to_scipy(); use 'lanczos'")
     size = operator.shape[0]
     most = size - 1 if method == "eigsh" else size // 5
     if not 1 <= k <= most:
         raise RangeError("k", f"got {k}, expected 1 to {most} for {method!r} at size {size}")
+    checked = None if matvecs is None else max(2, k, matvecs // 3)
+    left = None if matvecs is None or checked is None else matvecs - checked
     counted = _Counted(operator.to_scipy())
     first = _start(start, size, k, seed).astype(counted.dtype)
     if not counted.matmat(first).any():  # a zero matrix, on which neither can start
         found = first
     elif method == "eigsh":
-        found = _eigsh(counted, k, which, matvecs, tolerance or DEFAULT_TOLERANCE, first[:, 0])
+        found = _eigsh(counted, k, which, left, tolerance or DEFAULT_TOLERANCE, first[:, 0])
     else:
-        found = _lobpcg(counted, which, matvecs, tolerance or DEFAULT_TOLERANCE, first)
+        found = _lobpcg(counted, which, left, tolerance or DEFAULT_TOLERANCE, first)
+    check = lanczos(operator, k, which, matvecs=checked, tolerance=tolerance, seed=seed + 1)
     return _rayleigh_ritz(
-        counted, found, k, which, tolerance or DEFAULT_TOLERANCE, operator if vectors else None, method
+        counted, found, check, which, tolerance or DEFAULT_TOLERANCE, operator if vectors else None, method
     )
 
 
@@ -146,27 +151,52 @@ def _lobpcg(operator: _Counted, which: str, matvecs: int | None, tolerance: floa
 
 
 def _rayleigh_ritz(
-    operator: _Counted, found: np.ndarray, k: int, which: str, tolerance: float, like: Matrix | None, method: str
+    operator: _Counted,
+    found: np.ndarray,
+    check: Eigenvalues,
+    which: str,
+    tolerance: float,
+    like: Matrix | None,
+    method: str,
 ) -> Eigenvalues:
-    """The k wanted values of the span of `found` (n, p), their residuals, and how orthonormal the vectors were."""
+    """The wanted values of the span of `found` (n, p), their error bars, and how orthonormal the vectors were."""
     basis, _ = np.linalg.qr(found.astype(np.float64))
     product = operator.matmat(basis.astype(operator.dtype)).astype(np.float64)
     projected = basis.T @ product
     values, turn = np.linalg.eigh((projected + projected.T) / 2)
-    wanted = np.sort(np.argsort({"LM": -np.abs(values), "LA": -values, "SA": values}[which], kind="stable")[:k])
+    wanted = np.sort(np.argsort(-_outward(values, which), kind="stable")[: len(check)])
     values, vectors = values[wanted], basis @ turn[:, wanted]
     residuals = np.linalg.norm(product @ turn[:, wanted] - vectors * values, axis=0)
     norm = float(np.abs(values).max())
-    stderr = np.maximum(residuals, np.finfo(operator.dtype).eps * norm)
+    residuals = np.maximum(residuals, np.finfo(operator.dtype).eps * norm)
+    stderr = np.maximum(residuals, _missed(values, check, which, operator.unit))
+    matvecs = operator.products + check.matvecs
     estimates = tuple(
-        Estimate(float(value), float(error), operator.products, method).scaled(operator.unit).checked("eigenvalues")
+        Estimate(float(value), float(error), matvecs, method).scaled(operator.unit).checked("eigenvalues")
         for value, error in zip(values, stderr, strict=True)
     )
     return Eigenvalues(
         estimates,
         tuple(bool(error <= tolerance * norm) for error in stderr),
         None if like is None else torch.as_tensor(vectors, dtype=like.dtype, device=like.device),
-        operator.products,
+        matvecs,
         method,
         float(np.abs(basis.T @ basis - np.eye(basis.shape[1])).max()),
+        tuple(float(residual) * operator.unit for residual in residuals),
     )
+
+
+def _missed(values: np.ndarray, check: Eigenvalues, which: str, unit: float) -> np.ndarray:
+    """How much further out than `values` (k,), in `unit`, the eigenvalues may be that `check` bounds."""
+    unit = unit or 1.0  # that of a zero matrix is 0
+    seen, bars = check.tensor().numpy() / unit, np.array([value.stderr for value in check]) / unit
+    mine, theirs = (_outward(part, which) for part in (values, seen))
+    found = np.empty_like(bars)
+    order = theirs.argsort(kind="stable")  # of equal size and different signs, the two may not stand in one order
+    found[mine.argsort(kind="stable")] = bars[order] + np.maximum(np.sort(theirs) - np.sort(mine), 0)
+    return found
+
+
+def _outward(values: np.ndarray, which: str) -> np.ndarray:
+    """Numbers that are larger the more a value is wanted."""
+    return {"LM": np.abs(values), "LA": values, "SA": -values}[which]

@@ -1,4 +1,5 @@
-"""Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation done twice, thick restarts, residual bounds."""
+"""Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation done twice, thick restarts, error bars that cover what
+was not seen."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
+from curvoscope.estimate.missed import Projection, Starts
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.result import Estimate
 from curvoscope.estimate.space import Space
@@ -17,22 +19,30 @@ WHICH = ("LM", "LA", "SA")
 _STRAY = 0.1  # the random part of a warm start
 _CHUNK = 2**16  # columns of the basis rotated at once in a restart
 _ROUNDING = 16  # units of rounding below which a vector is no new direction
+_SHRUNK = 0.1  # of its length, below which a vector is made orthogonal again
+_ENOUGH = 4  # random vectors, after which an invariant subspace is believed to hold the ends
+_RECORDS = 2**26  # bytes of records of restarts, if the basis itself does not take more
+_SIGNS = {"LM": (1, -1), "LA": (1,), "SA": (-1,)}
 
 
 @dataclass(frozen=True, eq=False)
 class Eigenvalues:
-    """Eigenvalues in ascending order, each with its residual |B x - θ x| as error bar.
+    """Eigenvalues in ascending order, each with an error bar: the residual, or what may have been missed if that is more.
 
-    A symmetric B has an eigenvalue within the residual of θ. That it is the first, second, ... of its kind is not
-    certain, only likelier the longer the run: an eigenvector nearly orthogonal to all starting vectors may be missed.
+    A symmetric B has an eigenvalue within the residual |B x - θ x| of θ. It need not be the first, second, ... of its
+    kind: an eigenvector nearly orthogonal to the random start is seen late. How far out its eigenvalue may be is bounded
+    with a probability (`missed`): the 95 % interval of a value holds the eigenvalue with at least that probability, and
+    ten error bars with 99.99 %. For the largest magnitudes (LM) this is true of the magnitude. Multiplicities above the
+    number of starting vectors are not seen.
     """
 
     values: tuple[Estimate, ...]
-    converged: tuple[bool, ...]  # residual within the tolerance, or within 1e-6 of the norm where none was given
+    converged: tuple[bool, ...]  # error bar within the tolerance, or within 1e-6 of the norm if none was given
     vectors: Tensor | None  # (n, k), columns in the order of the values
     matvecs: int
     method: str
     orthogonality: float  # the largest entry of |V V^T - I| of the basis: what is lost to rounding
+    residuals: tuple[float, ...]  # |B x - θ x|, not below rounding
 
     def __len__(self) -> int:
         return len(self.values)
@@ -66,14 +76,15 @@ def lanczos(
     The basis V grows by the part of B V_last outside V, orthogonalised twice against all of V; the projection V B V^T
     is kept and diagonalised in float64. When V fills its memory, the best Ritz vectors and the last block make a new V.
     A block of b starting vectors finds eigenvalues of multiplicity up to b. When V becomes an invariant subspace, new
-    random vectors join, until they change nothing.
+    random vectors join, until they change nothing. A run goes on until the residuals are small and an eigenvalue further
+    out is improbable (`missed`); with a budget the error bars say what may have been missed.
 
     Args:
         operator: (n, n), symmetric.
         k: how many.
         which: "LM", "LA" or "SA".
         matvecs: the budget of products.
-        tolerance: the residual, relative to the largest eigenvalue found, at which to stop; 1e-6 when neither this nor
+        tolerance: the error bar, relative to the largest eigenvalue found, at which to stop; 1e-6 when neither this nor
             a budget is given.
         seed: of the starting vectors.
         start: (n,) or (n, p) approximate eigenvectors, of an earlier point in training for example. A random tenth is
@@ -91,30 +102,30 @@ def lanczos(
     checks.choice("which", which, WHICH)
     with Products(operator, "eigenvalues", matvecs) as products:
         probes = Probes(products, seed)
-        first = _first_block(products, probes, start, min(block or min(k, COLUMNS), size))
+        first, lengths = _first_block(products, probes, start, min(block or min(k, COLUMNS), size))
         check_budget(matvecs, tolerance, least=max(2, -(-k // len(first)) * len(first)))
         rounding = _ROUNDING * products.epsilon
-        run = _Run(products, probes, k, which, first, matvecs, memory_limit)
+        run = _Run(products, probes, k, which, first, lengths, matvecs, memory_limit)
         run.go(matvecs or MOST, max(rounding, tolerance or (0.0 if matvecs else DEFAULT_TOLERANCE)))
         return run.result(max(rounding, tolerance or DEFAULT_TOLERANCE), vectors)
 
 
-def _first_block(products: Products, probes: Probes, start: Tensor | None, block: int) -> Tensor:
-    """The starting vectors as rows (b, n): those given, each with a random part, and random ones up to the block."""
+def _first_block(products: Products, probes: Probes, start: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """Unit starting vectors as rows (b, n): those given, each with a random part, and random ones up to the block.
+
+    Also the lengths (b,) that they have when their random parts are standard normal.
+    """
     rows, space, length = probes.normal(block).T, products.space, products.space.length
     if start is not None:
         checks.floating("start", start)
         if start.ndim not in (1, 2) or start.shape[0] != length or start.numel() > length * products.size:
             raise ShapeError("start", f"got {tuple(start.shape)}, expected ({length},) or ({length}, p)")
         known = start.reshape(length, -1).T.to(products.device, torch.float64)
+        known = known / space.norm(known, 1)[:, None].clamp_min(1e-300)
         stray = probes.normal(len(known)).T
-        known = _normalised(space, known) + _STRAY * _normalised(space, stray)
-        rows = torch.cat([known, rows[len(known) :]])
-    return _normalised(space, rows)
-
-
-def _normalised(space: Space, rows: Tensor) -> Tensor:
-    return rows / space.norm(rows, 1)[:, None].clamp_min(1e-300)
+        rows = torch.cat([products.size**0.5 / _STRAY * known + stray, rows[len(known) :]])
+    lengths = space.norm(rows, 1)
+    return rows / lengths[:, None].clamp_min(1e-300), lengths
 
 
 class _Run:
@@ -127,6 +138,7 @@ class _Run:
         k: int,
         which: str,
         first: Tensor,
+        lengths: Tensor,
         matvecs: int | None,
         memory_limit: int | None,
     ) -> None:
@@ -140,7 +152,9 @@ class _Run:
         self._done = self._joined = 0  # rows that have been multiplied, and rows
         self._scale = 0.0  # the largest |B v| so far
         self._settled: Tensor | None = None
-        self._join(first.to(dtype), 1e-8)
+        self._starts = Starts()
+        self._starts.add(self._join(first.to(dtype), 1e-8)[0].T * lengths[:, None])
+        self._last_bars: Tensor | None = None  # once there were too many restarts for all to be recorded
         # B V_last = (H V)_last + coupling^T V_new: the rows of V not yet multiplied, against the last that were
         self._coupling = self._H[:0, :0]
 
@@ -162,22 +176,31 @@ class _Run:
         return rows, dtype
 
     def go(self, matvecs: int, tolerance: float) -> None:
-        """Multiply and extend, until the residuals are within the tolerance or the budget is spent."""
+        """Multiply and extend, until the error bars are within the tolerance or the budget is spent."""
         look = self._k
         while self._done < self._size:
-            if self._joined == self._done and not self._inject():
+            next_rows = self._joined - self._done or min(self._block, self._size - self._done)
+            if self._products.matvecs + next_rows > matvecs:
                 return
-            if self._products.matvecs + self._joined - self._done > matvecs:
+            if self._joined == self._done and not self._inject(tolerance):
                 return
             self._step()
             if self._done >= look and self._joined > self._done:
-                values, _, residuals = self._ritz()
-                if float(residuals.max()) <= tolerance * self._norm(values):
+                if self._converged(tolerance):
                     return
                 look = self._done + max(1, self._done // 10)
             if self._joined > self._limit:
                 self._restart()
                 look = self._k
+
+    def _converged(self, tolerance: float) -> bool:
+        """Whether the residuals and, if so, what may have been missed are within the tolerance."""
+        projection = self._project()
+        wanted = self._wanted(projection)
+        limit = tolerance * self._norm(projection.values[wanted])
+        return bool(self._residuals(projection, wanted).max() <= limit) and bool(
+            self._missed(projection, wanted).max() <= limit
+        )
 
     def _step(self) -> None:
         """Multiply the new rows; their projections go to H, what is outside V becomes the next rows."""
@@ -194,47 +217,86 @@ class _Run:
         self._H[: self._joined, self._done : self._joined] = inside
         self._H[self._done : self._joined, : self._joined] = inside.T
         self._done = self._joined
-        self._coupling = self._join(outside, _ROUNDING * self._products.epsilon * self._scale)
+        self._coupling, lost = self._join(outside, _ROUNDING * self._products.epsilon * self._scale)
+        self._starts.lost += lost
 
-    def _join(self, rows: Tensor, least: float) -> Tensor:
-        """Append rows (b, n), made orthonormal among themselves, unless shorter than `least`; the factor (b', b)."""
-        first = self._joined
+    def _join(self, rows: Tensor, least: float) -> tuple[Tensor, float]:
+        """Append rows (b, n), made orthonormal among themselves, unless shorter than `least`.
+
+        Returns the factor (b', b), and the sum of squares of what was too short.
+        """
+        first, lost = self._joined, 0.0
         factor = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
         for i, row in enumerate(rows):
             others, count = self._V[first : self._joined], self._joined - first
+            before = float(self._space.norm(row, 0))
             for _ in range(2):
                 part = self._space.total(others @ row)
                 row = row - part @ others
                 factor[:count, i] += part
             length = float(self._space.norm(row, 0))
+            if least < length < _SHRUNK * before:  # its rounding errors have grown with it, also along older rows
+                for _ in range(2):
+                    part = self._space.total(self._V[: self._joined] @ row)
+                    row = row - part @ self._V[: self._joined]
+                    factor[:count, i] += part[first:]
+                length = float(self._space.norm(row, 0))
             if length > least and self._joined < self._size:
                 self._V[self._joined] = row / length
                 factor[count, i] = length
                 self._joined += 1
-        return factor[: self._joined - first]
+            else:
+                lost += length**2
+        return factor[: self._joined - first], lost
 
-    def _inject(self) -> bool:
-        """V is invariant under B: random rows join it. False once the wanted values did not change since last time."""
+    def _inject(self, tolerance: float) -> bool:
+        """V is invariant under B: random rows join it. False if the wanted values did not change since last time, and
+        what may hide in the rounding of V is within the tolerance or has been sought often."""
         if self._done >= self._k:
-            values, _, _ = self._ritz()
+            projection = self._project()
+            wanted = self._wanted(projection)
+            values = projection.values[wanted]
             limit = 4 * _ROUNDING * self._products.epsilon * self._scale
             if self._settled is not None and float((values - self._settled).abs().max()) <= limit:
-                return False
+                bars = self._missed(projection, wanted)
+                if self._starts.count >= _ENOUGH or float(bars.max()) <= tolerance * self._norm(values):
+                    return False
             self._settled = values
+        basis = self._V[: self._done]
         rows = self._probes.normal(self._block).T.to(self._V.dtype)
+        inside = torch.zeros(len(rows), self._done, dtype=torch.float64, device=rows.device)
         for _ in range(2):
-            rows -= self._space.total(rows @ self._V[: self._done].T) @ self._V[: self._done]
-        self._join(rows, 1e-8)
+            part = self._space.total(rows @ basis.T)
+            rows -= part @ basis
+            inside += part
+        factor, _ = self._join(rows, 1e-8)
+        self._starts.add(torch.cat([inside, factor.T], 1))
         self._coupling = self._coupling.new_zeros(self._joined - self._done, self._coupling.shape[1])
         return self._joined > self._done
 
-    def _ritz(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The wanted values (k,) in ascending order, their vectors (done, k) in the basis V, their residuals (k,)."""
+    def _project(self) -> Projection:
+        """All Ritz values, their vectors, and the coupling of the rows that have not been multiplied."""
         values, vectors = torch.linalg.eigh(self._H[: self._done, : self._done])
-        wanted = _best(values, self._which)[: self._k].sort().values
-        values, vectors = values[wanted], vectors[:, wanted]
-        last = self._coupling.shape[1]
-        return values, vectors, (self._coupling @ vectors[self._done - last :]).norm(dim=0)
+        return Projection(values, vectors, self._coupling @ vectors[self._done - self._coupling.shape[1] :])
+
+    def _wanted(self, projection: Projection) -> Tensor:
+        """Indices (k,) of the wanted Ritz values, which ascend."""
+        return _best(projection.values, self._which)[: self._k].sort().values
+
+    def _residuals(self, projection: Projection, wanted: Tensor) -> Tensor:
+        return projection.coupling[:, wanted].norm(dim=0)
+
+    def _missed(self, projection: Projection, wanted: Tensor) -> Tensor:
+        """Error bars (k,) for eigenvalues that may have been missed."""
+        if self._last_bars is not None:
+            return self._last_bars
+        values = projection.values[wanted]
+        order, norm = _best(values, self._which), self._norm(values)
+        outward = _outward(values[order], self._which).cpu()
+        bars = torch.empty_like(outward)
+        rounding = _ROUNDING * self._products.epsilon * norm
+        bars[order.cpu()] = self._starts.bars(projection, outward, _SIGNS[self._which], norm, rounding)
+        return bars
 
     def _norm(self, values: Tensor) -> float:
         """An estimate of |B|: no Ritz value nor product of a unit vector is larger."""
@@ -242,29 +304,39 @@ class _Run:
 
     def _restart(self) -> None:
         """Keep the best Ritz vectors and the rows not yet multiplied."""
-        values, vectors = torch.linalg.eigh(self._H[: self._done, : self._done])
+        projection = self._project()
+        values, vectors = projection.values, projection.vectors
         count = min(self._done - 1, max(self._k + self._block, (self._limit - self._block) // 2))
         kept = _best(values, self._which)[:count]
+        if self._last_bars is None:
+            if self._starts.bytes + vectors.nbytes > max(_RECORDS, self._V.nbytes // 8):
+                self._last_bars = self._missed(projection, self._wanted(projection))  # Ritz values only move outwards
+            else:
+                self._starts.restart(projection, kept)
         turn = vectors[:, kept].T.to(self._V.dtype)
         for start in range(0, self._space.length, _CHUNK):
             part = self._V[: self._done, start : start + _CHUNK]
             self._V[:count, start : start + _CHUNK] = turn @ part
         fresh = self._joined - self._done
         self._V[count : count + fresh] = self._V[self._done : self._joined].clone()
-        last = self._coupling.shape[1]
-        self._coupling = self._coupling @ vectors[self._done - last :, kept]
+        self._coupling = projection.coupling[:, kept]
         self._H.zero_()
         self._H[:count, :count] = values[kept].diag()
         self._done, self._joined = count, count + fresh
 
     def result(self, tolerance: float, vectors: bool) -> Eigenvalues:
         """The wanted values, with residuals that are never below rounding."""
-        values, turn, residuals = self._ritz()
+        projection = self._project()
+        wanted = self._wanted(projection)
+        values, turn = projection.values[wanted], projection.vectors[:, wanted]
         basis, norm = self._V[: self._done], self._norm(values)
         matvecs, rounding = self._products.matvecs, _ROUNDING * self._products.epsilon * norm
+        residuals = self._residuals(projection, wanted).clamp_min(rounding).tolist()
         estimates = [
-            Estimate(float(value), max(float(residual), rounding), matvecs, "lanczos")
-            for value, residual in zip(values, residuals, strict=True)
+            Estimate(value, max(residual, bar), matvecs, "lanczos")
+            for value, residual, bar in zip(
+                values.tolist(), residuals, self._missed(projection, wanted).tolist(), strict=True
+            )
         ]
         unit = self._products.unit
         found: Tensor | None = None
@@ -279,9 +351,15 @@ class _Run:
             matvecs,
             "lanczos",
             float(loss.abs().max()),
+            tuple(residual * unit for residual in residuals),
         )
+
+
+def _outward(values: Tensor, which: str) -> Tensor:
+    """Numbers that are larger the more a value is wanted."""
+    return {"LM": values.abs(), "LA": values, "SA": -values}[which]
 
 
 def _best(values: Tensor, which: str) -> Tensor:
     """Indices, the most wanted first."""
-    return {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
+    return (-_outward(values, which)).argsort(stable=True)

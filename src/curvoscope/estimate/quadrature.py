@@ -1,10 +1,13 @@
 """Spectral densities by stochastic Lanczos quadrature."""
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError
+from curvoscope.estimate.missed import quadrature_bars
 from curvoscope.estimate.products import MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.spectrum import Density, gauss
 
@@ -69,21 +72,43 @@ def _collect(
     checks.fits(dtype.itemsize * length, room, what, "give fewer steps, or a larger memory_limit")
     together = min(products.columns, most, room // (dtype.itemsize * length))
     checks.predict(together * dtype.itemsize * length)
-    rules: list[tuple[Tensor, Tensor, Tensor]] = []
-    count = 0
+    rule: _Rule | None = None
     while True:
-        new = min(together, most - count)
-        rules.append(_rule(products, probes.signs(new), steps, dtype))
-        count += new
-        nodes, weights, residuals = (torch.cat(parts) for parts in zip(*rules, strict=True))
-        nodes, residuals = (checks.finite("density", part * products.unit) for part in (nodes, residuals))
-        found = gauss(nodes, weights, residuals, products.size, products.matvecs, products.epsilon)
+        count = 0 if rule is None else len(rule.nodes)
+        new = _rule(products, probes.signs(min(together, most - count)), steps, dtype)
+        rule = new if rule is None else rule.joined(new)
+        count = len(rule.nodes)
+        nodes, residuals = (
+            checks.finite("density", part * products.unit) for part in (rule.nodes, rule.coupling.abs())
+        )
+        found = gauss(nodes, rule.first.square(), residuals, products.size, products.matvecs, products.epsilon)
         if count >= most or (tolerance is not None and count >= _LEAST_PROBES and found.error() <= tolerance):
-            return found
+            low, high = (rule.missed(sign, products.size, products.epsilon) for sign in (-1, 1))
+            return replace(found, missed=(low * products.unit, high * products.unit))
 
 
-def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes, ascending, weights and residuals (p, steps) of the quadratures that start from the columns (n, p).
+@dataclass(frozen=True, eq=False)
+class _Rule:
+    """Gauss quadratures of p probes: nodes (p, m), ascending; the first entries of their vectors, whose squares are the
+    weights; their coupling to the next Lanczos vector, whose size is the residual; what was dropped as rounding (p,)."""
+
+    nodes: Tensor
+    first: Tensor
+    coupling: Tensor
+    lost: Tensor
+
+    def joined(self, other: "_Rule") -> "_Rule":
+        """With the probes of another."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Rule(*(torch.cat(pair) for pair in pairs))
+
+    def missed(self, sign: int, size: int, epsilon: float) -> float:
+        """The error bar of the largest (1) or smallest (-1) node for an eigenvalue beyond it."""
+        return quadrature_bars(self.nodes, self.first, self.coupling, self.lost, size, sign, _ROUNDING * epsilon)
+
+
+def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> _Rule:
+    """The quadratures that start from the columns (n, p).
 
     The Lanczos vectors are kept in `dtype`, the recurrence and the tridiagonal matrix are float64.
     A probe whose Krylov space ends early goes on with zero vectors: its further nodes have the weight zero.
@@ -92,6 +117,7 @@ def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> 
     V = start.new_zeros(count, steps, length, dtype=dtype)
     V[:, 0] = (start / space.norm(start, 0)).T
     diagonal, beside = start.new_zeros(count, steps), start.new_zeros(count, steps)
+    lost = start.new_zeros(count)
     scale = 0.0
     for j in range(steps):
         w = products(V[:, j].T.double()).T  # (p, n)
@@ -104,13 +130,14 @@ def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> 
         sizes = space.norm(w, 1)
         alive = sizes > _ROUNDING * products.epsilon * scale
         beside[:, j] = sizes * alive
+        lost = torch.hypot(lost, sizes * ~alive)
         if j + 1 == steps or not bool(alive.any()):
             break
         V[:, j + 1] = torch.where(alive[:, None], w / sizes.clamp_min(1e-300)[:, None], 0.0)
     tridiagonal = torch.diag_embed(diagonal)
     tridiagonal += torch.diag_embed(beside[:, :-1], 1) + torch.diag_embed(beside[:, :-1], -1)
     theta, vectors = torch.linalg.eigh(tridiagonal)
-    return theta, vectors[:, 0].square(), beside[:, -1:] * vectors[:, -1].abs()
+    return _Rule(theta, vectors[:, 0], beside[:, -1:] * vectors[:, -1], lost)
 
 
 def _exact(products: Products) -> Density:

@@ -40,6 +40,7 @@ class Density:
     matvecs: int
     method: str
     quadrature: bool = False  # masses are Gauss weights: they bound the cumulative function of their probe
+    missed: tuple[float, float] = (0.0, 0.0)  # error bars for eigenvalues below all nodes, and above all
 
     @classmethod
     def exact(cls, eigenvalues: Tensor, matvecs: int = 0) -> "Density":
@@ -59,6 +60,26 @@ class Density:
         """The smallest and the largest node that has a mass."""
         held = self.nodes[self.weights > 0]
         return (float(held.min()), float(held.max())) if held.numel() else (0.0, 0.0)
+
+    @property
+    def smallest(self) -> Estimate:
+        """The smallest node of all probes as an estimate of the smallest eigenvalue.
+
+        The error bar is the residual, or what the probes may have missed if it is more (`missed`).
+        """
+        return self._end(-1)
+
+    @property
+    def largest(self) -> Estimate:
+        """The largest node, and its error bar as that of the smallest."""
+        return self._end(1)
+
+    def _end(self, sign: int) -> Estimate:
+        """The largest (1) or the smallest (-1) node that has a mass: zeros without one fill the rows of probes whose
+        Krylov space ended early."""
+        index = int(torch.where(self.weights > 0, sign * self.nodes, -math.inf).argmax())
+        value, residual = (float(table.flatten()[index]) for table in (self.nodes, self.residuals))
+        return Estimate(value, max(residual, self.missed[sign > 0]), self.matvecs, self.method)
 
     @property
     def spread(self) -> float:

@@ -112,14 +112,14 @@ def low_rank(
 ) -> LowRank:
     """The k eigenpairs of largest magnitude by Lanczos, and the Frobenius norm of the rest from `samples` products.
 
-    `matvecs` and `tolerance` are those of Lanczos: a budget, or the relative residual to stop at.
+    `matvecs` and `tolerance` are those of Lanczos: a budget, or the relative error to stop at.
     """
     if not operator.symmetric:
         raise RangeError("operator", "is not symmetric; only a symmetric one has eigenpairs to keep")
     found = estimate.lanczos(operator, k, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, vectors=True)
     assert found.vectors is not None
     values = found.tensor().to(operator.dtype).to(operator.device)
-    errors = torch.tensor([value.stderr for value in found], dtype=operator.dtype, device=operator.device)
+    errors = torch.tensor(found.residuals, dtype=operator.dtype, device=operator.device)
     rest = _Remainder(operator, values, found.vectors)
     remainder = estimate.frobenius_norm(rest, matvecs=samples, seed=seed + 1)
     return LowRank(operator, values, errors, found.vectors, remainder)

@@ -2,7 +2,7 @@
 
 from curvoscope.estimate import Estimate
 from curvoscope.report.contents import Cell
-from curvoscope.report.model_tables import with_error
+from curvoscope.report.model_tables import number
 
 
 def count(value: int) -> Cell:
@@ -11,11 +11,10 @@ def count(value: int) -> Cell:
 
 
 def estimated(estimate: Estimate | None, zero: float = 0.0) -> Cell:
-    """With its standard error in percent; ~0 for what is not larger than `zero`, nothing for what was not measured."""
+    """With its standard error in percent; ~0 if neither is larger than `zero`, nothing for what was not measured."""
     if estimate is None:
         return Cell("")
-    text = "~0" if 0 < abs(estimate.value) <= zero else with_error(estimate)
-    return Cell(text, estimate.value, estimate.stderr)
+    return Cell(number(estimate, zero), estimate.value, estimate.stderr)
 
 
 def plain(value: float | None, tolerance: float | None = None) -> Cell:

@@ -76,7 +76,7 @@ def _blocks(found: Blocks, figures: Draw) -> Iterator[Section]:
         )
         for row in found.rows
     ]
-    caption = "Blocks of the Hessian: ± standard error in percent (of λ max: residual), ~0 up to rounding"
+    caption = "Blocks of the Hessian: ± standard error in percent, ~0 up to rounding"
     table = Table(caption, ("block", "part", "by", "‖H‖F", "trace", "λ max"), 3, rows)
     yield Section("Blocks", tables=[table], figures=figures("norms"))
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
@@ -126,7 +126,7 @@ def _spectra(found: Spectra, figures: Draw) -> Iterator[Section]:
         for one in found.blocks
     ]
     columns = ("block", "size", "λ min", "5 %", "median", "95 %", "λ max", "λ < 0", "near 0", "|λ| ≤")
-    caption = "Eigenvalues of the blocks: ± residual in percent; ~0 where too small to be resolved"
+    caption = "Eigenvalues of the blocks: ± standard error in percent; ~0 where too small to be resolved"
     yield Section("Spectra by block", tables=[Table(caption, columns, 1, rows)], figures=figures("densities"))
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
     known = found.jensen_shannon
@@ -193,7 +193,7 @@ def _whole(whole: Whole) -> Table:
             Cell("none: λ max ≤ 0") if rate is None else cells.estimated(rate),
         ),
     ]
-    caption = f"The whole Hessian, {whole.parameters:,} parameters: by Lanczos, ± residual in percent"
+    caption = f"The whole Hessian, {whole.parameters:,} parameters: by Lanczos, ± standard error in percent"
     return Table(caption, ("quantity", "value"), 1, rows)
 
 

@@ -198,7 +198,10 @@ class BlockCurvature(torch.optim.Optimizer):
         return found
 
     def _largest(self, H: LinearOperator, diagonal: Tensor | None, start: Tensor | None) -> tuple[float, Tensor]:
-        """λ_max of D H D and its eigenvector. The residual is added: few products find a value below λ_max."""
+        """λ_max of D H D and its eigenvector. The residual is added: few products find a value below λ_max.
+
+        The error bar is not: from four products it is several times λ_max, and would stop the training.
+        """
         found = lanczos(
             H if diagonal is None else Scaled(H, diagonal),
             1,
@@ -209,7 +212,7 @@ class BlockCurvature(torch.optim.Optimizer):
             vectors=True,
         )
         assert found.vectors is not None
-        return found[0].value + found[0].stderr, found.vectors[:, 0]
+        return found[0].value + found.residuals[0], found.vectors[:, 0]
 
     def _roots(self) -> dict[str, Tensor] | None:
         """P^-½ by parameter; None for P = 1."""

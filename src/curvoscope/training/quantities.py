@@ -13,26 +13,27 @@ from curvoscope.estimate import Estimate, density, frobenius_norm, lanczos, trac
 from curvoscope.operators import LinearOperator
 from curvoscope.training.records import BlockNorms, Details
 
-RESIDUAL = 1e-3  # of λ_max, relative
-_LEAST = 8  # products for λ_min from an approximate eigenvector
+TOLERANCE = 1e-3  # of λ_max, relative
 _DOUBLINGS = 12  # of the step, up or down, in which its critical length is sought
 _REFINEMENTS = 3
 
 
 def largest(H: ModelHessian, start: Tensor | None, seed: int) -> tuple[Estimate, Tensor]:
-    """λ_max and its eigenvector (P,), from an approximate one."""
-    found = lanczos(H.total, 1, "LA", tolerance=RESIDUAL, seed=seed, start=start, vectors=True)
+    """λ_max and its eigenvector (P,), from an approximate one.
+
+    The approximate one saves few products: most of them go to making sure that no other eigenvalue has overtaken.
+    """
+    found = lanczos(H.total, 1, "LA", tolerance=TOLERANCE, seed=seed, start=start, vectors=True)
     assert found.vectors is not None
     return found[0], found.vectors[:, 0]
 
 
 def smallest(H: ModelHessian, start: Tensor | None, matvecs: int, seed: int) -> tuple[Estimate, Tensor]:
-    """λ_min and its eigenvector (P,). By a budget: a residual relative to λ_max says little of a λ_min near zero.
+    """λ_min and its eigenvector (P,), from an approximate one.
 
-    From an approximate eigenvector half of the products do.
+    By a budget: an error relative to λ_max says little of a λ_min near zero. The error bar tells what the products leave
+    possible below the value.
     """
-    if start is not None:
-        matvecs = max(_LEAST, matvecs // 2)
     found = lanczos(H.total, 1, "SA", matvecs=matvecs, seed=seed, start=start, vectors=True)
     assert found.vectors is not None
     return found[0], found.vectors[:, 0]
