@@ -235,6 +235,17 @@ def test_a_fused_linear_is_cut_where_it_holds_query_key_and_value_in_order(kind,
         torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta")],
+)
+def test_names_do_not_depend_on_what_is_set_around(setting):
+    nano, other = holder(CausalSelfAttention()), holder(OTHER_LAYOUTS[0].values[0]())
+    expected = [blocks_of(model).names for model in (nano, other)]
+    with setting():
+        assert [blocks_of(model).names for model in (nano, other)] == expected
+
+
 @pytest.mark.parametrize("kind", OTHER_LAYOUTS)
 def test_a_fused_linear_of_another_layout_keeps_its_name(kind):
     model = holder(kind())

@@ -2,7 +2,8 @@
 
 A `Family` is a table of paths: where a layer of that kind of model keeps its query weight, its norms and so on. A
 layer is found wherever a model has parameters under a family's attention paths, so that a model inside another module
-and a compiled or otherwise wrapped one are recognised as well. What no table names becomes one block a parameter.
+and a compiled or otherwise wrapped one are recognised as well. What no table names, or what turns out to be something
+else than its path says, becomes one block per parameter.
 """
 
 import re

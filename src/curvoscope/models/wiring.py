@@ -10,7 +10,7 @@ import copy
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from contextlib import ExitStack
 from types import FunctionType
 from typing import Any
 
@@ -174,33 +174,39 @@ def holds_in_order(attention: nn.Module, fused: str, output: str, width: int, he
         width: of all heads together.
         heads: their number.
     """
+    with ExitStack() as settings:  # those of the caller do not matter
+        for setting in (torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])):
+            settings.enter_context(setting)
+        settings.enter_context(torch.autocast("cpu", enabled=False))
+        settings.enter_context(torch.device("cpu"))
+        return _holds_in_order(attention, fused, output, width, heads)
+
+
+def _holds_in_order(attention: nn.Module, fused: str, output: str, width: int, heads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    draw: Callable[[int], Tensor] = lambda n: torch.randn(1, _TOKENS, n, generator=generator, dtype=torch.float64)  # noqa: E731
-    given, seen = _Given(draw(3 * width).requires_grad_()), _Seen()
+    numbers = torch.randn(1, _TOKENS, 5 * width, generator=generator, dtype=torch.float64)
+    x, cotangent, projected = numbers.split([width, width, 3 * width], -1)
+    given, seen = _Given(projected.contiguous().requires_grad_()), _Seen()
+    children = {name: nn.Identity() if isinstance(one, nn.Dropout) else one for name, one in attention._modules.items()}
     probe = copy.copy(attention)
     probe.__dict__ = {**attention.__dict__, "training": False}
-    children = {
-        name: nn.Identity() if isinstance(child, nn.Dropout) else child for name, child in attention.named_children()
-    }
     probe._modules = {**children, fused: given, output: seen}
-    probe._buffers = {name: None if one is None else one.cpu() for name, one in attention._buffers.items()}
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            type(probe).forward(probe, draw(width))
-        except _Stopped:
-            pass
-        except Exception:  # it takes other arguments, or does not go through the two children
+    try:
+        probe._buffers = {name: None if one is None else one.cpu() for name, one in attention._buffers.items()}
+        type(probe).forward(probe, x)
+    except _Stopped:
+        pass
+    except Exception:  # it takes other arguments, or does not go through the two children
+        return False
+    mixed = seen.input
+    if not isinstance(mixed, Tensor) or mixed.shape != (1, _TOKENS, width) or not mixed.requires_grad:
+        return False
+    last, cotangents = (values[0, -1].unflatten(0, (heads, -1)) for values in (mixed, cotangent))
+    for head in range(heads):
+        value = (last[head] * cotangents[head]).sum()
+        found = torch.autograd.grad(value, given.output, retain_graph=True)[0]
+        if not _is_one_head(found, given.output.detach(), float(value.detach()), head, heads):
             return False
-        mixed = seen.input
-        if not isinstance(mixed, Tensor) or mixed.shape != (1, _TOKENS, width) or not mixed.requires_grad:
-            return False
-        last = mixed[0, -1].unflatten(0, (heads, -1))
-        cotangents = draw(width)[0, -1].view_as(last)
-        for head in range(heads):
-            value = (last[head] * cotangents[head]).sum()
-            found = torch.autograd.grad(value, given.output, retain_graph=True)[0]
-            if not _is_one_head(found, given.output.detach(), float(value.detach()), head, heads):
-                return False
     return True
 
 
