@@ -33,6 +33,15 @@ def call(monkeypatch, capfd):
     return run
 
 
+DOTS = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"/>'}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made but not rendered, which takes longer than all else that a command does: every file is a dot."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, format, **_: file.write(DOTS[format]))
+
+
 @pytest.fixture(scope="session")
 def browser():
     """A headless Chromium that Playwright drives; skipped where one of the two is missing."""

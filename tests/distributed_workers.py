@@ -21,10 +21,13 @@ from curvoscope.operators import rank_sum
 ROWS = 7  # of the data of all ranks; row 5 has no target that counts
 
 
+PRELOADED = ["curvoscope.curvature", "torch._dynamo", "torch.distributed.fsdp"]  # what each rank would load anew
+
+
 def launch(task, ranks, folder, *arguments):
     """The answers of `ranks` processes that run task(rank, *arguments) in one gloo group; None for one that died."""
     context = multiprocessing.get_context("forkserver")  # torch is loaded once, and nothing of this process is shared
-    context.set_forkserver_preload(["torch", "curvoscope.curvature"])
+    context.set_forkserver_preload(PRELOADED)
     processes = [
         context.Process(target=_run, args=(task, rank, ranks, folder, arguments), daemon=True) for rank in range(ranks)
     ]
