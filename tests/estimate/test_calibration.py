@@ -112,7 +112,7 @@ def test_diagonal(known, method):
 class TestDensity:
     @pytest.mark.parametrize("spectrum", SPECTRA)
     def test_distance_to_the_true_density(self, spectrum):
-        eigenvalues = SPECTRA[spectrum](1500)
+        eigenvalues = SPECTRA[spectrum](800)
         operator = Dense(rotated(eigenvalues))
         spread = float(eigenvalues.max() - eigenvalues.min())
         for seed in range(4):

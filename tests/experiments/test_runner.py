@@ -45,10 +45,13 @@ def whole(tmp_path, name, jobs=1, **options):
     return table_of(tmp_path / name)
 
 
-def test_a_parallel_run_makes_the_table_of_a_serial_one(tmp_path):
+def test_a_parallel_run_makes_the_table_of_a_serial_one_though_a_worker_dies_and_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOY_FLAG", str(tmp_path / "flag"))
     options = {"seeds": 3, "configuration": Configuration(pause=0.0)}
-    assert whole(tmp_path, "serial", **options) == whole(tmp_path, "parallel", jobs=2, **options)
-    assert whole(tmp_path, "serial", **options) == whole(tmp_path, "again", **options)
+    serial = whole(tmp_path, "serial", **options)
+    assert serial == whole(tmp_path, "parallel", jobs=2, measure=dies_once, **options)
+    assert (tmp_path / "flag").exists() and len(serial[1]) == 5 * 3 * 4
+    assert serial == whole(tmp_path, "again", **options)
 
 
 def test_what_is_there_is_not_measured_again(tmp_path):
@@ -132,16 +135,8 @@ def test_a_worker_that_dies_again_and_again_is_named(tmp_path):
         assert len(store.done(figure)) >= 3  # what was measured stays
 
 
-def test_a_worker_that_dies_once_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setenv("TOY_FLAG", str(tmp_path / "flag"))
-    figure = toy(measure=dies_once, seeds=1, configuration=Configuration(pause=0.0))
-    with Store(tmp_path / "s") as store:
-        run(missing([figure], store, quick=False), store, jobs=2)
-        assert (tmp_path / "flag").exists() and missing([figure], store, quick=False) == []
-
-
 def test_a_measurement_that_fails_is_named(tmp_path):
-    figure = toy(measure=fails, seeds=1)
+    figure = toy(measure=fails, seeds=1, points=1)
     with Store(tmp_path / "s") as store:
         with pytest.raises(WorkerError, match=r"task: toy at sigma .*: ZeroDivisionError: of the measurement"):
             run(missing([figure], store, quick=False), store, jobs=2)
@@ -172,7 +167,7 @@ def test_a_local_dask_cluster_makes_the_same_table(tmp_path):
     pytest.importorskip("distributed")
     figure = toy(seeds=2, configuration=Configuration(pause=0.0))
     with Store(tmp_path / "dask") as store:
-        run(missing([figure], store, quick=False), store, jobs=2, dask="local")
+        run(missing([figure], store, quick=False), store, jobs=1, dask="local")
     assert table_of(tmp_path / "dask") == whole(tmp_path, "serial", seeds=2, configuration=Configuration(pause=0.0))
 
 
