@@ -156,7 +156,7 @@ def test_killed_it_goes_on_and_ends_with_the_same_weights(tmp_path):
         resume = ["--resume"] if killed else []
         process = subprocess.Popen([*command, "--out", str(parts), *resume], stdout=subprocess.DEVNULL)
         before = len(stored(parts)) if (parts / STORE).exists() and killed else 0
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
             if (parts / watch.CHECKPOINT).exists() and len(stored(parts)) > before:

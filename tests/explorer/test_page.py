@@ -19,7 +19,7 @@ from curvoscope.explorer.state import State, from_link
 
 SMALL = State(L=5, d=4, d_k=3)
 FIGURES = ("attention", "hessian", "eigenvalues", "outer", "functional", "growth", "scalar")
-PATIENCE = 60_000  # milliseconds on a busy machine
+PATIENCE = 300_000  # milliseconds: no machine is that busy
 
 
 class Explorer:
