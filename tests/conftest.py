@@ -46,11 +46,11 @@ def undrawn(monkeypatch):
 def browser():
     """A headless Chromium that Playwright drives; skipped where one of the two is missing."""
     playwright = pytest.importorskip("playwright.sync_api", reason="the tests of pages need playwright")
-    from browser_cases import CHROMIUM, CHROMIUM_FLAGS
+    from browser_cases import CHROMIUM, CHROMIUM_FLAGS, PATIENCE
 
     if CHROMIUM is None:
         pytest.skip("the tests of pages need the program chromium")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS), timeout=PATIENCE)
         yield started
         started.close()
