@@ -11,7 +11,7 @@ import curvoscope as cv
 from autodiff_cases import GPT, cross_entropy, tokens, truth
 from curvoscope import estimate
 from estimate.matrices import Dense
-from estimate.test_calibration import SEEDS, _share
+from estimate.test_calibration import SEEDS, calibrated, holding
 
 BLOCKS = ["h.0.attn.Q", "h.0.attn.V", "h.1.mlp.up", "h.1.mlp.down"]
 NAMES = [*BLOCKS, None]  # None: the whole
@@ -48,13 +48,13 @@ class TestCoverage:
     def test_trace(self, hessian, name):
         operator, matrix = _block(*hessian, name)
         found = [estimate.trace(Dense(matrix), matvecs=MATVECS, seed=seed) for seed in range(SEEDS)]
-        assert 0.92 <= _share(found, float(matrix.trace()))[0] <= 0.98
+        assert calibrated(holding(found, float(matrix.trace())))
         assert operator.trace(matvecs=MATVECS, seed=7).value == pytest.approx(found[7].value, rel=1e-6)
 
     def test_frobenius_norm(self, hessian, name):
         operator, matrix = _block(*hessian, name)
         found = [estimate.frobenius_norm(Dense(matrix), matvecs=MATVECS, seed=seed) for seed in range(SEEDS)]
-        assert 0.92 <= _share(found, float(matrix.norm()))[0] <= 0.98
+        assert calibrated(holding(found, float(matrix.norm())))
         assert operator.frobenius_norm(matvecs=MATVECS, seed=7).value == pytest.approx(found[7].value, rel=1e-6)
 
 
