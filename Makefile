@@ -4,18 +4,38 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 WORKERS ?= 2
+THREADS ?= 1
+# Neighbouring tests stay in one process, which makes what they share once.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow fuzz lint bench docs clean
+# Other CPUs, as far as the environment can tell torch and its libraries.
+SSE := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+COMPATIBLE := MKL_CBWR=COMPATIBLE
+ORDER ?= 1
+SHUFFLED = --random-order-bucket=module --random-order-seed=$(ORDER)
+
+.PHONY: demo test test-slow test-other-cpu test-portable fuzz lint bench docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
 	$(BIN)/curvoscope analyze --out demo
 
 test: $(VENV)/dev $(VENV)/browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	OMP_NUM_THREADS=$(THREADS) $(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/dev $(VENV)/browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow
+	OMP_NUM_THREADS=$(THREADS) $(PYTEST) -m slow
+
+# `make test` on the CPU that differs most from a new one, in another order.
+test-other-cpu: $(VENV)/dev $(VENV)/browser
+	$(SSE) OMP_NUM_THREADS=$(THREADS) $(PYTEST) $(SHUFFLED) -m "not slow"
+
+# All tests on every kind of CPU, with one and with two threads, in another order: some hours. ORDER=7 for a seventh one.
+test-portable: $(VENV)/dev $(VENV)/browser
+	for threads in 1 2; do for cpu in "$(SSE)" "$(AVX2)" "$(COMPATIBLE)"; do \
+	    echo "$$cpu, $$threads threads" && env $$cpu OMP_NUM_THREADS=$$threads $(PYTEST) $(SHUFFLED) || exit 1; \
+	done; done
 
 # Ten minutes of fresh examples against autodiff; prints how many, and the seed that repeats a failure.
 fuzz: $(VENV)/dev

@@ -12,6 +12,7 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu")
 AXE = Path(sys.prefix) / "node_modules" / "axe-core" / "axe.min.js"
+PATIENCE = 300_000  # milliseconds: no machine is that busy
 WIDTHS = {"wide": 1440, "narrow": 390}
 
 

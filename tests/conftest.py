@@ -33,15 +33,24 @@ def call(monkeypatch, capfd):
     return run
 
 
+DOTS = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"/>'}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made but not rendered, which takes longer than all else that a command does: every file is a dot."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, format, **_: file.write(DOTS[format]))
+
+
 @pytest.fixture(scope="session")
 def browser():
     """A headless Chromium that Playwright drives; skipped where one of the two is missing."""
     playwright = pytest.importorskip("playwright.sync_api", reason="the tests of pages need playwright")
-    from browser_cases import CHROMIUM, CHROMIUM_FLAGS
+    from browser_cases import CHROMIUM, CHROMIUM_FLAGS, PATIENCE
 
     if CHROMIUM is None:
         pytest.skip("the tests of pages need the program chromium")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS), timeout=PATIENCE)
         yield started
         started.close()

@@ -1,10 +1,13 @@
 """What each of several processes does in the tests of distributed Hessians; their answers come back in files."""
 
+import functools
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -22,16 +25,21 @@ from curvoscope.operators import rank_sum
 ROWS = 7  # of the data of all ranks; row 5 has no target that counts
 
 
+HANGS = 400  # seconds after which no machine is just slow
+LONG = 1000.0  # the timeout of a group whose answers come without it
+PRELOADED = ["curvoscope.curvature", "torch._dynamo", "torch.distributed.fsdp"]  # what each rank would load anew
+
+
 def launch(task, ranks, folder, *arguments):
     """The answers of `ranks` processes that run task(rank, *arguments) in one gloo group; None for one that died."""
     context = multiprocessing.get_context("forkserver")  # torch is loaded once, and nothing of this process is shared
-    context.set_forkserver_preload(["torch", "curvoscope.curvature"])
+    context.set_forkserver_preload(PRELOADED)
     processes = [
         context.Process(target=_run, args=(task, rank, ranks, folder, arguments), daemon=True) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    end = time.monotonic() + 100
+    end = time.monotonic() + HANGS
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
         if process.is_alive():
@@ -41,10 +49,17 @@ def launch(task, ranks, folder, *arguments):
     return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
+@functools.cache
+def launched(task, ranks, *arguments):
+    """As `launch`, once for all tests that read the answers, in whatever order they come."""
+    with tempfile.TemporaryDirectory(prefix="curvoscope-") as folder:
+        return launch(task, ranks, Path(folder), *arguments)
+
+
 def _run(task, rank, ranks, folder, arguments):
     torch.set_num_threads(1)
     where = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timedelta(seconds=LONG))
     torch.save(task(rank, *arguments), folder / f"{rank}.pt")
 
 
@@ -219,25 +234,27 @@ def failures(rank):
 
 
 def vanishing(rank, how, timeout):
-    """Rank 1 builds the Hessian and then is gone, or does nothing; how long until the others know."""
+    """Rank 1 builds the Hessian and then is gone, or does nothing until the others know."""
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()  # the processes may start further apart than the timeout
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     H = hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
     if rank == 1:
         if how == "dies":
             os._exit(1)
-        time.sleep(6)
+        store.wait(["told 0", "told 2"], timedelta(seconds=HANGS))
         return None
-    return until_told(H)
+    message = told(H)
+    store.set(f"told {rank}", "")
+    return message
 
 
-def until_told(H):
-    """How long it takes until a question fails because a rank is gone, and what is said; None if it does not."""
-    start = time.monotonic()
+def told(H):
+    """What is said by a question that fails because a rank is gone; None if it does not fail."""
     try:
         H.total.trace(matvecs=4)
     except RankError as error:
-        return time.monotonic() - start, str(error)
+        return str(error)
     return None
 
 

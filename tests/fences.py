@@ -92,7 +92,7 @@ class Runner:
             elif words[0] in ("torchrun", "python"):
                 module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
                 command = [sys.executable, *module, *words[1:]]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
                 assert done.returncode == 0, f"{line}: exit code {done.returncode}\n{done.stderr}"
                 printed += done.stdout
             else:

@@ -8,6 +8,9 @@ import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
+from curvoscope import commands
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.commands import analyze, analyze_model, reproduce_report, spectrum, watch_report
 from curvoscope.commands.subject import Request
@@ -30,7 +33,9 @@ def run_of(kind, out):
     if made is None:
         made = _MADE[kind] = Path(tempfile.mkdtemp(prefix="curvoscope-")) / "run"
         atexit.register(shutil.rmtree, made.parent, ignore_errors=True)
-        _make(kind, made)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(commands, "png", lambda figure: b"\x89PNG")  # the pages show the SVG
+            _make(kind, made)
     shutil.copytree(made, out, dirs_exist_ok=True)
     return out, json.loads((out / DOCUMENTS[kind]).read_text())
 

@@ -12,7 +12,7 @@ from curvoscope.curvature import CrossEntropy, MeanSquaredError, blocks_of, hess
 from curvoscope.estimate.products import Probes, Products
 from curvoscope.operators import sharded_operators
 from curvoscope.operators.mesh import Mesh
-from distributed_workers import ROWS, OnceTanh, Trap, batches, caught, shares, until_told
+from distributed_workers import ROWS, OnceTanh, Trap, batches, caught, shares, told
 
 
 class Encoder(nn.Module):
@@ -182,11 +182,11 @@ def _trapped(ranks):
 
 
 def sharded_vanishing(rank, how):
-    """Rank 1 is gone in the middle of a pass; how long until the others know."""
+    """Rank 1 is gone in the middle of a pass; what the others are told."""
     model = _trapped(dist.get_world_size())
     H = hessian(model, MeanSquaredError(), [points()], memory_limit=1)
     model[2].act.set = how if rank == 1 else None
-    return until_told(H)
+    return told(H)
 
 
 def random_numbers(rank, size):

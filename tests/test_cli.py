@@ -25,12 +25,18 @@ def files(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_analyze_prints_the_table_the_sentence_and_the_files(call, tmp_path):
-    out = tmp_path / "deep" / "er"
-    code, stdout, stderr = call("analyze", *SMALL, "--out", out)
-    assert code == 0 and stderr == ""
+def installed(*arguments, cwd):
+    """In a process of its own."""
+    command = [sys.executable, "-c", "from curvoscope.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_analyze_prints_the_table_the_sentence_and_the_files(tmp_path):
+    done = installed("analyze", *SMALL, cwd=tmp_path)
+    stdout, out = done.stdout, tmp_path / "curvoscope-analyze"
+    assert done.returncode == 0 and done.stderr == ""
     assert files(out) == WRITTEN
-    assert stdout.splitlines()[-8:] == [f"wrote {out / name}" for name in SHOWN]
+    assert stdout.splitlines()[-8:] == [f"wrote {out.name}/{name}" for name in SHOWN]
     table = json.loads((out / "table.json").read_text())
     assert table["verdict"] in " ".join(stdout.split())
     matrices = {f"h.0.{name}" for name in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down")}
@@ -48,7 +54,7 @@ def test_analyze_prints_the_table_the_sentence_and_the_files(call, tmp_path):
     [("none", "softmax", "float64"), ("pre", "linear", "float32")],
 )
 @pytest.mark.slow
-def test_json_is_the_file_and_the_only_thing_on_stdout(call, tmp_path, norm, attention, dtype):
+def test_json_is_the_file_and_the_only_thing_on_stdout(call, undrawn, tmp_path, norm, attention, dtype):
     options = [*SMALL, "--norm", norm, "--attention", attention, "--dtype", dtype]
     code, stdout, stderr = call("analyze", *options, "--out", tmp_path, "--json")
     assert code == 0 and stderr == ""
@@ -81,7 +87,7 @@ def test_json_is_the_file_and_the_only_thing_on_stdout(call, tmp_path, norm, att
 
 
 @pytest.mark.slow
-def test_seeds_differ(call, tmp_path):
+def test_seeds_differ(call, undrawn, tmp_path):
     documents = [json.loads(call("analyze", *SMALL, "--seed", seed, "--out", tmp_path, "--json")[1]) for seed in (1, 2)]
     assert documents[0]["rows"][0]["trace"] != documents[1]["rows"][0]["trace"]
     assert files(tmp_path) == WRITTEN
@@ -207,11 +213,6 @@ def test_help_needs_no_heavy_import():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_as_installed(tmp_path):
-    command = [sys.executable, "-c", "from curvoscope.cli import main; main()", "analyze", *SMALL]
-    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == ""
-    assert json.loads(done.stdout)["rows"]
-    assert files(tmp_path / "curvoscope-analyze") == WRITTEN
-    done = subprocess.run([*command, "--d", "0"], cwd=tmp_path, capture_output=True, text=True)
+def test_the_exit_code_of_a_process(tmp_path):
+    done = installed("analyze", "--d", "0", "--json", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: d:")

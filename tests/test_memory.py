@@ -28,7 +28,8 @@ def table(names):
     if sys.platform != "linux":
         pytest.skip("the peak of resident memory is read and reset through /proc")
     here = Path(__file__).parent
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(here.parent)}
+    places = os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": places}
     command = [sys.executable, str(here / "memory_cases.py"), *names]
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 

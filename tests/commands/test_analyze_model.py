@@ -23,7 +23,7 @@ FAST = ["--sequences", "2", "--length", "6"]
 
 
 @pytest.fixture
-def document(call, tmp_path):
+def document(call, tmp_path, undrawn):
     """The JSON of a run that succeeds."""
 
     def run(*arguments):
@@ -127,7 +127,7 @@ def test_the_tolerance_and_the_budget_are_kept(document, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_seed_twice_gives_the_same_document_and_its_command_repeats_it(call, tmp_path):
+def test_the_same_seed_twice_gives_the_same_document_and_its_command_repeats_it(call, undrawn, tmp_path):
     options = ["--sequences", "2", "--blocks", "h.0.attn.[KV]", "--blocks", "h.0.mlp.up", "--seed", "3"]
     randomness = torch.random.get_rng_state()
     outputs = [call("analyze", "addition", *options, "--out", tmp_path / str(i), "--json")[1] for i in range(2)]
@@ -231,7 +231,7 @@ class TestData:
         with torch.no_grad():
             assert abs(found["loss"] - float(model(**batch).loss)) < 1e-5
 
-    def test_images_are_noise_and_it_says_so(self, call, tmp_path):
+    def test_images_are_noise_and_it_says_so(self, call, undrawn, tmp_path):
         saved(tmp_path / "model", "vit")
         options = ["--sequences", "3", "--blocks", "h.0.attn.V", "--out", tmp_path / "out"]
         code, stdout, _ = call("analyze", tmp_path / "model", *options)
@@ -319,7 +319,7 @@ class TestData:
         code, _, stderr = call("analyze", "gpt2-tiny", "--sequences", "9999", "--out", tmp_path)
         assert code == 2 and stderr.startswith("error: text: has 10696 tokens, 9999 sequences of 64 need")
 
-    def test_weights_that_are_not_used_are_told(self, call, tmp_path):
+    def test_weights_that_are_not_used_are_told(self, call, undrawn, tmp_path):
         saved(tmp_path / "model", n_layer=2)
         file = tmp_path / "model" / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "n_layer": 1}))

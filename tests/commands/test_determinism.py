@@ -114,15 +114,15 @@ def test_twice_in_one_process(name, call, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", MORE)
-def test_twice_in_two_processes(name, threads, tmp_path):
-    """With other hashes of strings, so that no order of a set shows."""
+def test_twice_in_two_processes(name, tmp_path):
+    """With other hashes of strings, so that no order of a set shows, and with two threads, whose sums are harder to keep
+    than those of one."""
     printed = []
     for seed, folder in enumerate((tmp_path / "one", tmp_path / "two")):
         options = [] if name == "verify" else ["--out", str(folder)]
         start = [sys.executable, "-c", "from curvoscope.cli import main; main()"]
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "2"}
         words = [*start, *MORE[name], *options, "--json"]
         run = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         printed.append(parsed(run.stdout))

@@ -27,7 +27,7 @@ def start(*arguments):
 
 def stop(process):
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     return process.returncode, errors
 
 

@@ -61,7 +61,7 @@ def test_no_script_comes_in_with_an_svg(tmp_path):
     assert page.all("path")[0]["style"] == "stroke: currentColor"
 
 
-def test_a_training_run_that_was_killed(tmp_path, capsys):
+def test_a_training_run_that_was_killed(undrawn, tmp_path, capsys):
     records = training_records()
     with RunStore(tmp_path / "store.sqlite") as store:
         run = store.run("run 1", {"configuration": {"steps": 9, "optimizer": "adam"}, "versions": {"torch": "2"}})
@@ -77,7 +77,7 @@ def test_a_training_run_that_was_killed(tmp_path, capsys):
     assert not any(one["subject"] == "learning-rate cap" for one in document["advice"])  # 2/λ_max is none of Adam's
 
 
-def test_a_folder_named_script(tmp_path):
+def test_a_folder_named_script(undrawn, tmp_path):
     from curvoscope.commands import analyze_model
     from curvoscope.commands.subject import Request
 

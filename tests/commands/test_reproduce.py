@@ -26,12 +26,6 @@ def small(monkeypatch):
     return changed
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Pictures take longer than all the rest."""
-    monkeypatch.setattr(reproduce, "_write", lambda *arguments: [])
-
-
 def run(out, **options):
     given = {
         "names": ["fig3a"],
@@ -87,7 +81,7 @@ def test_without_resume_it_is_measured_anew(small, undrawn, tmp_path, capsys):
     assert len(seen) == 10
 
 
-def test_the_verdicts_are_shown_line_by_line(small, tmp_path, capsys):
+def test_the_verdicts_are_shown_line_by_line(small, undrawn, tmp_path, capsys):
     run(tmp_path, as_json=False)
     shown = capsys.readouterr().out
     assert "outer Q grows as σ^6 for σ ≤ 0.3" in shown and "agrees" in shown

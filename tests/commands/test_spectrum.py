@@ -18,7 +18,7 @@ FAST = ["--sequences", "3"]
 PROJECTIONS = ["attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down"]
 
 
-def test_the_papers_model_against_the_dense_hessian(call, tmp_path):
+def test_the_papers_model_against_the_dense_hessian(call, undrawn, tmp_path):
     options = [*FAST, "--seed", "2", "--blocks", "h.0.attn.[QV]", "--blocks", "positions", "--out", tmp_path]
     code, stdout, stderr = call("spectrum", *options, "--json")
     assert (code, stderr) == (0, "") and stdout == (tmp_path / "spectrum.json").read_text()
@@ -77,7 +77,7 @@ def test_the_default_blocks_the_files_and_what_a_reader_sees(call, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_seed_twice_and_the_command_again(call, tmp_path):
+def test_the_same_seed_twice_and_the_command_again(call, undrawn, tmp_path):
     options = [*FAST, "--matvecs", "16", "--blocks", "h.0.attn.[QV]", "--seed", "5", "--json"]
     first, second = (call("spectrum", *options, "--out", tmp_path / str(i))[1] for i in range(2))
     assert first == second
@@ -85,7 +85,7 @@ def test_the_same_seed_twice_and_the_command_again(call, tmp_path):
     assert call(*words[1:], "--out", tmp_path / "2", "--json")[1] == first
 
 
-def test_a_folder(call, tmp_path):
+def test_a_folder(call, undrawn, tmp_path):
     saved(tmp_path / "model", "llama")
     options = ["--sequences", "2", "--length", "6", "--matvecs", "16", "--out", tmp_path / "out", "--json"]
     code, stdout, stderr = call("spectrum", tmp_path / "model", *options)

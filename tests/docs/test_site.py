@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from browser_cases import WIDTHS, Traffic, overflow
+from browser_cases import PATIENCE, WIDTHS, Traffic, overflow
 from fences import ROOT
 
 MATHJAX = ROOT / ".venv/share/mathjax/node_modules/mathjax/es5/tex-svg-full.js"
@@ -34,6 +34,7 @@ def site(tmp_path_factory):
 
 def test_formulas_are_drawn_without_a_network(site, browser):
     context = browser.new_context(offline=True, viewport={"width": WIDTHS["narrow"], "height": 844})
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     traffic = Traffic(page)
     formulas = 0

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("dash", reason="the explorer needs dash")
 
-from browser_cases import WIDTHS, Traffic, overflow, serious_violations
+from browser_cases import PATIENCE, WIDTHS, Traffic, overflow, serious_violations
 from curvoscope.explorer import tour
 from curvoscope.explorer.compute import matrices, spectra
 from curvoscope.explorer.layout import CONTROLS
@@ -19,7 +19,6 @@ from curvoscope.explorer.state import State, from_link
 
 SMALL = State(L=5, d=4, d_k=3)
 FIGURES = ("attention", "hessian", "eigenvalues", "outer", "functional", "growth", "scalar")
-PATIENCE = 60_000  # milliseconds on a busy machine
 
 
 class Explorer:

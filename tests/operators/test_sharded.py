@@ -6,7 +6,7 @@ import torch
 from autodiff_cases import GPT, cross_entropy, points, tokens, truth
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, blocks_of, hessian
 from curvoscope.estimate.space import Space
-from distributed_workers import ROWS, launch
+from distributed_workers import ROWS, launch, launched
 from reference import relative
 from sharded_workers import (
     Encoder,
@@ -32,9 +32,9 @@ CASES = [  # rows of each rank, which modules are sharded, how products are made
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request, tmp_path_factory):
+def case(request):
     cuts, kind, hvp = request.param
-    return *request.param, launch(sharded_answers, len(cuts), tmp_path_factory.mktemp("ranks"), cuts, kind, hvp)
+    return *request.param, launched(sharded_answers, len(cuts), cuts, kind, hvp)
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,5 @@ class TestAModelThatFailsOnOneRank:
 def test_a_rank_that_is_gone_in_the_middle_is_an_error_on_the_others(tmp_path, how, ranks):
     found = launch(sharded_vanishing, ranks, tmp_path, how)
     assert found.pop(1) is None
-    for seconds, message in found:
-        assert seconds < 20
+    for message in found:  # long before the timeout of the group: `launch` would not wait for it
         assert message.startswith("process_group: another rank is gone, failed, or did not answer within the timeout")

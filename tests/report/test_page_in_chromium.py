@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from browser_cases import WIDTHS, Traffic, overflow, serious_violations
+from browser_cases import PATIENCE, WIDTHS, Traffic, overflow, serious_violations
 from curvoscope.report.contents import report_of
 from report_cases import KINDS, run_of
 
@@ -22,6 +22,7 @@ def opened(browser, run):
 
     def show(width=1440, scheme="light", path=None):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(PATIENCE)
         contexts.append(context)
         page = context.new_page()
         traffic = Traffic(page)

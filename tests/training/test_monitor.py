@@ -34,7 +34,7 @@ def descend(model, optimizer, inputs, targets, monitor=None, steps=5):
 
 
 def near(found, truth):
-    return abs(found.value - truth) <= max(0.02 * abs(truth), 3 * found.stderr)
+    return abs(found.value - truth) <= max(0.02 * abs(truth), 5 * found.stderr)
 
 
 def beyond(found):
