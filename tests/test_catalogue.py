@@ -116,6 +116,23 @@ CALLS = {
     "hessian: loss not a scalar": (lambda: hessian(loss=lambda F, Y: (F - Y) ** 2).loss, LOSS, "loss_fn"),
     "hessian: loss not finite": (lambda: hessian(TwoOutputs(), batches=[(X, X)]).loss, FINITE, None),
     "hessian: loss detached": (lambda: hessian(loss=lambda F, Y: F.detach().mean()) @ r(43), LOSS, "loss_fn"),
+    "hessian: loss that mixes rows": (
+        lambda: hessian(loss=lambda F, Y: (F - F.mean(0)).square().mean(), micro_batch=2),
+        LOSS,
+        "loss_fn",
+    ),
+    "hessian: loss with reduction none": (lambda: hessian(loss=nn.MSELoss(reduction="none")), LOSS, "loss_fn"),
+    "hessian: contrastive, cut, by differences": (
+        lambda: hessian(loss=cv.losses.Contrastive(mse_loss), micro_batch=2, hvp="difference"),
+        MODEL,
+        "micro_batch",
+    ),
+    "hessian: penalty not a scalar": (
+        lambda: hessian(loss=cv.losses.Regularised(mse_loss, lambda parameters: parameters["0.weight"])),
+        LOSS,
+        "penalty",
+    ),
+    "hessian: penalty without a loss": (lambda: cv.losses.Regularised(None, lambda parameters: X.sum()), LOSS, "loss"),
     "hessian: own loss of a model without one": (lambda: hessian(loss=None), LOSS, "loss_fn"),
     "hessian: blocks of another model": (
         lambda: hessian(blocks=cv.blocks_of(OTHER)), MODEL, "model",

@@ -5,18 +5,18 @@ from curvoscope.losses.at_layer import (
     CrossEntropy,
     Curvature,
     LossAt,
-    LossFunction,
     PairCurvature,
-    PerToken,
-    Port,
     ScalarCurvature,
     SoftmaxCurvature,
     TokenCurvature,
     at,
-    curvature_of,
-    group_size,
-    through,
 )
+from curvoscope.losses.at_layer import LossFunction as LossFunction
+from curvoscope.losses.at_layer import PerToken as PerToken
+from curvoscope.losses.at_layer import Port as Port
+from curvoscope.losses.at_layer import curvature_of as curvature_of
+from curvoscope.losses.at_layer import group_size as group_size
+from curvoscope.losses.at_layer import through as through
 from curvoscope.losses.contrastive import Contrastive
 from curvoscope.losses.objectives import MeanLoss
 from curvoscope.losses.regularised import Regularised
@@ -27,17 +27,11 @@ __all__ = [
     "CrossEntropy",
     "Curvature",
     "LossAt",
-    "LossFunction",
     "MeanLoss",
     "PairCurvature",
-    "PerToken",
-    "Port",
     "Regularised",
     "ScalarCurvature",
     "SoftmaxCurvature",
     "TokenCurvature",
     "at",
-    "curvature_of",
-    "group_size",
-    "through",
 ]
