@@ -116,8 +116,7 @@ def test_twice_in_one_process(name, call, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_twice_in_two_processes(name, tmp_path):
-    """With other hashes of strings, so that no order of a set shows, and with two threads, whose sums are harder to keep
-    than those of one."""
+    """With other hashes of strings, so that no order of a set shows; with two threads, whose sums are the harder."""
     printed = []
     for seed, folder in enumerate((tmp_path / "one", tmp_path / "two")):
         options = [] if name == "verify" else ["--out", str(folder)]
