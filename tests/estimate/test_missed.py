@@ -37,7 +37,20 @@ class TestCoverage:
 
     def test_draws_are_of_all_kinds(self):
         names = [draw(seed, 1e3).name for seed in range(100)]
-        words = (*KINDS, "budget", "warm", "restarts", "tolerance", "LA", "SA", "LM", "k 1", "k 3", "float32", "float64")
+        words = (
+            *KINDS,
+            "budget",
+            "warm",
+            "restarts",
+            "tolerance",
+            "LA",
+            "SA",
+            "LM",
+            "k 1",
+            "k 3",
+            "float32",
+            "float64",
+        )
         assert all(any(word in name for name in names) for word in words)
 
     def test_two_products_on_a_null_space(self):

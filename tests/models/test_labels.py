@@ -7,7 +7,7 @@ from torch.nn import functional as f
 import curvoscope as cv
 import zoo
 from curvoscope.curvature import BatchError, CrossEntropy, trainable
-from curvoscope.errors import LossError, ModelError
+from curvoscope.errors import LossError
 from reference import normal, relative
 
 ENCODER_DECODERS = [
@@ -101,19 +101,3 @@ def test_a_loss_that_is_not_known_is_refused():
     model, batch = labelled("Wav2Vec2ForCTC")
     with pytest.raises(LossError, match=r"none that is known.*loss_fn\(outputs, labels\)"):
         cv.hessian(model, None, [batch])
-
-
-class TestExperts:
-    def test_several_vectors_at_once(self):
-        model, batch = zoo.hugging_face("MixtralForCausalLM").float(), zoo.batch("next token")
-        model.set_experts_implementation("grouped_mm")
-        H = cv.hessian(model, None, [batch])
-        V = normal(1)(H.shape[0], 3).float()
-        together, apart = H @ V, torch.stack([H @ v for v in V.T], 1)
-        assert relative(together, apart) < 1e-4
-
-    def test_a_kernel_without_float64_names_the_way_out(self):
-        model, batch = zoo.hugging_face("MixtralForCausalLM"), zoo.batch("next token")
-        model.set_experts_implementation("grouped_mm")
-        with pytest.raises(ModelError, match=r'set_experts_implementation\("eager"\)'):
-            cv.hessian(model, None, [batch])

@@ -102,10 +102,11 @@ def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) 
             f"the model needs decoder_input_ids ({said}); put them into the dict of inputs, or give dicts with "
             "'labels', from which the model makes them itself",
         )
-    if hasattr(model, "set_experts_implementation") and ("grouped_mm" in said or "mat_a" in said):
+    grouped = any(word in said for word in ("grouped_mm", "mat_a", "multiple of 16 bytes"))
+    if grouped and hasattr(model, "set_experts_implementation"):
         return ModelError(
             "model",
-            f"its experts run in a kernel that does not take this precision ({said}); call "
+            f"its experts run in a kernel that does not take this precision or width ({said}); call "
             'model.set_experts_implementation("eager") first',
         )
     return None
