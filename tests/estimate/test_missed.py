@@ -1,5 +1,6 @@
 """The ends of spectra: error bars that cover what a random start may have missed."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from curvoscope.estimate import density, eigenvalues, lanczos
 from curvoscope.estimate.missed import LEVELS, Projection, Starts
 from curvoscope.operators.compositions import Product
-from estimate.ends import KINDS, LowRank, draw, outcome
+from estimate.ends import KINDS, WAYS, LowRank, draw, outcome
 from estimate.matrices import Dense, decaying, flat, outliers, rotated
 from reference import normal
 
@@ -25,8 +26,8 @@ def _check(draws, share):
 
 
 class TestCoverage:
-    """95 % intervals. Of N independent values with that coverage a share below 0.95 - 3 sqrt(0.05·0.95/N) is found in one
-    run of 700: 0.885 for N = 100, 0.93 for N = 1000. The bound is a worst case: the share found is above 0.99."""
+    """95 % intervals. Of N independent values with that coverage fewer than 0.95 - 3 sqrt(0.05·0.95/N) are held in one
+    run of 700: 0.885 for N = 100, 0.93 for N = 1000. The bound is that of a worst case: above 0.99 were held."""
 
     def test_a_hundred_draws(self):
         _check((draw(seed, 1e4) for seed in range(100)), 0.885)
@@ -37,20 +38,7 @@ class TestCoverage:
 
     def test_draws_are_of_all_kinds(self):
         names = [draw(seed, 1e3).name for seed in range(100)]
-        words = (
-            *KINDS,
-            "budget",
-            "warm",
-            "restarts",
-            "tolerance",
-            "LA",
-            "SA",
-            "LM",
-            "k 1",
-            "k 3",
-            "float32",
-            "float64",
-        )
+        words = (*KINDS, *WAYS, "LA", "SA", "LM", "k 1", "k 3", "float32", "float64")
         assert all(any(word in name for name in names) for word in words)
 
     def test_two_products_on_a_null_space(self):
@@ -156,7 +144,7 @@ class TestBound:
         eigenvalues = torch.cat([flat(399), torch.tensor([1.8], dtype=torch.float64)])
         operator = Dense(rotated(eigenvalues))
         bars = [lanczos(operator, 1, "LA", matvecs=matvecs)[0] for matvecs in (2, 4, 8, 16, 32)]
-        assert all(one.stderr > two.stderr for one, two in zip(bars, bars[1:], strict=False))
+        assert all(one.stderr > two.stderr for one, two in itertools.pairwise(bars))
         assert all(abs(one.value - 1.8) <= 1.96 * one.stderr for one in bars)
         assert bars[0].stderr > 1 and bars[-1].stderr < 1e-5
 

@@ -1,5 +1,4 @@
-"""Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation done twice, thick restarts, error bars that cover what
-was not seen."""
+"""Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation done twice, thick restarts and their bounds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.missed import Projection, Starts
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.result import Estimate
-from curvoscope.estimate.space import Space
 
 DEFAULT_TOLERANCE = 1e-6
 WHICH = ("LM", "LA", "SA")
@@ -27,13 +25,13 @@ _SIGNS = {"LM": (1, -1), "LA": (1,), "SA": (-1,)}
 
 @dataclass(frozen=True, eq=False)
 class Eigenvalues:
-    """Eigenvalues in ascending order, each with an error bar: the residual, or what may have been missed if that is more.
+    """Eigenvalues in ascending order, each with an error bar: the larger of its residual and of what may be missed.
 
     A symmetric B has an eigenvalue within the residual |B x - θ x| of θ. It need not be the first, second, ... of its
-    kind: an eigenvector nearly orthogonal to the random start is seen late. How far out its eigenvalue may be is bounded
-    with a probability (`missed`): the 95 % interval of a value holds the eigenvalue with at least that probability, and
-    ten error bars with 99.99 %. For the largest magnitudes (LM) this is true of the magnitude. Multiplicities above the
-    number of starting vectors are not seen.
+    kind: an eigenvector nearly orthogonal to the random start is seen late. How far out its eigenvalue may be has a
+    bound that holds with a given probability (`estimate.missed`): the 95 % interval of a value holds the eigenvalue
+    with at least that probability, ten error bars hold it with 99.99 %. For the largest magnitudes (LM) this is said of
+    the magnitude. Multiplicities above the number of starting vectors are not seen.
     """
 
     values: tuple[Estimate, ...]
@@ -76,8 +74,8 @@ def lanczos(
     The basis V grows by the part of B V_last outside V, orthogonalised twice against all of V; the projection V B V^T
     is kept and diagonalised in float64. When V fills its memory, the best Ritz vectors and the last block make a new V.
     A block of b starting vectors finds eigenvalues of multiplicity up to b. When V becomes an invariant subspace, new
-    random vectors join, until they change nothing. A run goes on until the residuals are small and an eigenvalue further
-    out is improbable (`missed`); with a budget the error bars say what may have been missed.
+    random vectors join, until they change nothing. A run goes on until the residuals are small and an eigenvalue
+    further out is improbable (`estimate.missed`); with a budget the error bars say what may have been missed.
 
     Args:
         operator: (n, n), symmetric.

@@ -1,8 +1,8 @@
 """How far an eigenvalue that a Krylov method has not seen may lie beyond the Ritz values, with a given probability.
 
-A small residual says that an eigenvalue is near a Ritz value, not that it is the end of the spectrum. What bounds the end
-is the random start. Let the rows of V be orthonormal, B V^T = V^T T + U^T K with new orthonormal rows U, and let u be a
-unit eigenvector with eigenvalue λ. Its coordinates y = V u and z = U u obey
+A small residual says that an eigenvalue is near a Ritz value, not that it is the end of the spectrum. The random start
+bounds the end. Let the rows of V be orthonormal, B V^T = V^T T + U^T K with new orthonormal rows U, and let u be a unit
+eigenvector with eigenvalue λ. Its coordinates y = V u and z = U u obey
 
     (λ - T) y = K^T z,    |y|² + |z|² ≤ 1.
 
@@ -10,9 +10,9 @@ A start of q standard normal rows G = S_V V + S_U U in the span of V and U has G
 
     |G u|² ≤ g(λ) = max_z |(S_V (λ - T)^-1 K^T + S_U) z|² / (|(λ - T)^-1 K^T z|² + |z|²).
 
-G is drawn without knowing B, so |G u|² has the distribution χ² with q degrees of freedom, and is at least its quantile c
-of order δ with probability 1 - δ. Then no λ with g(λ) < c is the eigenvalue of u. Away from the Ritz values g falls
-exponentially with the number of steps. For q = 1 this is the bound of van Dorsselaer, Hochstenbach and van der Vorst,
+G is drawn independently of B, so |G u|² is χ² with q degrees of freedom, and at least its quantile c of order δ with
+probability 1 - δ. Then no λ with g(λ) < c is the eigenvalue of u. Away from the Ritz values g falls exponentially with
+the number of steps. For q = 1 this is the bound of van Dorsselaer, Hochstenbach and van der Vorst,
 "Computing probabilistic bounds for extreme eigenvalues of symmetric matrices with the Lanczos method", SIAM J. Matrix
 Anal. Appl. 22 (2000): g is the Christoffel function of the Lanczos polynomials.
 
@@ -20,8 +20,8 @@ Three cases are added to theirs:
 
 - Restarts. A Ritz vector x with Ritz value θ and coupling k that is dropped has <u, x> = k·z/(λ - θ), z being the
   coordinates on the new rows, which stay in the basis. So S depends on λ from then on (`_Restart`).
-- Starts that are known vectors plus a random part: by Anderson's inequality |G u|² is stochastically at least that of the
-  random part alone, whatever the known vectors.
+- Starts that are known vectors plus a random part: by Anderson's inequality |G u|² is stochastically at least that of
+  the random part alone, whatever the known vectors.
 - What is dropped as rounding: if the rows of U leave out a part of length ε, (λ - T) y = K^T z + e with |e| ≤ ε, which
   adds at most ε |S_V (λ - T)^-1| to |G u|. Other rounding errors do not depend on G u: they are a shift as above.
 """
@@ -113,8 +113,8 @@ class Starts:
 
         Eigenvalues are compared by t = λ or -λ, the larger the further out; with both signs by t = |λ|. The points with
         g ≥ c form an interval around each Ritz value, or around several. The outermost eigenvalue is not above the
-        outermost of these points, and the i-th not above the top of the interval that holds the i-th Ritz value, unless
-        one with more Ritz values holds more eigenvalues than Ritz values, as many as the starts have vectors or more.
+        outermost of these points. The i-th is not above the top of the interval that holds the i-th Ritz value, unless
+        an interval further out holds more eigenvalues than Ritz values: a multiplicity above the number of starts.
 
         Args:
             projection: of the present basis.
@@ -127,7 +127,7 @@ class Starts:
         return _bars(lambda at: self._overlap(projection, signs, at), self.count, self._length, t, scale, rounding)
 
     def _overlap(self, projection: Projection, signs: tuple[int, ...], points: Tensor) -> Tensor:
-        """sqrt(g(λ)) + ε |S_V (λ - T)^-1| at points t (n,), the larger one of λ = t and λ = -t if there are two signs."""
+        """sqrt(g(λ)) + ε |S_V (λ - T)^-1| at points t (n,), the largest over λ = sign·t."""
         width = (self.count + len(projection.coupling)) * (len(projection.values) + len(projection.coupling))
         parts = [
             torch.stack([self._overlap_at(projection, sign * part) for sign in signs]).amax(0)
@@ -159,8 +159,8 @@ def quadrature_bars(
 ) -> float:
     """The error bar of the outermost Ritz value of several Lanczos runs, see `LEVELS`; not below rounding.
 
-    |G u|² is then a sum over the p starts, each bounded by its own run. Starts of random signs are taken as normal ones:
-    u must not be concentrated on few coordinates, where a sum of signs vanishes more often.
+    |G u|² is then a sum over the p starts, each bounded by its own run. Starts of random signs are taken as normal
+    ones: u must not be concentrated on few coordinates, where a sum of signs vanishes more often.
 
     Args:
         nodes: Ritz values (p, m).

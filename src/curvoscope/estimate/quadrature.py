@@ -89,13 +89,12 @@ def _collect(
 
 @dataclass(frozen=True, eq=False)
 class _Rule:
-    """Gauss quadratures of p probes: nodes (p, m), ascending; the first entries of their vectors, whose squares are the
-    weights; their coupling to the next Lanczos vector, whose size is the residual; what was dropped as rounding (p,)."""
+    """Gauss quadratures of p probes."""
 
-    nodes: Tensor
-    first: Tensor
-    coupling: Tensor
-    lost: Tensor
+    nodes: Tensor  # (p, m), ascending
+    first: Tensor  # (p, m), first entries of their vectors: the roots of the weights, with a sign
+    coupling: Tensor  # (p, m), of their vectors with the next Lanczos vector: the residuals, with a sign
+    lost: Tensor  # (p,), the length of what was dropped as rounding
 
     def joined(self, other: "_Rule") -> "_Rule":
         """With the probes of another."""

@@ -2,7 +2,7 @@
 
 from curvoscope.estimate import Estimate
 from curvoscope.report.contents import Cell
-from curvoscope.report.model_tables import number
+from curvoscope.report.model_tables import or_zero
 
 
 def count(value: int) -> Cell:
@@ -14,7 +14,7 @@ def estimated(estimate: Estimate | None, zero: float = 0.0) -> Cell:
     """With its standard error in percent; ~0 if neither is larger than `zero`, nothing for what was not measured."""
     if estimate is None:
         return Cell("")
-    return Cell(number(estimate, zero), estimate.value, estimate.stderr)
+    return Cell(or_zero(estimate, zero), estimate.value, estimate.stderr)
 
 
 def plain(value: float | None, tolerance: float | None = None) -> Cell:

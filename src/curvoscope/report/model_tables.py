@@ -19,7 +19,7 @@ def block_table(rows: Sequence[Measurement], rounding: float = 0.0) -> Table:
             row.block if i == 0 or rows[i - 1].block != row.block else "",
             row.part,
             row.method,
-            *(number(number, rounding) for number in (row.frobenius_norm, row.trace, row.largest_eigenvalue)),
+            *(or_zero(number, rounding) for number in (row.frobenius_norm, row.trace, row.largest_eigenvalue)),
             end_section=last,
         )
     return table
@@ -46,7 +46,7 @@ def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:
         ("size", "λ min", "5 %", "median", "95 %", "λ max", "λ < 0", "near 0", "|λ| ≤"),
     )
     for one in spectra:
-        low, high = (number(end, one.log.reach) for end in (one.smallest, one.largest))
+        low, high = (or_zero(end, one.log.reach) for end in (one.smallest, one.largest))
         quantiles = [_resolved(one.quantile(share)) for share in (0.05, 0.5, 0.95)]
         shares = [f"{estimate.value:.1%}" for estimate in (one.negative, one.near_zero)]
         reach = f"{one.log.reach:.0e}" if one.log.reach else "0"
@@ -54,7 +54,7 @@ def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:
     return table
 
 
-def number(estimate: Estimate, zero: float) -> str:
+def or_zero(estimate: Estimate, zero: float) -> str:
     """With its standard error in percent; ~0 if neither is larger than `zero`."""
     return "~0" if 0 < abs(estimate.value) <= zero and estimate.stderr <= zero else with_error(estimate)
 

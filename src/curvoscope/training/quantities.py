@@ -31,8 +31,8 @@ def largest(H: ModelHessian, start: Tensor | None, seed: int) -> tuple[Estimate,
 def smallest(H: ModelHessian, start: Tensor | None, matvecs: int, seed: int) -> tuple[Estimate, Tensor]:
     """λ_min and its eigenvector (P,), from an approximate one.
 
-    By a budget: an error relative to λ_max says little of a λ_min near zero. The error bar tells what the products leave
-    possible below the value.
+    By a budget: an error relative to λ_max says little of a λ_min near zero. The error bar covers what the products do
+    not rule out below the value.
     """
     found = lanczos(H.total, 1, "SA", matvecs=matvecs, seed=seed, start=start, vectors=True)
     assert found.vectors is not None
