@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 WORKERS ?= 2
 THREADS ?= 1
+# A thread that waits for another must not keep a core busy that a third one needs.
+export OMP_WAIT_POLICY := PASSIVE
 # Neighbouring tests stay in one process, which makes what they share once.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

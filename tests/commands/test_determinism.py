@@ -121,7 +121,8 @@ def test_twice_in_two_processes(name, tmp_path):
     for seed, folder in enumerate((tmp_path / "one", tmp_path / "two")):
         options = [] if name == "verify" else ["--out", str(folder)]
         start = [sys.executable, "-c", "from curvoscope.cli import main; main()"]
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "2"}
+        threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # on a busy machine the default waits busily
+        environment = {**os.environ, **threads, "PYTHONHASHSEED": str(seed)}
         words = [*start, *MORE[name], *options, "--json"]
         run = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         printed.append(parsed(run.stdout))
