@@ -125,7 +125,7 @@ class TestBound:
             probes = Probes(products, 4)
             first, lengths = krylov._first_block(products, probes, None, block)
             run = krylov._Run(products, probes, 1, which, first, lengths, None, 8 * 120 * (16 + 6 * block))
-            run.go(60, 1e-15)
+            run.go(60, 0.0)  # all products are made, on any CPU
             assert len(run._starts._events) > 2  # it was restarted
             overlap = run._starts._overlap(run._project(), (1,), eigenvalues)
             apart = (eigenvalues[:, None] - run._project().values).abs().amin(1) > 1e-6  # else g has a pole there

@@ -153,14 +153,17 @@ def number_of_terms(function: Function, count: Count, outputs: Any, targets: Any
     return number
 
 
+Comparison = tuple[Measured, list[Measured]]  # a whole and its parts; no parts if the function does not take them
+
+
 @dataclass
 class Evidence:
     """What the batches of one process tell about a loss function."""
 
     epsilon: float = 0.0  # of the least precise of the losses
     batches: list[Measured] = field(default_factory=list)
-    comparisons: list[tuple[Measured, list[Measured]]] = field(default_factory=list)  # a whole and its parts
-    over_tokens: list[tuple[Measured, list[Measured]]] = field(default_factory=list)  # cut along the second axis
+    comparisons: list[Comparison] = field(default_factory=list)  # cut along the first axis, the rows
+    over_tokens: list[Comparison] = field(default_factory=list)  # cut along the second axis
 
 
 class Inquiry:
@@ -172,16 +175,14 @@ class Inquiry:
         self._before: tuple[Measured, Any, Any] | None = None
         self._evidence = Evidence()
 
-    def add(self, outputs: Any, targets: Any) -> float:
-        """One more micro-batch; its loss is returned."""
-        found = measure(self._function, outputs, targets)
-        self._evidence.batches.append(found)
+    def add(self, outputs: Any, targets: Any) -> None:
+        """One more micro-batch."""
+        self._evidence.batches.append(measure(self._function, outputs, targets))
         if len(self._evidence.batches) == 1:
             self._waiting = outputs, targets
         else:
             self._look_at_first()
             self._look(outputs, targets)
-        return found.value
 
     def evidence(self, alone: bool) -> Evidence:
         """What was found; `alone`: no other process has batches."""
@@ -214,40 +215,39 @@ class Inquiry:
         self._before = whole, outputs, targets
 
     def _widened(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The batch in float64, if the function takes it."""
+        """The batch in float64, unless the function has tensors of its own in another precision."""
         if sum(tensor.numel() for tensor in tensors(outputs)) > _WIDENED:
             return outputs, targets
-        try:
-            wide = change(outputs, _double), change(targets, _double)
-            measure(self._function, *wide)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, ValueError):  # it has tensors of its own in another precision
-            return outputs, targets
-        return wide
+        wide = change(outputs, _double), change(targets, _double)
+        return (outputs, targets) if self._tried(*wide) is None else wide
 
     def _halves(self, outputs: Any, targets: Any, axis: int, at: int, size: int) -> list[tuple[Any, Any]]:
         pair = outputs, targets
         return [cut(pair, axis, 0, at, size), cut(pair, axis, at, size, size)]
 
-    def _compare(self, kept: list[Any], whole: Measured, parts: Sequence[tuple[Any, Any]]) -> None:
-        try:
-            kept.append((whole, [measure(self._function, *part) for part in parts]))
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, IndexError):  # a function of whole batches only
-            kept.append((whole, []))
+    def _compare(self, kept: list[Comparison], whole: Measured, parts: Sequence[tuple[Any, Any]]) -> None:
+        found = [self._tried(*part) for part in parts]
+        kept.append((whole, [part for part in found if part is not None] if None not in found else []))
 
     def _join(self, whole: Measured, outputs: Any, targets: Any) -> None:
         assert self._before is not None
         before, *earlier = self._before
         try:
-            together = measure(self._function, *joined([tuple(earlier), (outputs, targets)]))
-        except torch.OutOfMemoryError:
-            raise
+            both = joined([tuple(earlier), (outputs, targets)])
         except (RuntimeError, ValueError):  # of other shapes
             return
-        self._evidence.comparisons.append((together, [before, whole]))
+        together = self._tried(*both)
+        if together is not None:
+            self._evidence.comparisons.append((together, [before, whole]))
+
+    def _tried(self, outputs: Any, targets: Any) -> Measured | None:
+        """None if the function does not take such data."""
+        try:
+            return measure(self._function, outputs, targets)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
 
 
 def _double(tensor: Tensor) -> Tensor:
