@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from curvoscope.estimate import density, eigenvalues, lanczos
+from curvoscope.estimate import density, eigenvalues, krylov, lanczos
 from curvoscope.estimate.missed import LEVELS, Projection, Starts
+from curvoscope.estimate.products import Probes, Products
 from curvoscope.operators.compositions import Product
 from estimate.ends import KINDS, WAYS, LowRank, draw, outcome
 from estimate.matrices import Dense, decaying, flat, outliers, rotated
@@ -116,9 +117,6 @@ class TestBound:
     @pytest.mark.parametrize("which", ["LA", "LM"])
     def test_a_restart_keeps_what_is_known(self, which, block):
         """The bound holds for every eigenvector: |G u|² ≤ g(λ), also after restarts and for all of the spectrum."""
-        from curvoscope.estimate import krylov
-        from curvoscope.estimate.products import Probes, Products
-
         matrix = rotated(decaying(120, 0.5))
         eigenvalues, vectors = torch.linalg.eigh(matrix)
         with Products(Dense(matrix), "eigenvalues") as products:
@@ -165,13 +163,11 @@ class TestBound:
 
     def test_records_of_restarts_are_limited(self, monkeypatch):
         """Once they would take too much memory, the last bound holds on."""
-        from curvoscope.estimate import krylov
-
-        eigenvalues = torch.linspace(-1, 2, 300).double()
-        ask = lambda: lanczos(Dense(rotated(eigenvalues)), 1, "LA", matvecs=150, memory_limit=8 * 300 * 24)[0]  # noqa: E731
-        kept = ask()
+        operator = Dense(rotated(torch.linspace(-1, 2, 300, dtype=torch.float64)))
+        options = {"matvecs": 150, "memory_limit": 8 * 300 * 24}
+        kept = lanczos(operator, 1, "LA", **options)[0]
         monkeypatch.setattr(krylov, "_RECORDS", 10_000)
-        dropped = ask()
+        dropped = lanczos(operator, 1, "LA", **options)[0]
         assert kept.value == dropped.value and kept.stderr < dropped.stderr
         assert abs(dropped.value - 2) <= 1.96 * dropped.stderr
 

@@ -86,7 +86,8 @@ def lanczos(
             a budget is given.
         seed: of the starting vectors.
         start: (n,) or (n, p) approximate eigenvectors, of an earlier point in training for example. A random tenth is
-            added, so that an eigenvalue that has overtaken theirs is found too.
+            added, so that an eigenvalue that has overtaken theirs is found too. They make residuals small sooner; to
+            rule out that an eigenvalue has overtaken takes as many products as without them.
         block: vectors a product; the number of starting vectors, or min(k, 8).
         vectors: whether to return eigenvectors.
         memory_limit: bytes for the basis.
