@@ -52,7 +52,7 @@ _KEPT = "{place} other than {value}"
 
 
 @dataclass(frozen=True)
-class Tally:
+class TermCounts:
     """What can be counted in one batch or in a part of it."""
 
     rows: float
@@ -86,7 +86,7 @@ class Tally:
         return numbers.get(count)
 
 
-def tally(outputs: Any, targets: Any, observed: float | None = None) -> Tally:
+def tally(outputs: Any, targets: Any, observed: float | None = None) -> TermCounts:
     """All that can be counted in a batch."""
     wanted, given = list(tensors(targets)), list(tensors(outputs))
     first = next(iter(wanted + given), None)
@@ -99,7 +99,7 @@ def tally(outputs: Any, targets: Any, observed: float | None = None) -> Tally:
             often = sizes.argsort(descending=True, stable=True)[:_DISTINCT]
             found = dict(zip(values[often].tolist(), sizes[often].tolist(), strict=True))
             occurrences[leaf] = (tensor.numel(), found)
-    return Tally(
+    return TermCounts(
         1.0 if first is None else float(first.shape[0]),
         float(wanted[0].numel()) if wanted else 0.0,
         float(given[0].numel()) if given else 0.0,
@@ -130,7 +130,7 @@ class Measured:
     """The loss of a batch or of a part of it, and what can be counted there."""
 
     value: float
-    tally: Tally
+    tally: TermCounts
     is_torch_mean: bool  # whether the loss is torch's own mean of the negative log-likelihood, and nothing else
 
 

@@ -15,7 +15,7 @@ Penalty = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _WithParameters:
     """What a regularised loss reads: the model's outputs and its parameters by name."""
 
     outputs: Any
@@ -50,7 +50,7 @@ class Regularised(Objective):
 
     def seen(self, outputs: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Outputs and parameters together."""
-        return _Seen(outputs, parameters)
+        return _WithParameters(outputs, parameters)
 
     def inquiry(self) -> Inquiry | None:
         """That of the loss."""
@@ -63,15 +63,15 @@ class Regularised(Objective):
             raise LossError("loss", "is a sum over rows, and with a penalty must be a mean; divide it by the rows")
         return found
 
-    def __call__(self, outputs: _Seen, targets: Any) -> Tensor:
+    def __call__(self, outputs: _WithParameters, targets: Any) -> Tensor:
         """Loss and penalty."""
         return self._loss(outputs.outputs, targets) + self._scalar(outputs.parameters)
 
-    def terms(self, outputs: _Seen, targets: Any) -> int | float:
+    def terms(self, outputs: _WithParameters, targets: Any) -> int | float:
         """Those of the loss."""
         return self._loss.terms(outputs.outputs, targets)
 
-    def gradient(self, outputs: _Seen, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def gradient(self, outputs: _WithParameters, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
         """G at the outputs, and the gradient of the penalty at the parameters."""
         cut, gradient = self._loss.gradient(outputs.outputs, targets)
         aliases = {name: w.view_as(w) for name, w in outputs.parameters.items() if w.requires_grad}
