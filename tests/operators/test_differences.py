@@ -136,6 +136,9 @@ class TestTheStep:
     The rounding of a CPU decides which step is the best. Of 504 vectors, 180 of them on four kinds of CPU, half have no
     better step than theirs, one in ten has one that is twice as good, one in a hundred one that is 3 to 5.3 times as
     good. So the geometric mean over four vectors is below 3, and none is where only a wrong step comes.
+
+    Along a vector in which the model is linear no step is the best: the error falls as far as one looks, and where the
+    search ends depends on chance. There the error must be below that of smooth functions, epsilon^(2/3).
     """
 
     def test_no_other_is_three_times_better(self, name, dtype, part, monkeypatch):
@@ -151,8 +154,10 @@ class TestTheStep:
             if not bool(product.any()):
                 continue
             errors = _errors(H, part, v, product, one.displacement * 2.0 ** torch.arange(-8, 9, dtype=torch.float64))
-            reached, floor = float(errors[8]), 10 * torch.finfo(v.dtype).eps
-            factors.append(1.0 if reached < floor else reached / float(errors.nan_to_num(math.inf).min()))
+            errors, epsilon = errors.nan_to_num(math.inf), torch.finfo(v.dtype).eps
+            reached, is_linear = float(errors[8]), int(errors.argmin()) >= 14
+            good = reached < (epsilon ** (2 / 3) if is_linear else 10 * epsilon)
+            factors.append(1.0 if good else reached / float(errors.min()))
         assert not factors or (statistics.geometric_mean(factors) < 3 and max(factors) < 20)
 
 
