@@ -141,8 +141,8 @@ class Autodiff:
         def add(position: int, graph: Graph) -> None:
             found = self._products(graph, part, rows, wanted, spread)
             if (names, layer) not in self._examined:
-                self._examined.add((names, layer))
                 self._examine(graph, position, rows, columns, (vectors[0], found[0]) if part == "total" else None)
+                self._examined.add((names, layer))
             weight = self._weight(position)
             if weight != 1:
                 found *= weight
