@@ -10,8 +10,8 @@ from torch import Tensor
 
 import curvoscope as cv
 from benchmarks.measure import in_own_process, in_turns, once, peak_gib
-from curvoscope.data import addition, answer_targets
-from curvoscope.models import GPT2
+from curvoscope.papers.networks import GPT2
+from curvoscope.papers.tasks import addition, answer_targets
 
 torch.set_num_threads(2)
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.measure import exponent, in_own_process, in_turns, peak_gib, resident_peak_starts_anew
 from curvoscope import exact, losses
 from curvoscope.curvature import CrossEntropy, hessian
-from curvoscope.models.configs import transformers
+from curvoscope.families.configs import transformers
 
 PRODUCT = {"layers": 4, "width": 128, "length": 128, "rows": 4, "vectors": 1}
 LAYER = {"sequences": 8, "length": 32, "width": 64, "heads": 4}

@@ -8,9 +8,9 @@ import time
 
 import torch
 
-from curvoscope import data
 from curvoscope.curvature import CrossEntropy
-from curvoscope.models.gpt2_block import GPT2
+from curvoscope.papers import tasks
+from curvoscope.papers.networks import GPT2
 from curvoscope.training import CurvatureMonitor
 
 BUDGETS = (0.1, 0.25)
@@ -59,8 +59,8 @@ class _Training:
 
 
 def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = data.addition(64, seed=seed)
-    return tokens[:, :-1], data.answer_targets(tokens)
+    tokens = tasks.addition(64, seed=seed)
+    return tokens[:, :-1], tasks.answer_targets(tokens)
 
 
 def _compare(budget: float) -> dict[str, object]:

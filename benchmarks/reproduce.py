@@ -11,8 +11,8 @@ from curvlinops import GGNLinearOperator, HessianLinearOperator, hutchinson_squa
 from torch import Tensor, nn
 
 from benchmarks.measure import once
-from curvoscope.experiments.figures import load
-from curvoscope.experiments.setting import ANSWERS, Setting
+from curvoscope.papers.experiments.figures import load
+from curvoscope.papers.experiments.setting import ANSWERS, Setting
 
 SIGMAS = (0.1, 1.0)
 SAMPLES = 20

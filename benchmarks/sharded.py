@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.measure import in_own_process, once, peak_gib
 from benchmarks.ranks import together
 from curvoscope.curvature import MeanSquaredError, hessian
-from curvoscope.operators.sharded_operators import ShardedMatrix
+from curvoscope.distributed.sharded_operators import ShardedMatrix
 
 RANKS = (1, 2, 4)
 WIDTH, LAYERS, ROWS, STEPS = 384, 8, 16, 8

@@ -11,8 +11,8 @@ entry: the query and key blocks are orders of magnitude smaller than the value b
 import torch
 
 import curvoscope as cv
-from curvoscope.data import addition, answer_targets
-from curvoscope.models import GPT2
+from curvoscope.papers.networks import GPT2
+from curvoscope.papers.tasks import addition, answer_targets
 from curvoscope.report.figures import hessian_figure
 
 model = GPT2(d=12, seed=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import curvoscope
-from curvoscope.theorems.calculus import vec_columns
+from curvoscope.papers.theorems.calculus import vec_columns
 
 
 def test_every_module_that_annotates_shapes_is_checked(pytestconfig):

@@ -10,8 +10,8 @@ import torch
 import curvoscope as cv
 from autodiff_cases import GPT, cross_entropy, tokens, truth
 from curvoscope import estimate
-from estimate.matrices import Dense
 from estimate.test_calibration import SEEDS, calibrated, holding
+from matrices import Dense
 
 BLOCKS = ["h.0.attn.Q", "h.0.attn.V", "h.1.mlp.up", "h.1.mlp.down"]
 NAMES = [*BLOCKS, None]  # None: the whole

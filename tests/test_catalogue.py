@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import curvoscope as cv
-from curvoscope import data, errors, estimate
+from curvoscope import errors, estimate
 from curvoscope.analysis.power_law import power_law
-from curvoscope.experiments import StoreError
-from curvoscope.models.gpt2_block import GPT2
-from curvoscope.operators.batches import BatchError
-from curvoscope.operators.distributed import RankError
+from curvoscope.autodiff.batches import BatchError
+from curvoscope.distributed.ranks import RankError
+from curvoscope.papers import tasks
+from curvoscope.papers.experiments import StoreError
+from curvoscope.papers.networks import GPT2
 from reference import normal
 
 r = normal(0)
@@ -35,7 +36,7 @@ BATCHES = [(X, Y)]
 MATRIX = r(9, 9)
 MATRIX = MATRIX + MATRIX.T
 QUERY = r(1, 2, 5, 4)
-TOKENS = data.addition(4)
+TOKENS = tasks.addition(4)
 
 
 class Symmetric:
@@ -206,8 +207,8 @@ CALLS = {
     ),
     "sdpa: mixed dtypes": (lambda: cv.attention.sdpa(QUERY, QUERY.float(), QUERY), DTYPE, "key"),
     # ---- data and models
-    "addition: no sequences": (lambda: data.addition(0), RANGE, "sequences"),
-    "addition: no digits": (lambda: data.addition(4, digits=0), RANGE, "digits"),
+    "addition: no sequences": (lambda: tasks.addition(0), RANGE, "sequences"),
+    "addition: no digits": (lambda: tasks.addition(4, digits=0), RANGE, "digits"),
     "gpt2: no width": (lambda: GPT2(d=0), RANGE, "d"),
     "gpt2: unknown norm": (lambda: GPT2(norm="post2"), RANGE, "norm"),
     # ---- analysis

@@ -11,9 +11,9 @@ from PIL import Image
 
 import curvoscope as cv
 from curvoscope import commands
-from curvoscope.data import addition, answer_targets
-from curvoscope.experiments import NAMES
-from curvoscope.models import GPT2
+from curvoscope.papers.experiments import NAMES
+from curvoscope.papers.networks import GPT2
+from curvoscope.papers.tasks import addition, answer_targets
 
 SMALL = ["--d", "4", "--sequences", "3", "--seed", "5"]
 FIGURES = ["heat_map", "densities", "histograms", "hessian", "depth"]
@@ -208,7 +208,7 @@ def test_help_needs_no_heavy_import():
     script = (
         "import sys; from typer.testing import CliRunner; from curvoscope.cli import app; "
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
-        "assert not {'matplotlib', 'transformers', 'curvoscope.report', 'curvoscope.experiments'} & set(sys.modules)"
+        "assert not {'matplotlib', 'transformers', 'curvoscope.report', 'curvoscope.papers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -8,14 +8,14 @@ from torch import nn
 from torch.func import functional_call
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
+from curvoscope.autodiff.matrix import AutodiffBlock
 from curvoscope.blocks import Blocks
+from curvoscope.closed import closed_forms
 from curvoscope.curvature import CrossEntropy, MeanLoss, blocks_of, hessian
 from curvoscope.errors import BlockNameError, MemoryLimitError, ModelError
 from curvoscope.estimate import Estimate
-from curvoscope.models import closed_forms
-from curvoscope.models.gpt2_block import GPT2
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.matrix_free import AutodiffBlock
+from curvoscope.papers.networks import GPT2
 from family_cases import shaken
 from reference import normal, relative
 

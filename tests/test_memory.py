@@ -11,8 +11,8 @@ import torch
 
 import curvoscope as cv
 from curvoscope import checks
+from curvoscope.autodiff.snapshot import Written
 from curvoscope.errors import MemoryLimitError, RangeError
-from curvoscope.operators.autodiff_model import Written
 from memory_cases import CASES, CHUNKED, ENVIRONMENT
 
 QUICK = [
@@ -27,8 +27,8 @@ def table(names):
     """All in one process of their own, whose peak is reset from case to case."""
     if sys.platform != "linux":
         pytest.skip("the peak of resident memory is read and reset through /proc")
-    here = Path(__file__).parent
-    places = os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")]))
+    here = Path(__file__).parent / "support"
+    places = os.pathsep.join(filter(None, [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": places}
     command = [sys.executable, str(here / "memory_cases.py"), *names]
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)

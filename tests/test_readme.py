@@ -23,6 +23,6 @@ def test_the_two_commands_are_there():
 
 
 def test_the_number_of_theorems_is_right():
-    from curvoscope.theorems.verify import names
+    from curvoscope.papers.theorems.verify import names
 
     assert f"{len(names())} theorems" in README

@@ -8,8 +8,8 @@ import torch
 
 import curvoscope as cv
 import zoo
+from curvoscope.autodiff import engine
 from curvoscope.curvature import CrossEntropy, trainable
-from curvoscope.operators import autodiff
 from reference import relative
 
 QUICK = {
@@ -287,7 +287,7 @@ def test_the_test_of_first_products_does_not_cry_wolf(name, monkeypatch):
     """Though no operation is taken as checked."""
     if name in NO_LOSS:
         return
-    monkeypatch.setattr(autodiff, "unchecked", frozenset)
+    monkeypatch.setattr(engine, "unchecked", frozenset)
     model, loss_fn, batches = zoo.build(name)
     H = cv.hessian(model, loss_fn, batches)
     H @ torch.ones(H.shape[0], dtype=torch.float64)

@@ -13,7 +13,7 @@ from sphinx.util.docutils import SphinxDirective
 from typer.models import ArgumentInfo
 
 from curvoscope.cli import app as command_line
-from curvoscope.theorems import Result, verify
+from curvoscope.papers.theorems import Result, verify
 
 
 class Commands(SphinxDirective):

@@ -5,7 +5,7 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.errors import CurvoscopeError
 from curvoscope.estimate import Estimate
-from curvoscope.models.families import blocks_of
+from curvoscope.families.block_maps import blocks_of
 from curvoscope.operators import BlockHessian, BlockMatrix, KroneckerSum, LinearOperator
 
 __version__ = "0.1.0"

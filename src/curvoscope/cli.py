@@ -84,7 +84,7 @@ class WithNames(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of the command, and the names."""
-        from curvoscope.experiments import NAMES
+        from curvoscope.papers.experiments import NAMES
 
         self.epilog = f"NAME: all, {', '.join(NAMES)}"
         super().format_help(ctx, formatter)

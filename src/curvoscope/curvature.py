@@ -8,24 +8,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvoscope import checks
+from curvoscope.autodiff.batches import BatchError, Batches
+from curvoscope.autodiff.coupled import Coupled
+from curvoscope.autodiff.differences import Differences
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.graph import SecondDerivativeError
+from curvoscope.autodiff.matrix import AutodiffMatrix
 from curvoscope.blocks import Blocks
+from curvoscope.closed.closed_forms import ClosedForms, Layers
+from curvoscope.closed.layer_curvatures import LayerCurvature, layer_curvatures
+from curvoscope.distributed.mesh import Mesh, sharded_ranks
+from curvoscope.distributed.ranks import RankError, ranks_of
+from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
+from curvoscope.distributed.sharded_model import mesh_of
+from curvoscope.distributed.sharded_operators import ShardedMatrix
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
+from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
-from curvoscope.models.closed_forms import ClosedForms, Layers
-from curvoscope.models.families import blocks_of
-from curvoscope.models.layer_curvatures import LayerCurvature, layer_curvatures
-from curvoscope.operators.autodiff import Autodiff
-from curvoscope.operators.autodiff_graph import SecondDerivativeError
-from curvoscope.operators.batches import BatchError, Batches
 from curvoscope.operators.block_matrix import BlockHessian
-from curvoscope.operators.coupled import Coupled
-from curvoscope.operators.differences import Differences
-from curvoscope.operators.distributed import RankError, ranks_of
-from curvoscope.operators.matrix_free import AutodiffMatrix
-from curvoscope.operators.mesh import Mesh, sharded_ranks
-from curvoscope.operators.sharded import Aligned, Sharded, ShardedDifferences
-from curvoscope.operators.sharded_model import mesh_of
-from curvoscope.operators.sharded_operators import ShardedMatrix
 
 __all__ = [
     "BatchError",

@@ -7,9 +7,9 @@ import torch
 from torch.func import functional_call, grad, jacfwd
 
 from curvoscope.analysis import PARTS, BlockRow, block_rows, block_table, headline, verdict
-from curvoscope.data import addition, answer_targets
 from curvoscope.errors import BlockNameError
-from curvoscope.models import GPT2
+from curvoscope.papers.networks import GPT2
+from curvoscope.papers.tasks import addition, answer_targets
 
 
 def measured(norm="none", activation="softmax", d=4, sequences=6, dtype=torch.float64):

@@ -7,16 +7,17 @@ import torch
 from torch.func import grad, jacfwd, jacrev
 
 import curvoscope as cv
-from curvoscope import data
 from curvoscope.analysis import propagation
+from curvoscope.closed import layer_curvatures
 from curvoscope.errors import EmptyError, ModelError, ShapeError
 from curvoscope.exact.block import Stack
-from curvoscope.models import GPT2, layer_curvatures
+from curvoscope.papers import tasks
+from curvoscope.papers.networks import GPT2
 from curvoscope.report.depth_figures import propagation_figure, propagation_map
 from reference import normal
 
-TOKENS = data.addition(2, seed=0)
-INPUTS, TARGETS = TOKENS[:, :-1], data.answer_targets(TOKENS)
+TOKENS = tasks.addition(2, seed=0)
+INPUTS, TARGETS = TOKENS[:, :-1], tasks.answer_targets(TOKENS)
 
 
 def _model(norm, depth=2):

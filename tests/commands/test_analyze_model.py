@@ -13,8 +13,8 @@ import zoo
 from autodiff_cases import cross_entropy, truth_of
 from curvoscope.commands.subject import Request, select, subject_of
 from curvoscope.curvature import hessian
-from curvoscope.data.text import corpus
-from curvoscope.models.families import blocks_of
+from curvoscope.families.block_maps import blocks_of
+from curvoscope.families.text import corpus
 from model_folders import make, saved
 
 pytest.importorskip("transformers")

@@ -17,8 +17,8 @@ import sys
 import pytest
 import torch
 
-from curvoscope.experiments import figures
-from curvoscope.experiments.setting import Setting
+from curvoscope.papers.experiments import figures
+from curvoscope.papers.experiments.setting import Setting
 from curvoscope.versions import versions
 
 DURATIONS = {"seconds", "share_of_time", "cost", "pace"}

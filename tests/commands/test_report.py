@@ -7,7 +7,7 @@ import pytest
 
 from curvoscope.commands import report
 from curvoscope.commands.document import REPORTS
-from curvoscope.experiments import Store
+from curvoscope.papers.experiments import Store
 from curvoscope.report.contents import ReportError
 from curvoscope.training import Incident, RunStore
 from model_folders import saved

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from curvoscope import experiments
 from curvoscope.commands import export, reproduce
 from curvoscope.commands.reproduce import run as reproduced
 from curvoscope.errors import RangeError
-from curvoscope.experiments import figures
-from curvoscope.experiments.setting import Setting
+from curvoscope.papers import experiments
+from curvoscope.papers.experiments import figures
+from curvoscope.papers.experiments.setting import Setting
 from curvoscope.versions import versions
 
 

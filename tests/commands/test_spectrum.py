@@ -9,9 +9,9 @@ from PIL import Image
 from torch.func import functional_call
 
 from autodiff_cases import cross_entropy, truth_of
-from curvoscope.data import addition, answer_targets
-from curvoscope.models import GPT2
-from curvoscope.models.families import blocks_of
+from curvoscope.families.block_maps import blocks_of
+from curvoscope.papers.networks import GPT2
+from curvoscope.papers.tasks import addition, answer_targets
 from model_folders import saved
 
 FAST = ["--sequences", "3"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from curvoscope.commands import verify as command
-from curvoscope.theorems import Result
+from curvoscope.papers.theorems import Result
 
 GOOD = Result("Lemma 1", "paper", "holds as printed", 1e-15, 1e-10, "H[ab, cd] = 0")
 CORRECTED = Result("Lemma 2", "paper", "holds corrected", 2e-15, 1e-10, "printed form off by 1.8 (E9)", 1.8)

@@ -15,8 +15,8 @@ from curvoscope.commands.document import REPORTS
 from curvoscope.commands.reproduce import STORE
 from curvoscope.database import StoreError
 from curvoscope.errors import ModelError, RangeError
-from curvoscope.experiments import Store
-from curvoscope.models.loading import MissingPackageError
+from curvoscope.families.loading import MissingPackageError
+from curvoscope.papers.experiments import Store
 from curvoscope.training import Record, RunStore
 
 SMALL = {"d": 4, "sequences": 4, "every": 2, "budget": 1.0}
@@ -67,7 +67,7 @@ def test_batches_of_text_are_of_the_text_and_of_the_seed_alone():
     (inputs, targets), (again, _), (other, _) = (run._data.batch(seed) for seed in (5, 5, 6))
     assert torch.equal(inputs, again) and not torch.equal(inputs, other) and inputs.shape == (4, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    from curvoscope.data import text
+    from curvoscope.families import text
 
     assert bytes(inputs[0].tolist()) in text.corpus().encode()
 

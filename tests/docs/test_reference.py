@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import curvoscope as cv
-from curvoscope import experiments
+from curvoscope.papers import experiments
 from fences import DOCS
 
 sys.path.insert(0, str(DOCS / "_ext"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from curvoscope import estimate
-from estimate.matrices import SPECTRA, Dense, rotated
+from matrices import SPECTRA, Dense, rotated
 from reference import normal
 
 SEEDS = 300

@@ -6,7 +6,7 @@ import torch
 from curvoscope.errors import MemoryLimitError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Density, density
 from curvoscope.operators.compositions import Product
-from estimate.matrices import SPECTRA, Dense, flat, outliers, rotated
+from matrices import SPECTRA, Dense, flat, outliers, rotated
 from reference import normal
 
 

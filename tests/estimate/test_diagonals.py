@@ -6,7 +6,7 @@ import torch
 from curvoscope import estimate
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.diagonals import METHODS
-from estimate.matrices import SPECTRA, Dense, decaying, flat, rotated
+from matrices import SPECTRA, Dense, decaying, flat, rotated
 from reference import normal
 
 

@@ -6,7 +6,7 @@ import torch
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import eigenvalues, lanczos
 from curvoscope.operators.compositions import Product
-from estimate.matrices import Dense, outliers, rotated
+from matrices import Dense, outliers, rotated
 from reference import normal
 
 

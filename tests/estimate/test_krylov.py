@@ -5,7 +5,7 @@ import torch
 
 from curvoscope.errors import MemoryLimitError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import lanczos
-from estimate.matrices import SPECTRA, Dense, decaying, flat, outliers, rotated
+from matrices import SPECTRA, Dense, decaying, flat, outliers, rotated
 from reference import normal
 
 WHICH = ("LM", "LA", "SA")

@@ -10,9 +10,9 @@ from curvoscope.estimate import density, eigenvalues, krylov, lanczos
 from curvoscope.estimate.missed import LEVELS, Projection, Starts
 from curvoscope.estimate.products import Probes, Products
 from curvoscope.operators.compositions import Product
-from estimate.ends import KINDS, WAYS, LowRank, draw, outcome
-from estimate.matrices import Dense, decaying, flat, outliers, rotated
+from matrices import Dense, decaying, flat, outliers, rotated
 from reference import normal
+from spectrum_ends import KINDS, WAYS, LowRank, draw, outcome
 
 
 def _coverage(outcomes):

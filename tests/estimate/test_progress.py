@@ -5,7 +5,7 @@ import pytest
 
 from curvoscope import estimate
 from curvoscope.estimate import progress
-from estimate.matrices import Dense, flat, rotated
+from matrices import Dense, flat, rotated
 
 
 class _Terminal(io.StringIO):

@@ -9,7 +9,7 @@ from curvoscope.estimate.deflation import Sketch, leave_one_out
 from curvoscope.estimate.products import Probes, Products
 from curvoscope.estimate.quadratic import METHODS
 from curvoscope.estimate.sampling import norm_form, trace_form
-from estimate.matrices import SPECTRA, Dense, decaying, flat, rotated
+from matrices import SPECTRA, Dense, decaying, flat, rotated
 from reference import normal
 
 FUNCTIONS = {

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import curvoscope as cv
-from curvoscope import checks, theorems
+from curvoscope import checks
 from curvoscope.errors import RangeError
+from curvoscope.papers import theorems
 from reference import attention, dense_hessian, normal, relative
 
 

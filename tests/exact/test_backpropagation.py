@@ -10,8 +10,8 @@ import curvoscope as cv
 from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
 from curvoscope.exact.grouped import Grouped
 from curvoscope.losses import PairCurvature, TokenCurvature
-from curvoscope.theorems.autodiff import differentiate
-from curvoscope.theorems.calculus import assemble
+from curvoscope.papers.theorems.autodiff import differentiate
+from curvoscope.papers.theorems.calculus import assemble
 from network_cases import EPS, BlockCase, Draw, assert_close, normalise
 
 

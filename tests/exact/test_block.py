@@ -8,7 +8,7 @@ import curvoscope as cv
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, MemoryLimitError, RangeError, ShapeError
 from curvoscope.operators.block_matrix import Tiles
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.theorems.calculus import assemble
+from curvoscope.papers.theorems.calculus import assemble
 from network_cases import BlockCase, Compared, Draw, assert_close
 from network_cases import block_cases as cases
 

@@ -17,7 +17,7 @@ from curvoscope.exact.bound_factors import ACTIVATION_NORMS
 from curvoscope.losses import MSE, CrossEntropy
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
-from curvoscope.theorems.norm_bounds import combined, theorem_1_corrected, two_dominating_keys
+from curvoscope.papers.theorems.norm_bounds import combined, theorem_1_corrected, two_dominating_keys
 from reference import attention, dense_hessian, normal
 
 SIZES = ((2, 2, 1), (3, 2, 2), (3, 4, 2), (4, 3, 3), (5, 4, 1))

@@ -19,7 +19,7 @@ from curvoscope.errors import (
 )
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from curvoscope.theorems.calculus import assemble
+from curvoscope.papers.theorems.calculus import assemble
 from layer_cases import PRIMITIVES, TOLERANCE, assert_close, parts
 from layer_cases import FeedForwardCase as Case
 from layer_cases import feedforward_cases as cases

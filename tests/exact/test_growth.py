@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import curvoscope as cv
-from curvoscope.theorems import growth
-from curvoscope.theorems.growth import slope
+from curvoscope.papers.theorems import growth
+from curvoscope.papers.theorems.growth import slope
 from reference import normal as normal_from
 
 SUMMANDS = {"functional": "third moment", "logit": "t_functional"}  # of the functional block of queries and keys

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 import curvoscope as cv
 from curvoscope.errors import DtypeError, EmptyError, LossError, MemoryLimitError, NonFiniteError, ShapeError
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from curvoscope.theorems.calculus import assemble
+from curvoscope.papers.theorems.calculus import assemble
 from layer_cases import TOLERANCE, assert_close, parts
 from layer_cases import LinearCase as Case
 from layer_cases import linear_cases as cases

@@ -18,7 +18,7 @@ from curvoscope.errors import (
     ShapeError,
 )
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from curvoscope.theorems.calculus import assemble
+from curvoscope.papers.theorems.calculus import assemble
 from layer_cases import NORMS, TOLERANCE, assert_close, normalised, parts
 from layer_cases import NormCase as Case
 from layer_cases import norm_cases as cases

@@ -11,7 +11,7 @@ from autodiff_cases import GPT, MLP, points, tokens, truth_of
 from autodiff_cases import cross_entropy as mean_cross_entropy
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import ModelError
-from curvoscope.models.gpt2_block import GPT2
+from curvoscope.papers.networks import GPT2
 from family_cases import shaken
 from fuzz_cases import LEAST, TOLERANCE, assert_agrees, dtypes
 from network_cases import Compared, block_cases

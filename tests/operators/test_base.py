@@ -5,12 +5,12 @@ import torch
 from rich.console import Console
 
 import curvoscope as cv
+from curvoscope.autodiff.safety import same_randomness
 from curvoscope.operators import base
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.safety import same_randomness
 from curvoscope.operators.terms import Single, Term
 from reference import normal
 

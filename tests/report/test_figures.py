@@ -6,10 +6,10 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
-from curvoscope.data import addition, answer_targets
-from curvoscope.models import GPT2
 from curvoscope.operators import BlockHessian, BlockMatrix
 from curvoscope.operators.compositions import Product
+from curvoscope.papers.networks import GPT2
+from curvoscope.papers.tasks import addition, answer_targets
 from curvoscope.report.figures import hessian_figure, histogram_figure
 
 TITLE = "Query entries are 12,345 times smaller than value entries (median)"

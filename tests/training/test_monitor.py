@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
+from curvoscope.autodiff.batches import BatchError
 from curvoscope.curvature import CrossEntropy, blocks_of
 from curvoscope.errors import EmptyError, ModelError, RangeError
-from curvoscope.operators.batches import BatchError
 from curvoscope.training import CurvatureMonitor, Record
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from autodiff_cases import MLP, points
 from curvoscope.database import StoreError
-from curvoscope.experiments import Store
+from curvoscope.papers.experiments import Store
 from curvoscope.training import CurvatureMonitor, Incident, RunStore
 
 
@@ -136,7 +136,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path):
     path = tmp_path / "s"
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[1] / "support")
     found = subprocess.run([sys.executable, "-c", KILLED.format(tests=tests, path=str(path))], capture_output=True)
     assert found.returncode == -signal.SIGKILL
     with RunStore(path) as store:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvoscope.autodiff.batches import Batches
+from curvoscope.autodiff.safety import undisturbed
+from curvoscope.autodiff.snapshot import device_of
+from curvoscope.closed.layer_sites import Record, layers_of
+from curvoscope.closed.rebuilding import fitting, rebuild
 from curvoscope.estimate import Estimate
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.moments import Moments
-from curvoscope.models.families import blocks_of
-from curvoscope.models.layer_sites import Record, layers_of
-from curvoscope.models.rebuilding import fitting, rebuild
-from curvoscope.operators.autodiff_model import device_of
-from curvoscope.operators.batches import Batches
-from curvoscope.operators.safety import undisturbed
+from curvoscope.families.block_maps import blocks_of
 
 _MOST_TRIPLES = 2_000_000_000  # (row, key, key) for all third moments: seconds
 _AT_ONCE = 4_000_000  # of them

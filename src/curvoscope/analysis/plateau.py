@@ -9,10 +9,10 @@ from scipy import special
 from torch import Tensor, nn
 
 from curvoscope.analysis.surface import Surface
+from curvoscope.autodiff.batches import Batch
 from curvoscope.blocks import Blocks
 from curvoscope.errors import EmptyError
 from curvoscope.losses.objectives import LossFunction
-from curvoscope.operators.batches import Batch
 
 LEVEL = 0.05
 """The chance to call stationary weights moving."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from curvoscope.analysis.surface import Surface
+from curvoscope.autodiff.batches import Batch
+from curvoscope.autodiff.graph import Graph
+from curvoscope.autodiff.second_order import kept_derivatives
 from curvoscope.errors import EmptyError, LossError, NonFiniteError, RangeError
-from curvoscope.operators.autodiff_graph import Graph
-from curvoscope.operators.batches import Batch
-from curvoscope.operators.second_order import kept_derivatives
 
 _AGREE = 1e4  # units of rounding between a row in its batch and the same row alone
 _LEAST_PROBES = 3  # a squared trace takes pairs of probes, its error bar one probe less

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from curvoscope.autodiff.batches import Batches
+from curvoscope.autodiff.safety import check_mode, undisturbed
+from curvoscope.autodiff.snapshot import device_of
 from curvoscope.errors import EmptyError
-from curvoscope.models.families import blocks_of
-from curvoscope.operators.autodiff_model import device_of
-from curvoscope.operators.batches import Batches
-from curvoscope.operators.safety import check_mode, undisturbed
+from curvoscope.families.block_maps import blocks_of
 
 _READING = ("*.attn.[QKV]", "*.mlp.up", "*.mlp.gate")
 

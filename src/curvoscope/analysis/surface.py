@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from curvoscope import checks
+from curvoscope.autodiff.batches import Batch, Batches
+from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import ModelHessian, trainable
 from curvoscope.errors import DtypeError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
+from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction, Objective, objective_of
-from curvoscope.models.families import blocks_of
-from curvoscope.operators.autodiff import Autodiff
-from curvoscope.operators.batches import Batch, Batches
 
 _WORKSPACE = 2**28  # bytes for points at once
 _MOST_AT_ONCE = 64

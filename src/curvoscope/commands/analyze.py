@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from curvoscope import checks, commands, data
+from curvoscope import checks, commands
 from curvoscope.analysis import PARTS, BlockRow, block_rows, headline, verdict
 from curvoscope.analysis.attention_heads import HeadMoments, head_moments
 from curvoscope.analysis.propagation import Propagation, propagation
@@ -17,8 +17,9 @@ from curvoscope.analysis.spectra import BlockSpectrum
 from curvoscope.commands.document import REPORTS, depth_facts, heads_facts, pictures, shown_files, write_run
 from curvoscope.commands.subject import DTYPES
 from curvoscope.estimate import Density
-from curvoscope.models import GPT2
 from curvoscope.operators import BlockHessian
+from curvoscope.papers import tasks
+from curvoscope.papers.networks import GPT2
 from curvoscope.report import answers, depth_figures, figures, head_figures, tables
 from curvoscope.report.density_figures import density_figure
 from curvoscope.report.density_figures import headline_of as densities_headline
@@ -89,8 +90,8 @@ def run(configuration: Configuration, out: Path, as_json: bool) -> None:
 def _measure(configuration: Configuration, progress: Progress, task: TaskID) -> Found:
     """The exact Hessian of the loss on one batch of additions, over the block's weights (attention's biases apart) and
     the final norm; the spectra of its blocks; moments and curvature layer by layer."""
-    tokens = data.addition(configuration.sequences, seed=configuration.seed)
-    inputs, targets = tokens[:, :-1], data.answer_targets(tokens)
+    tokens = tasks.addition(configuration.sequences, seed=configuration.seed)
+    inputs, targets = tokens[:, :-1], tasks.answer_targets(tokens)
     model = GPT2(
         configuration.d,
         norm=configuration.norm,

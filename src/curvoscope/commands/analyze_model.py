@@ -22,6 +22,7 @@ from curvoscope.analysis.pair_norms import PairNorm, pair_norms
 from curvoscope.analysis.propagation import Propagation, propagation
 from curvoscope.analysis.scales import input_scales
 from curvoscope.blocks import layer_and_role
+from curvoscope.closed.layer_sites import layers_of
 from curvoscope.commands.document import (
     REPORTS,
     as_estimate,
@@ -38,7 +39,6 @@ from curvoscope.commands.document import (
 from curvoscope.commands.progress import work
 from curvoscope.commands.subject import Request, Subject, select, subject_of
 from curvoscope.curvature import ModelHessian, hessian
-from curvoscope.models.layer_sites import layers_of
 from curvoscope.report import answers, depth_figures, entry_figures, head_figures, model_tables
 from curvoscope.report.block_figures import norm_figure
 from curvoscope.report.heat_figures import layer_map, model_pair_map

@@ -10,7 +10,7 @@ from curvoscope import checks, commands
 from curvoscope.commands.reproduce import STORE
 from curvoscope.database import RUNS, application_of
 from curvoscope.errors import RangeError
-from curvoscope.experiments import Store
+from curvoscope.papers.experiments import Store
 from curvoscope.training import RunStore
 
 FORMATS = ("csv", "parquet")

@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from curvoscope import commands, experiments
+from curvoscope import commands
 from curvoscope.commands import reproduce_report
 from curvoscope.commands.document import REPORTS
 from curvoscope.errors import RangeError
-from curvoscope.experiments import Figure, Row, Store, Task, Verdict
-from curvoscope.report import experiment_figures, experiment_pages
+from curvoscope.papers import experiments
+from curvoscope.papers.experiments import Figure, Row, Store, Task, Verdict, panel_figures, panel_pages
 from curvoscope.report.reproduction_sections import VERDICTS
 from curvoscope.versions import versions
 
@@ -101,12 +101,12 @@ def _measure(figures: Sequence[Figure], store: Store, quick: bool, jobs: int, da
 
 def _write(figure: Figure, rows: Sequence[Row], out: Path) -> list[Path]:
     panels = figure.panels(rows)
-    drawn = experiment_figures.draw(figure.title, panels, figure.columns)
-    contents = {kind: experiment_figures.encode(drawn, kind) for kind in ("png", "pdf")}
+    drawn = panel_figures.draw(figure.title, panels, figure.columns)
+    contents = {kind: panel_figures.encode(drawn, kind) for kind in ("png", "pdf")}
     seeds = ", ".join(map(str, reproduce_report.seeds_of(rows)))
     made_by = ", ".join(f"{name} {version}" for name, version in versions().items())
     notes = (figure.question, figure.remarks, f"Seeds: {seeds}. Versions: {made_by}.")
-    page = experiment_pages.page(figure.title, panels, figure.columns, *filter(None, notes))
+    page = panel_pages.page(figure.title, panels, figure.columns, *filter(None, notes))
     contents["html"] = page.encode()
     paths = []
     for kind, content in contents.items():

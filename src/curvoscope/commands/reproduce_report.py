@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from curvoscope.commands.document import write_run
-from curvoscope.experiments import Figure, Row, Verdict
-from curvoscope.report import answers, experiment_figures
+from curvoscope.papers.experiments import Figure, Row, Verdict, panel_figures
+from curvoscope.report import answers
 from curvoscope.report.vector import svg
 from curvoscope.versions import versions
 
@@ -32,7 +32,7 @@ def write_report(
     shown = []
     for figure in figures:
         rows = found[figure.name]
-        picture = experiment_figures.draw(figure.title, figure.panels(rows), figure.columns)
+        picture = panel_figures.draw(figure.title, figure.panels(rows), figure.columns)
         drawn[f"{figure.name}.svg"] = svg(picture)
         shown.append(
             {

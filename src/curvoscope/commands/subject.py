@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvoscope import data
 from curvoscope.blocks import Blocks, layer_and_role
 from curvoscope.curvature import CrossEntropy, blocks_of, trainable
-from curvoscope.data import text
 from curvoscope.errors import BlockNameError, RangeError
-from curvoscope.models import configs, loading
-from curvoscope.models.tokenizer import tokenizer
+from curvoscope.families import configs, loading, text
+from curvoscope.families.tokenizer import tokenizer
+from curvoscope.papers import tasks
+from curvoscope.papers.networks import GPT2
 from curvoscope.versions import versions
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-_SEQUENCES = {"addition": 64, "image": 32}
+ADDITION = "addition"
+NAMES = (ADDITION, *configs.NAMES)
+_SEQUENCES = {ADDITION: 64, "image": 32}
 _TEXTS = 8
 _LENGTH = 64
 _CLASSES = ("image", "text class", "token class")
@@ -50,13 +52,13 @@ class Subject:
 
 def subject_of(request: Request) -> Subject:
     """Load or make the model and give it data. A name of the package is never taken for a folder."""
-    folder = None if request.model in configs.NAMES else Path(request.model)
+    folder = None if request.model in NAMES else Path(request.model)
     is_path = folder is not None and (folder.exists() or len(folder.parts) > 1 or folder.is_absolute())
-    dtype = request.dtype or ("float64" if request.model == configs.ADDITION else "float32")
+    dtype = request.dtype or ("float64" if request.model == ADDITION else "float32")
     if folder is not None and is_path:
         loaded = loading.load(folder, DTYPES[dtype])
     else:
-        folder, loaded = None, configs.make(request.model, request.seed, DTYPES[dtype])
+        folder, loaded = None, _made(request.model, request.seed, DTYPES[dtype])
     batch, about, facts = _batch(request, loaded, folder)
     model = loaded.model
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -76,9 +78,18 @@ def subject_of(request: Request) -> Subject:
     }
     blocks = trainable(model, blocks_of(model))
     used = versions()
-    if request.model != configs.ADDITION:
+    if request.model != ADDITION:
         used["transformers"] = loading.transformers().__version__
     return Subject(model, CrossEntropy(shift=loaded.kind == "causal"), batch, blocks, lines, facts, used)
+
+
+def _made(name: str, seed: int, dtype: torch.dtype) -> loading.Loaded:
+    """The model of that name with random weights, in evaluation mode; those of "addition" are drawn in float64."""
+    if name != ADDITION:
+        return configs.make(name, seed, dtype, others=(ADDITION,))
+    if not 0 <= seed < 2**32:
+        raise RangeError("seed", f"got {seed}, expected 0 to 2**32 - 1")
+    return loading.Loaded(GPT2(seed=seed, dtype=dtype).eval(), ADDITION)
 
 
 def select(blocks: Blocks, patterns: tuple[str, ...], layers_only: bool = False) -> Blocks:
@@ -116,9 +127,9 @@ def _batch(request: Request, loaded: loading.Loaded, folder: Path | None) -> tup
     if sequences < 1:
         raise RangeError("sequences", f"got {sequences}, expected at least 1")
     if loaded.kind == "addition":
-        tokens = data.addition(sequences, seed=request.seed)
+        tokens = tasks.addition(sequences, seed=request.seed)
         about = f"Cross-entropy of the answers to {sequences} five-digit additions."
-        return (tokens[:, :-1], data.answer_targets(tokens)), about, {"additions": sequences}
+        return (tokens[:, :-1], tasks.answer_targets(tokens)), about, {"additions": sequences}
     config: Any = loaded.model.config
     if loaded.kind in _CLASSES:
         _check_classes(loaded.model, config)

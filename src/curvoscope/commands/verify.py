@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from curvoscope.theorems import Result
-from curvoscope.theorems.registry import Verdict
-from curvoscope.theorems.verify import examine, names
+from curvoscope.papers.theorems import Result
+from curvoscope.papers.theorems.registry import Verdict
+from curvoscope.papers.theorems.verify import examine, names
 from curvoscope.versions import versions
 
 _TABLE_WIDTH = 160

@@ -21,7 +21,7 @@ from curvoscope.commands.watch_report import DOCUMENT, write_report
 from curvoscope.commands.watch_run import Options, TrainingRun, load, save
 from curvoscope.database import StoreError
 from curvoscope.errors import EmptyError
-from curvoscope.models.loading import MissingPackageError
+from curvoscope.families.loading import MissingPackageError
 from curvoscope.training import Incident, Record, RunStore, StoredRun
 from curvoscope.versions import versions
 

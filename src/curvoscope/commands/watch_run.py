@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvoscope import checks, commands, data
+from curvoscope import checks, commands
 from curvoscope.curvature import CrossEntropy
-from curvoscope.data import text
 from curvoscope.errors import ModelError, RangeError
-from curvoscope.models.gpt2_block import GPT2
+from curvoscope.families import text
+from curvoscope.papers import tasks
+from curvoscope.papers.networks import GPT2
 from curvoscope.training import BlockCurvature, CurvatureMonitor, Record, StoredRun
 from curvoscope.training.outlets import ScalarWriter
 
@@ -66,7 +67,7 @@ class Options:
 class _Additions:
     """Five-digit additions; the loss is that of the answers."""
 
-    vocabulary, context, depth = data.VOCABULARY, 18, 1
+    vocabulary, context, depth = tasks.VOCABULARY, 18, 1
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
@@ -78,8 +79,8 @@ class _Additions:
 
     def batch(self, seed: int) -> Batch:
         """Inputs and targets (N, 17)."""
-        tokens = data.addition(self._sequences, seed=seed)
-        return tokens[:, :-1], data.answer_targets(tokens)
+        tokens = tasks.addition(self._sequences, seed=seed)
+        return tokens[:, :-1], tasks.answer_targets(tokens)
 
 
 class _Text:

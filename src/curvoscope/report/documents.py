@@ -10,7 +10,6 @@ from curvoscope.analysis.heterogeneity import BlockRow
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.estimate import Estimate
-from curvoscope.experiments.figure import Verdict
 from curvoscope.training.records import Incident
 
 
@@ -119,6 +118,25 @@ class Training(Common):
     steps: int
     records: list[dict[str, Any]]
     incidents: list[Incident]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A prediction against what was found: `agrees` is None where nothing was predicted.
+
+    For a growth rate `predicted` and `fitted` are exponents, and `low` to `high` the 95 % interval of the fit.
+    """
+
+    statement: str
+    block: str
+    part: str
+    layer: int
+    predicted: float | None
+    fitted: float | None
+    low: float | None
+    high: float | None
+    agrees: bool | None
+    depth: int = 1
 
 
 @dataclass(frozen=True)

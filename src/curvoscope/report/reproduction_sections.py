@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from curvoscope.experiments.figure import Verdict
 from curvoscope.report.contents import Cell, Figure, Section, Table
-from curvoscope.report.documents import Reproduced, Reproduction
+from curvoscope.report.documents import Reproduced, Reproduction, Verdict
 
 VERDICTS = {True: "agrees", False: "DISAGREES", None: "no prediction"}
 

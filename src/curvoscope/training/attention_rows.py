@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from curvoscope.analysis.propagation import AttentionSummary
+from curvoscope.autodiff.batches import Batch
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.closed.layer_sites import Layer, Record, layers_of
+from curvoscope.closed.rebuilding import Reading, fitting, rebuild
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.moments import Moments
-from curvoscope.models.families import blocks_of
-from curvoscope.models.layer_sites import Layer, Record, layers_of
-from curvoscope.models.rebuilding import Reading, fitting, rebuild
-from curvoscope.operators.autodiff import Autodiff
-from curvoscope.operators.batches import Batch
+from curvoscope.families.block_maps import blocks_of
 
 
 class AttentionRows:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvoscope.models.loading import MissingPackageError
+from curvoscope.families.loading import MissingPackageError
 from curvoscope.training.monitor import CurvatureMonitor
 
 

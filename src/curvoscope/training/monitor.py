@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from curvoscope.analysis.surface import Surface
+from curvoscope.autodiff.batches import BatchError, Batches
+from curvoscope.autodiff.safety import undisturbed
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, ModelError, NonFiniteError, RangeError
+from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
-from curvoscope.models.families import blocks_of
-from curvoscope.operators.batches import BatchError, Batches
-from curvoscope.operators.safety import undisturbed
 from curvoscope.training import quantities
 from curvoscope.training.attention_rows import AttentionRows
 from curvoscope.training.outlets import Outlets, ScalarWriter

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from curvoscope import checks
+from curvoscope.autodiff.batches import Batches
+from curvoscope.autodiff.safety import undisturbed
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian, trainable
 from curvoscope.errors import ModelError, RangeError, ShapeError
 from curvoscope.estimate import lanczos
+from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
-from curvoscope.models.families import blocks_of
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.batches import Batches
-from curvoscope.operators.safety import undisturbed
 from curvoscope.training.scaled import Scaled
 
 BASES = ("sgd", "adam")

@@ -1,0 +1,156 @@
+"""Batches in the forms that people have, cut into micro-batches, and proof that a second pass sees the same data."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from curvoscope.autodiff.safety import same_randomness
+from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
+
+_FORMS = "expected (inputs, targets), inputs being a tensor, a tuple or a dict, or a dict with the key 'labels'"
+_HASHED = 65536  # numbers of a tensor that the fingerprint reads, evenly spread
+
+
+class BatchError(CurvoscopeError, ValueError):
+    """Batches of an unknown form, or that cannot be walked again."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the model is called with, `model(*arguments, **keywords)`, and the targets of the loss."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    targets: Any
+    index: int
+    labelled: bool = False  # whether the targets are the "labels" of a dict
+    start: int = 0  # the row of the whole batch at which a micro-batch begins
+
+    @property
+    def rows(self) -> int:
+        """Length of the first axis of the first tensor."""
+        return _rows((self.arguments, self.keywords))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """The batch on `device`, its floating-point tensors in `dtype`."""
+
+        def moved(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.clone() if leaf.is_inference() else leaf.detach()
+            return leaf.to(device, dtype if leaf.is_floating_point() else None)
+
+        arguments, keywords, targets = tree_map(moved, (self.arguments, self.keywords, self.targets))
+        return replace(self, arguments=arguments, keywords=keywords, targets=targets)
+
+    def split(self, size: int | None) -> list["Batch"]:
+        """Parts of at most `size` rows; tensors with another first axis go to each part whole."""
+        rows = self.rows
+        if size is None or rows <= size:
+            return [self]
+
+        def part(start: int) -> "Batch":
+            def cut(leaf: Any) -> Any:
+                is_row = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+                return leaf[start : start + size] if is_row else leaf
+
+            arguments, keywords, targets = tree_map(cut, (self.arguments, self.keywords, self.targets))
+            return replace(self, arguments=arguments, keywords=keywords, targets=targets, start=start)
+
+        return [part(start) for start in range(0, rows, size)]
+
+    def fingerprint(self) -> bytes:
+        """A hash of all tensors: their shapes and a sample of their numbers."""
+        digest = hashlib.blake2b(digest_size=16)
+        for leaf in tree_flatten((self.arguments, self.keywords, self.targets))[0]:
+            if isinstance(leaf, Tensor):
+                numbers = leaf.detach().flatten()
+                numbers = numbers[:: max(1, numbers.numel() // _HASHED)].contiguous().cpu()
+                digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+                digest.update(numbers.view(torch.uint8).numpy().tobytes())
+            else:
+                digest.update(repr(leaf).encode())
+        return digest.digest()
+
+
+class Batches:
+    """An iterable of batches that gives the same data on every pass, which is checked on every pass.
+
+    `may_be_empty`: where other processes have batches too.
+    """
+
+    def __init__(self, source: Iterable[Any], micro_batch: int | None = None, may_be_empty: bool = False) -> None:
+        if micro_batch is not None and micro_batch < 1:
+            raise RangeError("micro_batch", f"got {micro_batch}, expected at least 1 row")
+        if isinstance(source, Mapping | Tensor):
+            raise BatchError("batches", f"got one {type(source).__name__}; put it into a list: [(inputs, targets)]")
+        if isinstance(source, Iterator):
+            name = type(source).__name__
+            raise BatchError("batches", f"a {name} can be walked only once, and products need many passes: list(...)")
+        self._source, self._micro_batch = source, micro_batch
+        self._prints: list[bytes] | None = None
+        with same_randomness(self.generators):  # both passes in one: a loader that shuffles must not start afresh
+            first = [batch.fingerprint() for batch in self._walk()]
+            if not first and not may_be_empty:
+                raise EmptyError("batches", "there are none; an exhausted iterator? Give a list or a DataLoader")
+            self._prints = first
+            if not isinstance(source, list | tuple):
+                for _ in self._walk():
+                    pass
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Micro-batches, each with the index of its batch."""
+        for batch in self._walk():
+            yield from batch.split(self._micro_batch)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Random generators of the loader's own, which walking it would advance."""
+        holders = (self._source, getattr(self._source, "sampler", None))
+        found = (getattr(holder, "generator", None) for holder in holders)
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+    def _walk(self) -> Iterator[Batch]:
+        count = 0
+        for index, item in enumerate(self._source):
+            batch = _batch(item, index)
+            if self._prints is not None and (index >= len(self._prints) or batch.fingerprint() != self._prints[index]):
+                raise BatchError(
+                    "batches", f"batch {index} differs from that of the first pass; use shuffle=False, or list(loader)"
+                )
+            count += 1
+            yield batch
+        if self._prints is not None and count < len(self._prints):
+            raise BatchError("batches", f"{count} on this pass, {len(self._prints)} on the first; use list(loader)")
+
+
+def _batch(item: Any, index: int) -> Batch:
+    if isinstance(item, Mapping):
+        if "labels" not in item:
+            keys = ", ".join(map(str, item))
+            raise BatchError("batches", f"batch {index} is a dict without 'labels', it has {keys}; {_FORMS}")
+        batch = Batch((), {key: value for key, value in item.items() if key != "labels"}, item["labels"], index, True)
+    elif isinstance(item, tuple | list) and len(item) == 2:
+        inputs, targets = item
+        if isinstance(inputs, Mapping):
+            batch = Batch((), dict(inputs), targets, index)
+        else:
+            batch = Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}, targets, index)
+    else:
+        size = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+        raise BatchError("batches", f"batch {index} is a {type(item).__name__}{size}; {_FORMS}")
+    if batch.rows == 0:
+        raise EmptyError("batches", f"batch {index} has no rows")
+    return batch
+
+
+def _rows(tree: Any) -> int:
+    tensors = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise BatchError("batches", f"a batch has no tensors among its inputs; {_FORMS}")
+    return tensors[0].shape[0] if tensors[0].ndim else 1

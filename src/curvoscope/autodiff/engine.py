@@ -1,0 +1,388 @@
+"""Matrix-free Hessian of any torch model: total, outer and functional part of the same blocks from one forward pass.
+
+The model is evaluated at copies of its weights, made when the Hessian is: it stays as it was, and the Hessian is that
+of these weights, whatever becomes of the model later.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvoscope import checks
+from curvoscope.autodiff.batches import Batch, Batches
+from curvoscope.autodiff.graph import Graph
+from curvoscope.autodiff.guard import check_curvature, check_symmetry, probe
+from curvoscope.autodiff.hooks import Site, Tap, layer_of
+from curvoscope.autodiff.safety import check_mode, undisturbed
+from curvoscope.autodiff.second_order import kept_derivatives
+from curvoscope.autodiff.snapshot import (
+    Snapshot,
+    Survey,
+    decodes_labels,
+    device_of,
+    objective_of_model,
+    survey,
+)
+from curvoscope.blocks import Block, Blocks
+from curvoscope.distributed.ranks import Facts, Ranks, common, describe, hashes
+from curvoscope.errors import ModelError
+from curvoscope.losses.objectives import Objective
+from curvoscope.operations import Operation, unchecked
+
+Selection = tuple[frozenset[str], Site | None]  # parameters with derivatives, and where the graph is cut
+
+_PASSES = 2  # what the graph of a product and the product take, in forward passes
+_AT_ONCE = 2**25  # bytes of a graph up to which several vectors at once are faster than one after the other
+_WORKSPACE = 2**28  # bytes for vectors at once
+_MOST_AT_ONCE = 64
+
+
+class Autodiff:
+    """Products with the Hessian of the mean loss over all batches, and with its two parts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective | None,
+        batches: Batches,
+        blocks: Blocks,
+        split: str = "model",
+        device: torch.device | str | None = None,
+        memory_limit: int | None = None,
+        sites: Mapping[str, Site] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`sites`: where split="layer" cuts, by parameter; those not named are cut where `layer_of` says.
+
+        `ranks`: the processes whose batches count; this one's alone by default.
+        """
+        self.ranks = ranks or Ranks()
+        self.blocks, self.split = blocks, split
+        self.model, self._batches, self._sites = model, batches, dict(sites or {})
+        self._kept: OrderedDict[Selection, dict[int, Graph]] = OrderedDict()
+        self._can_batch = True
+        self._examined: set[Selection] = set()  # selections whose operations have been looked at
+        self._vouched: set[Operation] = set()  # operations that a test of products has passed
+        with self.ranks.together():
+            checks.choice("split", split, ("model", "layer"))
+            self._budget = checks.memory_budget(memory_limit)
+            check_mode(model)
+            blocks.check(model)
+            self.device = device_of(model, device)
+        with undisturbed(model, batches.generators):
+            with self.ranks.together():
+                self.snapshot = self._snapshot()
+                self.dtype = self.snapshot.dtype
+            if self.ranks.size > 1:
+                self.ranks.agree(self._facts(objective))
+            self._take_labels()
+            self.objective = objective or self._objective_of_model()
+            self.survey = self._survey()
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self.model, self.blocks, self.device)
+
+    def _take_labels(self) -> None:
+        """Let an encoder-decoder make the inputs of its decoder from the labels, unless they are given."""
+        with self.ranks.together():
+            batch = next(iter(self._batches), None)
+            if batch is not None and decodes_labels(self.model, batch):
+                self.snapshot = self.snapshot.labelled()
+
+    def _survey(self) -> Survey:
+        found, self.objective = survey(self.snapshot, self.objective, self._batches, self.ranks)
+        return found
+
+    def _facts(self, objective: Objective | None) -> Facts:
+        """What must be alike on all ranks."""
+        places = {
+            name: ", ".join(f"{piece.parameter}{piece}" for piece in block.pieces)
+            for name, block in self.blocks.items()
+        }
+        return {
+            "blocks": {**places, "their order": " ".join(places)},
+            "split": {"split": self.split},
+            "loss_fn": {"loss_fn": describe(objective)},
+            "model": self._fingerprint(),
+        }
+
+    def _fingerprint(self) -> dict[str, str]:
+        return hashes(self.snapshot.tensors)
+
+    def _objective_of_model(self) -> Objective:
+        with self.ranks.together():
+            batch = next(iter(self._batches), None)
+            found, needs_labels = (None, False) if batch is None else objective_of_model(self.snapshot, batch)
+        if any(self.ranks.exchange(needs_labels)):
+            self.snapshot = self.snapshot.labelled()
+        return common(self.ranks.exchange(found))
+
+    # ---- products
+
+    def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
+        """Rows of the Hessian ("total") or a part of it times vectors (n, C) that live in the blocks `columns`: (n, R).
+
+        Only what lies between the blocks and the loss is run through: a block in a late layer costs the tail alone.
+        """
+        question = part, [block.name for block in rows], [block.name for block in columns]
+        return self.ranks.sum(question, vectors, lambda: self._own_product(part, rows, columns, vectors))
+
+    def _own_product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
+        """The summand of this process's batches."""
+        layer = self._layer(part, [*rows, *columns])
+        spread = self._spread(columns, vectors)
+        wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
+        totals: list[Tensor] = []
+        names = frozenset(spread).union(wanted)
+
+        def add(position: int, graph: Graph) -> None:
+            found = self._products(graph, part, rows, wanted, spread)
+            if (names, layer) not in self._examined:
+                self._examine(graph, position, rows, columns, (vectors[0], found[0]) if part == "total" else None)
+                self._examined.add((names, layer))
+            weight = self._weight(position)
+            if weight != 1:
+                found *= weight
+            totals[:] = [totals[0].add_(found) if totals else found]
+
+        self._visit(names, layer, add)
+        return totals[0] if totals else vectors.new_zeros(len(vectors), self.length(rows))
+
+    def _weight(self, position: int) -> float:
+        return self.survey.weights[position]
+
+    # ---- are the products right?
+
+    def _examine(
+        self,
+        graph: Graph,
+        position: int,
+        rows: Sequence[Block],
+        columns: Sequence[Block],
+        known: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Test the products of a graph that has operations whose second derivatives have not been checked.
+
+        `known`: a vector and its product with the total, for the same rows and columns.
+        """
+        unknown = unchecked(graph.operations() | self.survey.operations) - self._vouched
+        if not unknown:
+            return
+        blocks = list({block.name: block for block in [*rows, *columns]}.values())
+        wanted = list(dict.fromkeys(piece.parameter for block in blocks for piece in block.pieces))
+        scales = torch.cat([self._typical(block).expand(block.size) for block in blocks])
+
+        def product(vector: Tensor) -> Tensor:
+            return self._products(graph, "total", blocks, wanted, self._spread(blocks, vector[None]))[0]
+
+        if known is None or list(rows) != list(columns):
+            known = (first := probe(scales, 1)), product(first)
+        vector = probe(scales, 0)
+        Hv = product(vector)
+        check_symmetry(vector, Hv, *known, unknown)
+        batch = next(batch for i, batch in enumerate(self._batches) if i == position)
+        batch, spread = self.snapshot.moved(batch), self._spread(blocks, vector[None])
+
+        def loss(step: float) -> float:
+            moved = {self.snapshot.paths[name]: direction[0] for name, direction in spread.items()}
+            weights = dict(self.snapshot.weights)
+            with torch.no_grad():
+                weights |= {path: weights[path].add(direction, alpha=step) for path, direction in moved.items()}
+                return float(self.loss(weights, batch))
+
+        with undisturbed(self.model, self._batches.generators):
+            check_curvature(
+                loss, self.survey.losses[position], float(vector.double() @ Hv.double()), self.dtype, unknown
+            )
+        self._vouched |= unknown
+
+    def vouch(self, graph: Graph) -> None:
+        """Test products of the whole Hessian, if a graph has operations that have not been checked."""
+        if unchecked(graph.operations() | self.survey.operations) - self._vouched:
+            blocks = list(self.blocks.values())
+            position, batch = next((i, b) for i, b in enumerate(self._batches) if self.survey.weights[i])
+            with undisturbed(self.model, self._batches.generators):
+                whole = self._graph(batch, frozenset(self.blocks.parameters), None)
+            self._examine(whole, position, blocks, blocks, None)
+
+    def _typical(self, block: Block) -> Tensor:
+        """The root mean square of a block's weights, or one where they are zero, (1,)."""
+        squares = [self.snapshot.weight(piece.parameter).square().mean() for piece in block.pieces]
+        size = torch.stack(squares).mean().sqrt()
+        return torch.where(size > 0, size, 1.0)[None]
+
+    def length(self, blocks: Sequence[Block]) -> int:
+        """Entries of a vector that lives in the blocks."""
+        return sum(block.size for block in blocks)
+
+    def _products(
+        self, graph: Graph, part: str, rows: Sequence[Block], wanted: Sequence[str], vectors: Mapping[str, Tensor]
+    ) -> Tensor:
+        """One batch's products, (n, R): several vectors at once where the overhead of a call would dominate."""
+        count = next(iter(vectors.values())).shape[0]
+        if count > 1 and self._can_batch and graph.nbytes <= _AT_ONCE:
+            step = min(_MOST_AT_ONCE, max(1, _WORKSPACE // max(1, graph.nbytes)))
+            found = []
+            try:
+                for start in range(0, count, step):
+                    some = {name: vector[start : start + step] for name, vector in vectors.items()}
+                    products = graph.product(part, some, wanted, many=True)
+                    found.append(self._flat(rows, wanted, products, (min(step, count - start),)))
+                return torch.cat(found)
+            except (RuntimeError, NotImplementedError):  # an operation that torch cannot batch
+                self._can_batch = False
+        singles = []
+        for i in range(count):
+            one = {name: vector[i] for name, vector in vectors.items()}
+            singles.append(self._flat(rows, wanted, graph.product(part, one, wanted, many=False), ()))
+        return singles[0][None] if count == 1 else torch.stack(singles)
+
+    def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
+        """Vectors (n, C) as tensors (n, *shape) like the parameters."""
+        pieces = [piece for block in columns for piece in block.pieces]
+        spread: dict[str, Tensor] = {}
+        for piece, part in zip(pieces, vectors.split([piece.size for piece in pieces], 1), strict=True):
+            name, stored = piece.parameter, piece.stored
+            if piece.size == self.snapshot.weight(name).numel():
+                order = piece.layout.rows + piece.layout.columns
+                back = sorted(range(len(order)), key=order.__getitem__)
+                ordered = part.reshape(-1, *(stored[axis] for axis in order))
+                spread[name] = ordered.permute(0, *(1 + axis for axis in back)).contiguous()  # some kernels insist
+            else:
+                if name not in spread:
+                    spread[name] = vectors.new_zeros(vectors.shape[0], *stored)
+                region = piece.of(spread[name])
+                region.copy_(part.reshape(region.shape))
+        return spread
+
+    def _flat(
+        self, rows: Sequence[Block], wanted: Sequence[str], found: dict[str, Tensor], lead: tuple[int, ...]
+    ) -> Tensor:
+        """Products by parameter as vectors (*lead, R) over the blocks `rows`; those that are missing are zero."""
+        for name in wanted:
+            if name not in found:
+                weight = self.snapshot.weight(name)
+                found[name] = weight.new_zeros(()).expand(*lead, *weight.shape)
+        return torch.cat([block.gather(found) for block in rows], -1)
+
+    # ---- graphs
+
+    def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[int, Graph], None]) -> None:
+        """Call `visit` with the position and the graph of each micro-batch: kept graphs first, the others made anew."""
+        needed = {i for i, weight in enumerate(self.survey.weights) if weight}
+        if not needed:
+            return
+        complete = (key for key in self._kept if key[0] >= names and key[1] == layer and needed <= set(self._kept[key]))
+        key = next(complete, (names, layer))
+        kept = self._kept.get(key, {})
+        for i, graph in kept.items():
+            visit(i, graph)
+        missing = needed - set(kept)
+        if not missing:
+            self._kept.move_to_end(key)
+            return
+        checks.fits(
+            _PASSES * self.survey.written,
+            None,
+            "a product with the Hessian, by the size of the forward pass,",
+            "give a smaller micro_batch=, or fewer or shorter sequences",
+        )
+        with undisturbed(self.model, self._batches.generators):
+            for i, batch in enumerate(self._batches):
+                if i in missing:
+                    graph = self._graph(batch, names, layer)
+                    visit(i, graph)
+                    if self._make_room(key, graph.nbytes):
+                        self._kept.setdefault(key, {})[i] = graph
+                    del graph
+
+    def loss(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """The loss of a micro-batch at these weights."""
+        outputs = self.snapshot(weights, batch)
+        return self.objective(self.objective.seen(outputs, self.snapshot.parameters(weights)), batch.targets)
+
+    def walk(self, visit: Callable[[float, Batch], None]) -> None:
+        """Call `visit` with the weight and the data of each micro-batch that has loss terms; inside, the model may run
+        as it does for products."""
+        with undisturbed(self.model, self._batches.generators):
+            for weight, batch in zip(self.survey.weights, self._batches, strict=True):
+                if weight:
+                    visit(weight, self.snapshot.moved(batch))
+
+    def _make_room(self, key: Selection, nbytes: int) -> bool:
+        """Whether a graph of this size may be kept; graphs of other selections, the oldest first, give way."""
+
+        def used() -> int:
+            return sum(graph.nbytes for graphs in self._kept.values() for graph in graphs.values())
+
+        for other in list(self._kept):
+            if other != key and used() + nbytes > self._budget:
+                del self._kept[other]
+        return used() + nbytes <= self._budget
+
+    def _graph(self, batch: Batch, names: frozenset[str], layer: Site | None) -> Graph:
+        batch = self.snapshot.moved(batch)
+        weights, leaves = self.snapshot.leaves(sorted(names))
+        if layer is None:
+            with kept_derivatives(self.model):
+                outputs = self.snapshot(weights, batch)
+            return self._kept_graph(leaves, *self._gradient(weights, outputs, batch))
+        with kept_derivatives(self.model), Tap(self.model, layer) as tap:
+            outputs = self.snapshot(weights, batch)
+        cut, gradient = self._gradient(weights, outputs, batch)
+        if not tap.tensor.requires_grad:
+            said = f"acts nowhere on the {layer.side} of {layer.path!r}; use split='model'"
+            raise ModelError(", ".join(leaves), said)
+        inner = torch.autograd.grad(cut, tap.tensor, gradient, create_graph=True)
+        check_layer(layer, leaves, (cut, gradient), ([tap.tensor], inner))
+        return self._kept_graph(leaves, [tap.tensor], inner)
+
+    def _gradient(
+        self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """F and G of a micro-batch."""
+        seen = self.objective.seen(outputs, self.snapshot.parameters(weights))
+        return self.objective.gradient(seen, batch.targets)
+
+    def _kept_graph(self, leaves: Mapping[str, Tensor], cut: Sequence[Tensor], gradient: Sequence[Tensor]) -> Graph:
+        return Graph(leaves, cut, gradient)
+
+    def _layer(self, part: str, blocks: Sequence[Block]) -> Site | None:
+        """Where to cut: the layer of all the blocks, or the model's output (None), also for the total."""
+        if self.split == "model" or part == "total":
+            return None
+        layers = {self._site(block): block.name for block in blocks}
+        if len(layers) > 1:
+            (one, first), (two, second), *_ = layers.items()
+            raise ModelError(
+                "split",
+                f"{first!r} lies in {one.path!r} and {second!r} in {two.path!r}: between layers split='layer' has no "
+                "parts; ask for the total, or use split='model'",
+            )
+        return next(iter(layers))
+
+    def _site(self, block: Block) -> Site:
+        known = {self._sites.get(piece.parameter) for piece in block.pieces}
+        site = known.pop() if len(known) == 1 else None
+        return site or layer_of(self.model, self.snapshot.paths, block)
+
+
+def check_layer(
+    layer: Site,
+    leaves: Mapping[str, Tensor],
+    model: tuple[Sequence[Tensor], Sequence[Tensor]],
+    output: tuple[Sequence[Tensor], Sequence[Tensor]],
+) -> None:
+    """The blocks must act on the loss through the layer's output alone: the gradients from there are all there is."""
+    whole, through = (
+        torch.autograd.grad(F, list(leaves.values()), G, retain_graph=True, materialize_grads=True)
+        for F, G in (model, output)
+    )
+    for name, expected, found in zip(leaves, whole, through, strict=True):
+        if float((found - expected).abs().max()) > torch.finfo(found.dtype).eps ** 0.5 * float(expected.abs().max()):
+            raise ModelError(
+                name, f"acts on the loss also beside the {layer.side} of {layer.path!r}, is it tied? Use split='model'"
+            )

@@ -1,0 +1,69 @@
+"""Tests of products with a Hessian, for models with operations whose second derivatives have not been checked.
+
+A Hessian is symmetric, u.Hv = v.Hu, and is the second derivative of the loss l: along a vector u,
+
+    u.Hu = (l(w + hu) - 2 l(w) + l(w - hu)) / h² + O(h).
+
+The vectors are random, each block in proportion to its weights, so that h is a relative change of them all.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from curvoscope.autodiff.graph import SecondDerivativeError
+from curvoscope.operations import Operation
+
+_ROUNDING = 64  # times epsilon: the error of a loss, or of a product relative to its vectors
+_BIAS = 10  # times the third difference: what the second may be off by
+_LEAST = 1e-3  # relative: a smaller error is not looked for
+_ASYMMETRY = 0.4  # power of epsilon, relative: 5e-7 in float64, 2e-3 in float32
+
+
+def probe(scales: Tensor, seed: int) -> Tensor:
+    """Normal numbers times `scales`, the same for each call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(scales), generator=generator, dtype=torch.float64).to(scales) * scales
+
+
+def check_symmetry(u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor, unknown: Iterable[Operation]) -> None:
+    """Raise unless u.Hv = v.Hu, relative to the size of their terms and up to the rounding of the products."""
+    epsilon = torch.finfo(Hv.dtype).eps
+    u, Hu, v, Hv = u.double(), Hu.double(), v.double(), Hv.double()
+    size = float((u * Hv).norm() + (v * Hu).norm())
+    rounding = _ROUNDING * epsilon * float(u.norm() * Hv.norm() + v.norm() * Hu.norm())
+    gap = abs(float(u @ Hv - v @ Hu))
+    if gap > max(rounding, epsilon**_ASYMMETRY * size):
+        raise _wrong(f"products with its Hessian are not symmetric, by {gap / size:.1%} of their size", unknown)
+
+
+def check_curvature(
+    loss: Callable[[float], float], here: float, curvature: float, dtype: torch.dtype, unknown: Iterable[Operation]
+) -> None:
+    """Raise unless the second difference of `loss` at 0, where it is `here`, is `curvature` (u.Hu).
+
+    Kinks, and a step that is too long, show in the third difference, and then nothing is said.
+    """
+    h = torch.finfo(dtype).eps ** 0.25
+    below, above, further = loss(-h), loss(h), loss(2 * h)
+    if not all(map(math.isfinite, (below, above, further))):
+        return
+    second = (above - 2 * here + below) / h**2
+    third = abs(further - 3 * above + 3 * here - below) / h**2
+    noise = _ROUNDING * torch.finfo(dtype).eps * max(1.0, abs(here), abs(above), abs(below)) / h**2
+    gap, size = abs(second - curvature), max(abs(second), abs(curvature))
+    if gap > _BIAS * third + noise + _LEAST * size:
+        raise _wrong(
+            f"its curvature along a vector is {curvature:.4g}, by differences of its loss {second:.4g}", unknown
+        )
+
+
+def _wrong(found: str, unknown: Iterable[Operation]) -> SecondDerivativeError:
+    names = ", ".join(sorted({operation.name for operation in unknown}))
+    return SecondDerivativeError(
+        "model",
+        f"{found}. Autograd's second derivative of one of these operations is wrong: {names}. Replace it, or use "
+        "hvp='difference'",
+    )

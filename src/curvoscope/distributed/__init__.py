@@ -1,0 +1,1 @@
+"""Models and batches that are spread over several processes."""

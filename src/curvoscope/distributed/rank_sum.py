@@ -1,0 +1,139 @@
+"""A block in closed form whose tokens are spread over ranks: the sum of each rank's own closed form.
+
+What is linear in the block is summed: products, entries, diagonal, trace. The Frobenius norm is not: it is that of the
+summed entries where these are few, else the terms of all ranks (l_t, r_t, C_t of all tokens) come together on each.
+"""
+
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks, estimate
+from curvoscope.distributed.ranks import Group
+from curvoscope.errors import MemoryLimitError
+from curvoscope.estimate import Estimate
+from curvoscope.magnitudes import norm
+from curvoscope.operators.base import LinearOperator, Shape
+from curvoscope.operators.block_matrix import Tiles
+from curvoscope.operators.cores import DenseCore
+from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.terms import Term
+
+_FEW = 2048  # rows and columns up to which the entries are soon summed
+
+
+class RankSum(LinearOperator):
+    """The sum over ranks of `own`, None on a rank without batches. All ranks ask the same of it at once."""
+
+    def __init__(
+        self,
+        own: LinearOperator | None,
+        row_shape: Shape,
+        column_shape: Shape,
+        like: Tensor,
+        symmetric: bool,
+        ranks: Group,
+    ) -> None:
+        super().__init__(row_shape, column_shape, like, symmetric)
+        self._own, self._ranks = own, ranks
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        def product() -> Tensor:
+            if self._own is None:
+                return columns.new_zeros(columns.shape[1], self.shape[0])
+            return self._own._matmat(columns).T
+
+        return self._ranks.sum(("closed form", self.row_shape, self.column_shape), columns.T, product).T
+
+    def _transposed(self) -> LinearOperator:
+        own = None if self._own is None else self._own.T
+        return RankSum(own, self.column_shape, self.row_shape, self.like, self.symmetric, self._ranks)
+
+    def _write(self, out: Tensor) -> None:
+        mine = out.new_zeros(out.shape)
+        with self._ranks.together():
+            if self._own is not None:
+                self._own._write(mine)
+        out.copy_(self._ranks.add(mine))
+
+    def _workspace(self, room: int) -> int:
+        entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return 2 * entries + (0 if self._own is None else self._own._workspace(max(0, room - entries)))
+
+    def _fits(self, copies: int, memory_limit: int | None) -> int:
+        """As on the rank with the least room: all ranks go on, or none does."""
+        return super()._fits(copies, self._ranks.least(checks.memory_budget(memory_limit)))
+
+    def _bytes(self, copies: int, budget: int) -> int:
+        return int(max(self._ranks.exchange(super()._bytes(copies, budget))))
+
+    def _trace(self, memory_limit: int | None) -> float:
+        with self._ranks.together():
+            mine = 0.0 if self._own is None else self._own._trace(memory_limit)
+        return float(sum(self._ranks.exchange(mine)))
+
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
+        with self._ranks.together():
+            mine = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
+            if self._own is not None:
+                mine += self._own._diagonal(memory_limit)
+        return self._ranks.add(mine)
+
+    def _norm(self, memory_limit: int | None) -> float:
+        budget = self._ranks.least(checks.memory_budget(memory_limit))
+        if max(self.shape) > _FEW:
+            needed = self._ranks.exchange(0 if self._own is None else _core_bytes(self._own))
+            if None not in needed and 2 * sum(needed) <= budget:
+                with self._ranks.together():
+                    mine = None if self._own is None else _factors(self._own)
+                found = (other for other in self._ranks.exchange(mine) if other is not None)
+                total: LinearOperator = reduce(add, found)
+                return total._norm(budget)
+        return norm(self.dense(memory_limit=budget))
+
+    def frobenius_norm(
+        self,
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int = 0,
+        memory_limit: int | None = None,
+    ) -> float | Estimate:
+        """Exact, or an Estimate where one is asked for, or where neither the terms of all ranks nor the
+        entries fit into memory."""
+        asked = matvecs is not None or tolerance is not None
+        try:
+            return super().frobenius_norm(matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit)
+        except MemoryLimitError:
+            if asked:
+                raise
+            return estimate.frobenius_norm(self, seed=seed)
+
+
+def _core_bytes(operator: LinearOperator) -> int | None:
+    """Of the cores of all terms; None where the block has no terms."""
+    if isinstance(operator, KroneckerSum):
+        cores = sum(term.tokens * term.core.size for term in operator.terms if isinstance(term, Term))
+        return cores * operator.dtype.itemsize
+    if isinstance(operator, Tiles):
+        several = [_core_bytes(entry) for entry in operator.entries.values()]
+        return None if None in several else sum(one for one in several if one is not None)
+    return None
+
+
+def _factors(operator: LinearOperator) -> LinearOperator:
+    """The same block by its terms alone, their cores as numbers, which can be sent."""
+    shapes = operator.row_shape, operator.column_shape
+    if isinstance(operator, Tiles):
+        entries = {key: _factors(entry) for key, entry in operator.entries.items()}
+        return Tiles(*shapes, operator.rows, operator.columns, entries, operator.like, operator.symmetric)
+    assert isinstance(operator, KroneckerSum)
+    terms = [
+        Term(term.left, term.right, DenseCore(term.core.dense(0, term.tokens), term.core.symmetric), term.axes)
+        if isinstance(term, Term)
+        else term
+        for term in operator.terms
+    ]
+    return KroneckerSum(*shapes, terms, operator.like, operator.symmetric)

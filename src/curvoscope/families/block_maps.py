@@ -1,0 +1,28 @@
+"""`blocks_of`: the named parameter blocks of any torch model."""
+
+from torch import nn
+
+from curvoscope.blocks import Blocks
+from curvoscope.families import direct, huggingface, torch_nn, transformer_lens
+from curvoscope.families.assembly import assemble
+
+_FAMILIES = (*direct.FAMILIES, *transformer_lens.FAMILIES, *huggingface.FAMILIES, *torch_nn.FAMILIES)
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """The blocks of a model, by name: "h.0.attn.Q" is the query weight of layer 0, (d, heads*d_k) as in `X @ W`.
+
+    A layer has "attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down" (and "mlp.gate"), their biases "attn.b_Q",
+    ..., "mlp.b_up", ..., each with one row, and norms, gamma above beta: "norm1" and "norm2" before attention and MLP
+    (behind them and the sum with the stream, if nothing is normalised before), "norm1_post" and "norm2_post" of their
+    outputs. Around the layers stand "embed" (a row for each token), "positions", "embed_norm", "final_norm", "unembed"
+    and "b_unembed". An unembedding tied to the embedding is the block "embed", which says so in `tied`. Two stacks of
+    layers have the names of their modules in front: "encoder.h.0.attn.Q"; what stands around both has none.
+
+    Known are GPT-2, Llama, BERT and ViT of Hugging Face and whatever has their parameter names, nn.TransformerEncoder
+    and nn.MultiheadAttention, TransformerLens, and this package's models, also inside other modules. Where names alone
+    do not tell, the module is looked at: its `forward` for the places of norms, a run on random numbers for the order
+    in a fused weight. Every other parameter is a block under its own name, as it is stored: a vector is one row, more
+    axes are (first, rest).
+    """
+    return assemble(model, _FAMILIES)

@@ -1,0 +1,63 @@
+"""The figures, one declarative file each."""
+
+import difflib
+import importlib
+
+from curvoscope.errors import RangeError
+from curvoscope.papers.experiments import digits
+from curvoscope.papers.experiments.figure import Figure
+
+DIGITS = ("gap-entries", "gap-norms", "gap-loss", "gap-gradient")
+"""The figures that need scikit-learn's images."""
+
+NAMES = (
+    "fig1",
+    "fig3a",
+    "fig3b",
+    "fig4",
+    "fig5",
+    "fig8",
+    "moments",
+    "softmax",
+    "temperature",
+    "heads",
+    "scalar",
+    "sink",
+    "depth",
+    "ggn",
+    "divergence",
+    "phases",
+    *DIGITS,
+    "optimizers",
+    "fig7",
+    "fig6",
+)
+"""In the order in which `all` runs them: what takes longest comes last."""
+
+
+def find(names: list[str]) -> list[Figure]:
+    """The figures of these names; "all" is every one but for those `left_out`."""
+    if not names:
+        raise RangeError("NAME", f"is missing; give one or more of all, {', '.join(NAMES)}")
+    for name in names:
+        if name != "all" and name not in NAMES:
+            near = difflib.get_close_matches(name, ("all", *NAMES), n=3, cutoff=0.3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are all, {', '.join(NAMES)}"
+            raise RangeError("NAME", f"there is no figure {name!r}; {hint}")
+    if any(name in DIGITS for name in names):
+        digits.check_installed()
+    every = [name for name in NAMES if name not in left_out()]
+    wanted = every if "all" in names else list(dict.fromkeys(names))
+    return [load(name) for name in wanted]
+
+
+def left_out() -> tuple[str, ...]:
+    """What "all" leaves out because scikit-learn is not installed."""
+    return () if digits.is_installed() else DIGITS
+
+
+def load(name: str) -> Figure:
+    """One figure."""
+    figure = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").FIGURE
+    assert isinstance(figure, Figure)
+    return figure

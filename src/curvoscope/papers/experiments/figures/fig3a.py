@@ -1,0 +1,32 @@
+"""Figure 3a: growth of the query and value blocks with the input's scale, without a norm."""
+
+from functools import partial
+
+from curvoscope.papers.experiments import fits, growth
+from curvoscope.papers.experiments.figure import Figure
+from curvoscope.papers.experiments.fits import Growth
+from curvoscope.papers.experiments.setting import Setting
+
+_PREDICTIONS = (
+    Growth("V", "outer", 2),
+    Growth("V", "functional", zero=True, largest=10.0),
+    Growth("V", "total", 2),
+    Growth("Q", "outer", 6),
+    Growth("Q", "functional", 5),
+    Growth("Q", "total", 5),
+)
+_POINTS = [{"sigma": sigma} for sigma in growth.log_grid(-2.0, 1.0)]
+
+FIGURE = Figure(
+    name="fig3a",
+    title="Growth with the scale of the input, one block without a norm",
+    question="How do the norms of the query and value blocks grow with the scale σ of the embeddings?",
+    configuration=Setting(),
+    points=_POINTS,
+    seeds=20,
+    quick_seeds=3,
+    measure=growth.measure,
+    verdicts=partial(fits.verdicts, predictions=_PREDICTIONS),
+    panels=partial(growth.panels, predictions=_PREDICTIONS),
+    seconds=lambda point: 0.3,
+)

@@ -1,0 +1,90 @@
+"""Figure 4: histograms of the absolute entries of the query and value blocks, with softmax and without."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import BaseModel
+
+from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.panels import Panel
+from curvoscope.papers.experiments.summaries import claim, curve, geometric_mean, select
+
+_EDGES = np.linspace(-10, 0, 51)  # of log10 |entry|
+_ATTENTION = ("softmax", "linear")
+
+
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+    """Shares of the entries in each bin, the first with all below it and the last with all above; and the medians."""
+    assert isinstance(configuration, Layer)
+    H = configuration.hessian(seed, attention=str(point["attention"]))
+    values = []
+    for block in ("Q", "V"):
+        entries = H.total[block].dense().abs().numpy()
+        logarithms = np.log10(entries, out=np.full(entries.shape, -np.inf), where=entries > 0)
+        shares = np.histogram(logarithms.clip(_EDGES[0], _EDGES[-1]), _EDGES)[0] / entries.size
+        for left, share in zip(_EDGES, shares, strict=False):
+            values.append(Value(1, block, "total", float(share), quantity="share", at=float(left)))
+        values.append(Value(1, block, "total", float(np.median(entries)), quantity="median"))
+    return values
+
+
+def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    medians = {
+        (attention, block): select(rows, attention=attention, block=block, quantity="median")
+        for attention in _ATTENTION
+        for block in ("Q", "V")
+    }
+    value = {key: geometric_mean(chosen) for key, chosen in medians.items()}
+    ratio = {attention: value[attention, "Q"] / value[attention, "V"] for attention in _ATTENTION}
+    rows = medians["softmax", "Q"]
+    return [
+        claim(
+            rows,
+            "softmax: the median query entry is two orders of magnitude below the median value entry",
+            ratio["softmax"],
+            10**-2.5 <= ratio["softmax"] <= 10**-1.5,
+            0.01,
+        ),
+        claim(
+            medians["linear", "Q"],
+            "linear: the median query and value entries are of one order of magnitude",
+            ratio["linear"],
+            10**-0.5 <= ratio["linear"] <= 10**0.5,
+            1.0,
+        ),
+        claim(
+            rows,
+            "softmax changes the median query entry more than the median value entry (ratio of the two changes)",
+            (log_change := abs(np.log(value["linear", "Q"] / value["softmax", "Q"])))
+            / abs(np.log(value["linear", "V"] / value["softmax", "V"])),
+            bool(log_change > abs(np.log(value["linear", "V"] / value["softmax", "V"]))),
+        ),
+    ]
+
+
+def _panels(rows: Sequence[Row]) -> list[Panel]:
+    found = []
+    for block, name in (("V", "value"), ("Q", "query")):
+        series = [
+            curve(select(rows, block=block, attention=attention, quantity="share"), "at", attention, i, steps=True)
+            for i, attention in enumerate(_ATTENTION)
+        ]
+        found.append(Panel(name, "log₁₀ |entry|", "share of entries", x_log=False, y_log=False, series=series))
+    return found
+
+
+FIGURE = Figure(
+    name="fig4",
+    title="Absolute entries of the query and value blocks",
+    question="Does the softmax make the entries of the query and value blocks differ in magnitude?",
+    configuration=Layer(),
+    points=[{"attention": attention} for attention in _ATTENTION],
+    seeds=20,
+    quick_seeds=10,
+    measure=measure,
+    verdicts=_verdicts,
+    panels=_panels,
+    seconds=lambda point: 0.3,
+    columns=2,
+)

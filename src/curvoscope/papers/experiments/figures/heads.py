@@ -1,0 +1,63 @@
+"""More heads at the same width: the share of the functional part falls."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pydantic import BaseModel
+
+from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.panels import Panel
+from curvoscope.papers.experiments.summaries import by, claim, curve, select
+
+_HEADS = (1, 2, 4, 8, 16)
+_POINTS = [{"heads": heads} for heads in _HEADS]
+
+
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+    """Of the whole Hessian: the share of functional entries that are not zero, and the functional part's norm."""
+    assert isinstance(configuration, Layer)
+    H = configuration.hessian(seed, heads=int(point["heads"]))
+    functional, outer = H.functional.dense(), H.outer.dense()
+    return [
+        Value(1, "all", "functional", float((functional != 0).double().mean()), quantity="nonzero_share"),
+        Value(1, "all", "functional", float(functional.norm())),
+        Value(1, "all", "outer", float(outer.norm())),
+    ]
+
+
+def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    chosen = select(rows, quantity="nonzero_share")
+    shares = [sum(group) / len(group) for group in by(chosen, "heads").values()]
+    falls = all(later < earlier for earlier, later in pairwise(shares))
+    statement = "the share of functional entries that are not zero falls with the heads: 16 heads over 1"
+    return [claim(chosen, statement, shares[-1] / shares[0], falls)]
+
+
+def _panels(rows: Sequence[Row]) -> list[Panel]:
+    share = curve(select(rows, quantity="nonzero_share"), "heads", "", 1)
+    norms = [
+        curve(select(rows, part=part, quantity="frobenius_norm"), "heads", part, i)
+        for i, part in enumerate(("outer", "functional"))
+    ]
+    return [
+        Panel("functional entries that are not zero", "heads", "share", y_log=False, series=[share]),
+        Panel("norms of the whole Hessian", "heads", series=norms),
+    ]
+
+
+FIGURE = Figure(
+    name="heads",
+    title="Heads at a fixed width of 16",
+    question="Does the functional part lose weight as the width is cut into more heads?",
+    configuration=Layer(),
+    points=_POINTS,
+    seeds=20,
+    quick_seeds=4,
+    measure=measure,
+    verdicts=_verdicts,
+    panels=_panels,
+    seconds=lambda point: 1.0,
+    columns=2,
+    remarks="Functional blocks between different heads are zero; outer blocks couple all heads.",
+)

@@ -1,0 +1,115 @@
+"""Attention sinks: a bias of all queries towards the first token, in the scalar model and in a trained network."""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from curvoscope.exact import ScalarAttention
+from curvoscope.papers import tasks
+from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.panels import Panel
+from curvoscope.papers.experiments.summaries import by, claim, curve, select
+from curvoscope.papers.experiments.training import checkpoints
+from curvoscope.papers.networks import GPT2
+
+_MODELS = ("scalar", "gpt2")
+
+
+class Configuration(BaseModel):
+    """`biases` are added to the scores of the first key; the network is trained for `steps` without one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    biases: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    tokens: int = 12
+    k: int = 16
+    d: int = 16
+    sequences: int = 64
+    data_seed: int = 0
+    steps: int = 200
+    rate: float = 0.003
+
+
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+    """Scalar model: bulk and largest outlier. Network: the extreme eigenvalues of its attention layer's Hessian."""
+    assert isinstance(configuration, Configuration)
+    found = _scalar(configuration, seed) if point["model"] == "scalar" else _network(configuration, seed)
+    values = []
+    for bias, numbers in zip(configuration.biases, found, strict=True):
+        values += [Value(1, "all", "total", n, quantity=name, at=bias) for name, n in numbers.items()]
+    return values
+
+
+def _scalar(configuration: Configuration, seed: int) -> list[dict[str, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, configuration.tokens, generator=generator, dtype=torch.float64)
+    w_Q, w_K = torch.randn(2, configuration.k, generator=generator, dtype=torch.float64)
+    model = ScalarAttention(w_Q, w_K, 1.0)
+    found = []
+    for bias in configuration.biases:
+        spectrum = model.spectrum(x, y, mask=_towards_first(configuration.tokens, bias))
+        found.append({"bulk": spectrum.bulk, "outlier": float(spectrum.outliers.abs().max())})
+    return found
+
+
+def _network(configuration: Configuration, seed: int) -> list[dict[str, float]]:
+    c = configuration
+    model = GPT2(c.d, seed=seed)
+    for _ in checkpoints(model, (c.steps,), c.sequences, c.rate, seed):
+        model.requires_grad_(False)
+    tokens = tasks.addition(c.sequences, seed=c.data_seed)
+    inputs, targets = tokens[:, :-1], tasks.answer_targets(tokens)
+    layer, X, loss = model.attention(), model.attention_input(inputs), model.tail(inputs, targets)
+    found = []
+    for bias in c.biases:
+        H = layer.hessian(X, loss, _towards_first(X.shape[1], bias), biases=False)
+        eigenvalues = torch.linalg.eigvalsh(H.dense())
+        found.append({"largest": float(eigenvalues[-1]), "smallest": float(eigenvalues[0])})
+    return found
+
+
+def _towards_first(length: int, bias: float) -> Tensor:
+    mask = torch.zeros(length, length, dtype=torch.float64)
+    mask[:, 0] = bias
+    return mask
+
+
+def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    found = []
+    for model, quantity, grows in (("scalar", "bulk", False), ("scalar", "outlier", True), ("gpt2", "largest", True)):
+        chosen = select(rows, model=model, quantity=quantity)
+        means = [sum(group) / len(group) for group in by(chosen, "at").values()]
+        ratio = means[-1] / means[0]
+        what = {"bulk": "shrinks the bulk", "outlier": "stretches the outliers", "largest": "stretches the spectrum"}
+        statement = f"{model}: a sink {what[quantity]} (mean with the largest bias over that without one)"
+        found.append(claim(chosen, statement, ratio, (ratio > 1) == grows))
+    return found
+
+
+def _panels(rows: Sequence[Row]) -> list[Panel]:
+    label = "bias of the first key's scores"
+    scalar = [curve(select(rows, quantity=name), "at", name, i) for i, name in enumerate(("bulk", "outlier"))]
+    network = [curve(select(rows, quantity=name), "at", name, i) for i, name in enumerate(("largest", "smallest"))]
+    return [
+        Panel("scalar model", label, "|eigenvalue|", x_log=False, series=scalar),
+        Panel("trained GPT-2, attention layer", label, "eigenvalue", x_log=False, y_log=False, series=network),
+    ]
+
+
+FIGURE = Figure(
+    name="sink",
+    title="Attention sinks",
+    question="Does a bias towards the first token shrink the bulk and stretch the outliers?",
+    configuration=Configuration(),
+    points=[{"model": model} for model in _MODELS],
+    seeds=20,
+    quick_seeds=5,
+    measure=measure,
+    verdicts=_verdicts,
+    panels=_panels,
+    seconds=lambda point: 3.0 if point["model"] == "gpt2" else 0.1,
+    columns=2,
+    remarks="The statement is qualitative, not a theorem: means over seeds, which differ widely.",
+)

@@ -1,0 +1,89 @@
+"""The temperature of the softmax: T-outer falls as 1/t², T-functional as 1/t."""
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from curvoscope.exact import SelfAttention
+from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.growth import log_grid
+from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.panels import Guide, Panel
+from curvoscope.papers.experiments.summaries import by, claim, curve, power, select
+
+_PARTS = ("T-outer", "T-functional")
+_EXPONENTS = {"T-outer": -2.0, "T-functional": -1.0}
+_ATTENTION = ("frozen", "moving")
+_SCALE = 100.0  # of the logits: at initialisation they are so small that no temperature would move the attention
+_POINTS: list[Point] = [{"attention": attention, "t": t} for attention in _ATTENTION for t in log_grid(-1.0, 5.0, 25)]
+_WARM = 100.0
+
+
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+    """Norms of the two parts of the query-key Hessian.
+
+    Frozen attention: what the temperature takes from the scores, a mask puts back, so that A is that of t = 1.
+    """
+    assert isinstance(configuration, Layer)
+    t = float(point["t"])
+    layer, X, loss = configuration.parts(seed, logit_scale=_SCALE, temperature=t)
+    mask = (1 - 1 / t) * _scores(layer, X) if point["attention"] == "frozen" else None
+    H = layer.hessian(X, loss, mask)
+    parts = zip(_PARTS, (H.t_outer, H.t_functional), strict=True)
+    return [Value(1, "QK", part, float(matrix.dense().norm())) for part, matrix in parts]
+
+
+def _scores(layer: SelfAttention, X: Tensor) -> Tensor:
+    """The scores at temperature 1, (N, L, L)."""
+    return (X @ layer.W_Q) @ (X @ layer.W_K).mT / layer.W_K.shape[1] ** 0.5
+
+
+def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    found = []
+    for part, exponent in _EXPONENTS.items():
+        frozen = select(rows, attention="frozen", part=part)
+        found.append(power(frozen, "t", f"frozen attention: {part} goes as t^{exponent:g}", exponent, 1e-6))
+    for part, exponent in _EXPONENTS.items():
+        warm = [row for row in select(rows, attention="moving", part=part) if float(row.point["t"]) >= _WARM]
+        found.append(power(warm, "t", f"moving attention, t ≥ {_WARM:g}: {part} goes as t^{exponent:g}", exponent))
+    shares = {}
+    for part in _PARTS:
+        groups = by(select(rows, attention="moving", part=part), "t")
+        shares[part] = [sum(group) / len(group) for group in groups.values()]
+    ratios = [o / f for o, f in zip(shares["T-outer"], shares["T-functional"], strict=True)]
+    statement = "T-functional dominates as t grows: T-outer over T-functional at the largest t"
+    found.append(claim(select(rows, part="T-outer"), statement, ratios[-1], ratios[-1] < min(0.1, *ratios[:-1])))
+    return found
+
+
+def _panels(rows: Sequence[Row]) -> list[Panel]:
+    panels = []
+    for attention in _ATTENTION:
+        series = [curve(select(rows, attention=attention, part=part), "t", part, i) for i, part in enumerate(_PARTS)]
+        guides = []
+        for one, exponent in zip(series, _EXPONENTS.values(), strict=True):
+            y = [one.y[-1] * (t / one.x[-1]) ** exponent for t in one.x]
+            guides.append(Guide("t⁻² and t⁻¹" if exponent == -1 else "", list(one.x), y))
+        panels.append(Panel(f"{attention} attention", "temperature t", series=series, guides=guides))
+    return panels
+
+
+FIGURE = Figure(
+    name="temperature",
+    title="The query-key Hessian and the temperature of the softmax",
+    question="How do the two parts of the query-key Hessian, cut at the scores, depend on the temperature?",
+    configuration=Layer(),
+    points=_POINTS,
+    seeds=20,
+    quick_seeds=2,
+    measure=measure,
+    verdicts=_verdicts,
+    panels=_panels,
+    seconds=lambda point: 0.6,
+    columns=2,
+    remarks=(
+        "The powers are exact at frozen attention and limits for t → ∞ otherwise. For t → 0 both parts vanish as the "
+        "rows become one-hot."
+    ),
+)

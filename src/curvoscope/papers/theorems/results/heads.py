@@ -1,0 +1,169 @@
+"""Appendix E: several heads, and values of low rank."""
+
+import torch
+from torch import Tensor
+
+from curvoscope.papers.theorems.attention import attention_matrix, jacobians
+from curvoscope.papers.theorems.autodiff import Derivatives, Parameters, differentiate, mean_square
+from curvoscope.papers.theorems.heads import (
+    functional_share,
+    heads_output,
+    low_rank_functional_block,
+    low_rank_functional_block_as_printed,
+    low_rank_outer_blocks,
+)
+from curvoscope.papers.theorems.registry import (
+    OWN,
+    PAPER,
+    Errors,
+    largest,
+    relative_error,
+    relative_size,
+    theorem,
+)
+from curvoscope.papers.theorems.results.instances import Draw
+
+L, D, HEADS = 4, 3, 2
+
+
+@theorem("Remark E.1", PAPER, note="Jacobians of every head, from that head's weights alone")
+def head_jacobians(seed: int) -> float:
+    """∂F/∂W^h is the Jacobian of head h."""
+    X, weights, reference = _heads(seed)
+    return largest(
+        relative_error(
+            jacobians(X, *(weights[f"{n}{h}"] for n in ("Q", "K", "V")))[name],
+            reference.jacobian[f"{name}{h}"],
+        )
+        for h in range(HEADS)
+        for name in ("V", "Q", "K")
+    )
+
+
+@theorem("Appendix E, blocks between heads", PAPER, note="H_f(W^h, W^h') = 0 for h ≠ h', H = H_o there")
+def inter_head_blocks(seed: int) -> float:
+    """Functional blocks between heads vanish."""
+    _, weights, reference = _heads(seed)
+    scale = torch.stack([block.abs().max() for block in reference.functional.values()])
+    return largest(
+        error
+        for row in weights
+        for column in weights
+        if row[1] != column[1]
+        for error in (
+            relative_size(reference.functional[row, column], scale),
+            relative_error(reference.hessian[row, column], reference.outer[row, column]),
+        )
+    )
+
+
+@theorem(
+    "Appendix E, sparsity",
+    PAPER,
+    note="share of H_f that is not zero, d_K = d_V/H, H = 1, 2, 4: (12 + 2/d_K)/(16 H)",
+)
+def functional_sparsity(seed: int) -> float:
+    """The functional Hessian becomes sparser with the number of heads; the formula counts its entries."""
+    draw = Draw(seed, 11, 1)
+    d, errors = 4, []
+    X, Y = draw.normal(5, d), draw.normal(5, d)
+    for heads in (1, 2, 4):
+        k = d // heads
+        shapes = {"Q": (d, k), "K": (d, k), "O": (d, k), "U": (k, d)}
+        weights = {f"{n}{h}": draw.normal(*shape) for h in range(heads) for n, shape in shapes.items()}
+
+        blocks = _low_rank_heads(X, Y, weights, heads).functional.values()
+        filled = sum(int((block.abs() > 1e-13).sum()) for block in blocks)
+        share = filled / sum(block.numel() for block in blocks)
+        errors.append(abs(share - functional_share(d, heads)) / functional_share(d, heads))
+    return largest(errors)
+
+
+@theorem(
+    "Appendix E.1, equation (24)", PAPER, note="H_o over W_O, W_U of a linear MLP with input M1; diagonal H_f zero"
+)
+def low_rank_outer(seed: int) -> float:
+    """F = M1 W_O W_U: quadratic in M1 and in the other factor."""
+    M1, W_O, W_U, _, reference = _low_rank(seed)
+    errors = [
+        relative_error(block, reference.outer[pair]) for pair, block in low_rank_outer_blocks(M1, W_O, W_U).items()
+    ]
+    errors += [relative_size(reference.functional[n, n], reference.hessian[n, n]) for n in ("O", "U")]
+    return largest(errors)
+
+
+@theorem(
+    "Appendix E.1, functional block",
+    PAPER,
+    verdict="holds corrected",
+    note="δ_ef 2/(L d_V)(M1ᵀM1 W_O W_U − M1ᵀY): also linear in M1 and Y (E10)",
+    contrast="the part quadratic in M1 alone",
+)
+def low_rank_functional(seed: int) -> Errors:
+    """H_f(O, U)."""
+    M1, W_O, W_U, Y, reference = _low_rank(seed)
+    block = reference.functional["O", "U"]
+    return Errors(
+        relative_error(low_rank_functional_block(M1, W_O, W_U, Y), block),
+        relative_error(low_rank_functional_block_as_printed(M1, W_O, W_U), block),
+    )
+
+
+@theorem("Appendix E.1, other blocks", OWN, note="query and key blocks see W_O W_U only as a product")
+def low_rank_leaves_queries(seed: int) -> float:
+    """Splitting the value matrix changes no block that does not touch it."""
+    draw = Draw(seed, 11, 2)
+    X, Y, W_Q, W_K = draw.normal(L, D), draw.normal(L, D), draw.normal(D, 2), draw.normal(D, 2)
+    W_O, W_U = draw.normal(D, 2), draw.normal(2, D)
+
+    def attend(parameters: Parameters, value: Tensor) -> Tensor:
+        return attention_matrix(X, parameters["Q"], parameters["K"]) @ X @ value
+
+    loss = mean_square(Y)
+    split = differentiate(
+        lambda parameters: attend(parameters, parameters["O"] @ parameters["U"]),
+        loss,
+        {"Q": W_Q, "K": W_K, "O": W_O, "U": W_U},
+    )
+    whole = differentiate(
+        lambda parameters: attend(parameters, parameters["V"]), loss, {"Q": W_Q, "K": W_K, "V": W_O @ W_U}
+    )
+    return largest(
+        relative_error(split.hessian[row, column], whole.hessian[row, column])
+        for row in ("Q", "K")
+        for column in ("Q", "K")
+    )
+
+
+def _low_rank_heads(X: Tensor, Y: Tensor, weights: dict[str, Tensor], heads: int) -> Derivatives:
+    """Derivatives of Σ_h A^h X W_O^h W_U^h in the weights Q0, K0, O0, U0, Q1, …."""
+
+    def network(parameters: Parameters) -> Tensor:
+        values = [parameters[f"O{h}"] @ parameters[f"U{h}"] for h in range(heads)]
+        return heads_output(X, [(parameters[f"Q{h}"], parameters[f"K{h}"], values[h]) for h in range(heads)])
+
+    return differentiate(network, mean_square(Y), weights)
+
+
+def _heads(seed: int) -> tuple[Tensor, dict[str, Tensor], Derivatives]:
+    """X, the weights Q0, K0, V0, Q1, … and the derivatives of the sum over the heads."""
+    draw = Draw(seed, 11, 3)
+    X, Y = draw.normal(L, D), draw.normal(L, 5)
+    shapes = {"Q": (D, 2), "K": (D, 2), "V": (D, 5)}
+    weights = {f"{n}{h}": 0.7 * draw.normal(*shape) for h in range(HEADS) for n, shape in shapes.items()}
+
+    def network(parameters: Parameters) -> Tensor:
+        return heads_output(X, [(parameters[f"Q{h}"], parameters[f"K{h}"], parameters[f"V{h}"]) for h in range(HEADS)])
+
+    return X, weights, differentiate(network, mean_square(Y), weights)
+
+
+def _low_rank(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Derivatives]:
+    """M1, W_O, W_U, Y and the derivatives of M1 W_O W_U."""
+    draw = Draw(seed, 11, 4)
+    X, W_Q, W_K, Y = draw.normal(4, 3), draw.normal(3, 2), draw.normal(3, 2), draw.normal(4, 5)
+    M1, W_O, W_U = attention_matrix(X, W_Q, W_K) @ X, draw.normal(3, 2), draw.normal(2, 5)
+    reference = differentiate(
+        lambda parameters: M1 @ parameters["O"] @ parameters["U"], mean_square(Y), {"O": W_O, "U": W_U}
+    )
+    return M1, W_O, W_U, Y, reference

@@ -1,0 +1,198 @@
+"""The query-key part: Lemma 4.1, equation (22), Remark D.1, its eigenvalues, Lemma D.2."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from curvoscope.papers.theorems.attention import logit_coupling, softmax_jacobian, z1
+from curvoscope.papers.theorems.autodiff import hessian, jacobian
+from curvoscope.papers.theorems.calculus import assemble, rank
+from curvoscope.papers.theorems.query_key import (
+    LogitSplit,
+    logit_curvature,
+    logit_split,
+    logit_split_as_printed,
+    paper_rank_bound,
+    single_matrix_block,
+    single_matrix_jacobian,
+)
+from curvoscope.papers.theorems.registry import (
+    OWN,
+    PAPER,
+    Errors,
+    largest,
+    relative_error,
+    smallest,
+    theorem,
+)
+from curvoscope.papers.theorems.results.instances import (
+    Draw,
+    Layer,
+    draw_layer,
+    rectangular_layers,
+    square_layers,
+)
+
+
+@theorem("Lemma 4.1", PAPER, verdict="holds corrected", note="2/(L d_V) × the printed matrix (E7)")
+def single_matrix_hessian(seed: int) -> Errors:
+    """H(W_QK, W_QK) for T = X W_QK Xᵀ."""
+    errors, printed = [], []
+    for layer in square_layers(seed) + rectangular_layers(seed):
+        W_QK = _single_matrix(layer)
+        reference = single_matrix_reference(layer)
+        A = torch.softmax(layer.X @ W_QK @ layer.X.T, dim=-1)
+        errors.append(relative_error(single_matrix_block(layer.X, W_QK, layer.W_V, layer.Y), reference))
+        printed.append(relative_error(logit_curvature(layer.X, A, layer.W_V, layer.Y), reference))
+    return Errors(largest(errors), smallest(printed))
+
+
+@theorem("Equation (22)", PAPER, note="∂F/∂W_QK")
+def single_matrix_first_derivative(seed: int) -> float:
+    """(I_L ⊗ W_Vᵀ Xᵀ)(∂A/∂T)(X ⊗ X)."""
+    return largest(
+        relative_error(
+            single_matrix_jacobian(layer.X, _single_matrix(layer), layer.W_V),
+            jacobian(partial(_single_matrix_output, layer), _single_matrix(layer)),
+        )
+        for layer in square_layers(seed) + rectangular_layers(seed)
+    )
+
+
+@theorem(
+    "Remark D.1",
+    PAPER,
+    verdict="holds corrected",
+    note="times 2/(L d_V), 𝒱 = [I ⊗ W_K, (W_Q ⊗ I)K], B ⊗ I above and Bᵀ ⊗ I below the diagonal (E9)",
+    contrast="printed form, even with the factor,",
+)
+def split_at_the_logits(seed: int) -> Errors:
+    """T-outer and T-functional part, each against the Gauss-Newton split at T."""
+    errors, printed = [], []
+    for layer in square_layers(seed):
+        reference = _reference_split(layer)
+        corrected = logit_split(*layer.weights, layer.Y)
+        verbatim = logit_split_as_printed(*layer.weights, layer.Y)
+        factor = 2 / layer.Y.numel()
+        whole = assemble(layer.reference.hessian, ("Q", "K"))
+        errors += [relative_error(*parts) for parts in zip(corrected, reference, strict=True)]
+        errors.append(relative_error(corrected.outer + corrected.functional, whole))
+        for form in (verbatim, LogitSplit(factor * verbatim.outer, factor * verbatim.functional)):
+            printed.append(relative_error(form.outer + form.functional, whole))
+    return Errors(largest(errors), smallest(printed))
+
+
+@theorem("Remark D.1, any value width", OWN, note="L, d, k, e all different; B = XᵀPX with P = ∂ℓ/∂T")
+def split_at_the_logits_rectangular(seed: int) -> float:
+    """The corrected split for e ≠ d, and B in its cheap form."""
+    errors = []
+    for layer in rectangular_layers(seed):
+        split = logit_split(*layer.weights, layer.Y)
+        errors += [relative_error(*parts) for parts in zip(split, _reference_split(layer), strict=True)]
+        residual = layer.reference.output - layer.Y
+        B = logit_coupling(residual, z1(layer.X, softmax_jacobian(layer.A)), layer.W_V)
+        errors.append(relative_error(2 / layer.Y.numel() * B, coupling(layer)))
+    return largest(errors)
+
+
+@theorem(
+    "Appendix D, eigenvalue pairs",
+    PAPER,
+    verdict="holds corrected",
+    note="±2/(L d_V √d_K) σ_j(B), multiplicity d_K; “Z_1λ_i” should read ±λ_i (E9)",
+    contrast="without the factor 2/(L d_V)",
+)
+def eigenvalue_pairs(seed: int) -> Errors:
+    """The T-functional part has the spectrum of [[0, B], [Bᵀ, 0]], d_K times over."""
+    errors, printed = [], []
+    for layer in square_layers(seed):
+        k = layer.W_Q.shape[1]
+        found = torch.linalg.eigvalsh(_reference_split(layer).functional)
+        residual = layer.reference.output - layer.Y
+        B = logit_coupling(residual, z1(layer.X, softmax_jacobian(layer.A)), layer.W_V)
+        values = torch.linalg.svdvals(B) / math.sqrt(k)
+        pairs = torch.cat([values, -values]).repeat_interleave(k).sort().values
+        errors.append(relative_error(2 / layer.Y.numel() * pairs, found))
+        printed.append(relative_error(pairs, found))
+    return Errors(largest(errors), smallest(printed))
+
+
+@theorem("Appendix D, norms of the T-functional part", OWN, note="‖·‖_F² = 2s²k‖B‖_F², ‖·‖₂ = s σ_max(B)")
+def functional_norms(seed: int) -> float:
+    """What an SVD of the d × d matrix B says about a matrix of size 2dk."""
+    errors = []
+    for layer in rectangular_layers(seed):
+        part, B, k = _reference_split(layer).functional, coupling(layer), layer.W_Q.shape[1]
+        frobenius, spectral = part.square().sum(), torch.linalg.matrix_norm(part, ord=2)
+        errors.append(relative_error(2 * layer.s**2 * k * B.square().sum(), frobenius))
+        errors.append(relative_error(layer.s * torch.linalg.svdvals(B)[0], spectral))
+    return largest(errors)
+
+
+@theorem("Lemma D.2", PAPER, note="excess of the rank over the bound 2d_K d_V − d_K² or d_V², relative to it")
+def outer_rank(seed: int) -> float:
+    """The T-outer part has low rank."""
+    excess = []
+    for L, d, k in ((6, 3, 2), (6, 4, 3), (5, 2, 3)):
+        layer = draw_layer(seed, L, d, k, d)
+        bound = paper_rank_bound(d, k)
+        excess.append(max(rank(_reference_split(layer).outer) - bound, 0) / bound)
+    return largest(excess)
+
+
+@theorem(
+    "Lemma D.2, proof",
+    PAPER,
+    verdict="holds corrected",
+    note="rk 𝒱 = d(rk W_Q + rk W_K) − rk W_Q rk W_K (E13)",
+    contrast="the last equality, for weights without full rank,",
+)
+def rank_of_layout(seed: int) -> Errors:
+    """The last equality of the proof holds for weights of full rank only; as a bound it always does."""
+    errors, printed = [], []
+    for number, (d, k, rank_Q, rank_K) in enumerate(((4, 3, 1, 2), (3, 4, 2, 1), (5, 2, 1, 1))):
+        draw = Draw(seed, 42, number)
+        W_Q = draw.normal(d, rank_Q) @ draw.normal(rank_Q, k)
+        W_K = draw.normal(d, rank_K) @ draw.normal(rank_K, k)
+        found = rank(_product_jacobian(W_Q, W_K))
+        errors.append(abs(d * (rank_Q + rank_K) - rank_Q * rank_K - found) / found)
+        printed.append(abs(paper_rank_bound(d, k) - found) / found)
+    return Errors(largest(errors), smallest(printed))
+
+
+def coupling(layer: Layer) -> Tensor:
+    """B = XᵀPX."""
+    return layer.X.T @ logit_gradient(layer) @ layer.X
+
+
+def logit_gradient(layer: Layer) -> Tensor:
+    """P = ∂ℓ/∂T: P_ij = A_ij (u_ij − Σ_l A_il u_il), u = G Vᵀ, G = ∂ℓ/∂F."""
+    u = layer.reference.loss_gradient @ (layer.X @ layer.W_V).T
+    return layer.A * (u - (layer.A * u).sum(dim=1, keepdim=True))
+
+
+def _reference_split(layer: Layer) -> LogitSplit:
+    """The Gauss-Newton split at T by automatic differentiation, in the order [W_Q; W_K]."""
+    reference = layer.logit_reference
+    return LogitSplit(assemble(reference.outer, ("Q", "K")), assemble(reference.functional, ("Q", "K")))
+
+
+def _product_jacobian(W_Q: Tensor, W_K: Tensor) -> Tensor:
+    """𝒱, the derivative of W_Q W_Kᵀ in both weights."""
+    query, key = jacobian(lambda weight: weight @ W_K.T, W_Q), jacobian(lambda weight: W_Q @ weight.T, W_K)
+    return torch.cat([query, key], dim=1)
+
+
+def _single_matrix(layer: Layer) -> Tensor:
+    return layer.s * layer.W_Q @ layer.W_K.T
+
+
+def _single_matrix_output(layer: Layer, W_QK: Tensor) -> Tensor:
+    return torch.softmax(layer.X @ W_QK @ layer.X.T, dim=-1) @ layer.X @ layer.W_V
+
+
+def single_matrix_reference(layer: Layer) -> Tensor:
+    """H(W_QK, W_QK) at W_QK = s W_Q W_Kᵀ by automatic differentiation."""
+    return hessian(lambda weight: layer.loss(_single_matrix_output(layer, weight)), _single_matrix(layer))

@@ -1,0 +1,67 @@
+"""A small experiment of pure arithmetic, run as a script: `python toy.py STORE JOBS`. Workers import it anew."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from curvoscope.papers.experiments import Figure, Store, Value, missing, run
+
+
+class Configuration(BaseModel):
+    digits: int = 8
+    pause: float = 0.01
+
+
+def measure(configuration, point, seed, draw):
+    time.sleep(configuration.pause)
+    digest = hashlib.sha256(f"{point} {seed} {draw}".encode()).hexdigest()
+    return [
+        Value(layer, block, "outer", int(digest[layer * 8 :][: configuration.digits], 16) / 7, 0.5)
+        for layer in (1, 2)
+        for block in "QV"
+    ]
+
+
+class Grave(Configuration):
+    """`grave`: a file in which the first worker that comes by writes its number, and dies."""
+
+    grave: str
+
+
+def dying(configuration, point, seed, draw):
+    with contextlib.suppress(FileExistsError), Path(configuration.grave).open("x") as file:
+        file.write(str(os.getpid()))
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measure(configuration, point, seed, draw)
+
+
+def toy(measure=measure, configuration=None, version=1, points=5, seeds=60):
+    grid = [{"sigma": i / 3} for i in range(points)]
+    return Figure(
+        name="toy",
+        title="",
+        question="",
+        configuration=configuration or Configuration(),
+        points=grid,
+        seeds=seeds,
+        quick_points=grid[:2],
+        quick_seeds=1,
+        measure=measure,
+        verdicts=lambda rows: [],
+        panels=lambda rows: [],
+        seconds=lambda point: 0.0,
+        version=version,
+    )
+
+
+if __name__ == "__main__":
+    figure = toy()
+    with Store(Path(sys.argv[1])) as store:
+        run(missing([figure], store, quick=False), store, int(sys.argv[2]))
