@@ -103,7 +103,7 @@ class Density:
         most = float(self.weights.sum(1).mean())
         lower = (low.mean(0) - self._reach(low, level)).clamp(0, most)
         upper = (high.mean(0) + self._reach(high, level)).clamp(0, most)
-        return _band(x, points, value.mean(0), lower, upper)
+        return _band(x, points, value.mean(0).clamp(0, most), lower, upper)
 
     def smooth(self, x: Tensor, width: float | None = None, level: float = 0.95) -> Band:
         """The density at x with a Gaussian kernel of the given width (1 % of the spread), and Student's band."""
