@@ -388,7 +388,7 @@ class TestFallingBack:
             pytest.skip("TransformerBridge is tested from version 4 on")
         sizes = {"n_layers": 1, "d_model": 6, "n_heads": 2, "d_head": 3, "n_ctx": LENGTH, "d_vocab": WORDS, "d_mlp": 5}
         model = lens.TransformerBridge.boot_native(sizes | {"act_fn": "gelu"})
-        assert closed_forms.Layers(model, blocks_of(model)).sites == {}
+        assert closed_forms.ClosedFormLayers(model, blocks_of(model)).sites == {}
 
 
 def _attention(model):

@@ -23,14 +23,14 @@ Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
 
 
-class Norm(StrEnum):
+class NormPlacement(StrEnum):
     """Where LayerNorm stands."""
 
     none = "none"
     pre = "pre"
 
 
-class Attention(StrEnum):
+class AttentionKind(StrEnum):
     """What turns scores into attention weights."""
 
     softmax = "softmax"
@@ -68,7 +68,7 @@ Model = Annotated[
         metavar="MODEL",
     ),
 ]
-Blocks = Annotated[
+BlockPatterns = Annotated[
     list[str] | None, typer.Option(help="Shell pattern of block names, such as '*.attn.[QKV]'; may be repeated.")
 ]
 Text = Annotated[Path | None, typer.Option(help="Text to read, instead of the corpus of the package.")]
@@ -123,12 +123,13 @@ def analyze(
     seed: Seed = 0,
     d: Annotated[int | None, typer.Option(help="Without MODEL: width of the model. (default: 16)")] = None,
     norm: Annotated[
-        Norm | None, typer.Option(help="Without MODEL: LayerNorm: none, or before each branch. (default: none)")
+        NormPlacement | None,
+        typer.Option(help="Without MODEL: LayerNorm: none, or before each branch. (default: none)"),
     ] = None,
     attention: Annotated[
-        Attention | None, typer.Option(help="Without MODEL: attention weights. (default: softmax)")
+        AttentionKind | None, typer.Option(help="Without MODEL: attention weights. (default: softmax)")
     ] = None,
-    blocks: Blocks = None,
+    blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
     length: Length = None,
@@ -163,8 +164,8 @@ def analyze(
             seed,
             16 if d is None else d,
             64 if sequences is None else sequences,
-            (norm or Norm.none).value,
-            (attention or Attention.softmax).value,
+            (norm or NormPlacement.none).value,
+            (attention or AttentionKind.softmax).value,
             (dtype or Dtype.float64).value,
         )
         command.run(configuration, out, as_json)
@@ -174,7 +175,7 @@ def analyze(
 
     _only("without a MODEL", d=d, norm=norm, attention=attention)
     request = Request(model, seed, _path(text), sequences, length, dtype and dtype.value)
-    options = analyze_model.Options(
+    options = analyze_model.AnalyzeOptions(
         tuple(blocks or ()),
         (method or Method.auto).value,
         (split or Split.model).value,
@@ -188,7 +189,7 @@ def analyze(
 def spectrum(
     model: Model = None,
     seed: Seed = 0,
-    blocks: Blocks = None,
+    blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
     length: Length = None,
@@ -207,7 +208,7 @@ def spectrum(
     from curvoscope.commands.subject import Request
 
     request = Request(model or "addition", seed, _path(text), sequences, length, dtype and dtype.value)
-    command.run(request, command.Options(tuple(blocks or ()), matvecs), out, as_json)
+    command.run(request, command.SpectrumOptions(tuple(blocks or ()), matvecs), out, as_json)
 
 
 @app.command()
@@ -216,7 +217,7 @@ def watch(
     seed: Seed = 0,
     task: Annotated[str, typer.Option(help="addition, or text: the next byte of the package's corpus.")] = "addition",
     d: Annotated[int, typer.Option(help="Width of the model.")] = 16,
-    norm: Annotated[Norm, typer.Option(help="LayerNorm: none, or before each branch.")] = Norm.pre,
+    norm: Annotated[NormPlacement, typer.Option(help="LayerNorm: none, or before each branch.")] = NormPlacement.pre,
     optimizer: Annotated[str, typer.Option(help="sgd, adam, block-sgd or block-adam.")] = "adam",
     lr: Annotated[float, typer.Option(help="Learning rate; a cap for block-*.")] = 3e-3,
     sequences: Annotated[int | None, typer.Option(help="Additions or texts a batch.")] = None,
@@ -230,7 +231,7 @@ def watch(
     """Train a small GPT-2 on additions or on text, with the curvature monitor on."""
     from curvoscope.commands import watch as command
 
-    options = command.Options(steps, seed, task, d, norm.value, optimizer, lr, sequences, every, budget)
+    options = command.WatchOptions(steps, seed, task, d, norm.value, optimizer, lr, sequences, every, budget)
     raise typer.Exit(command.run(options, out, resume, as_json, tensorboard))
 
 

@@ -15,8 +15,8 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import SecondDerivativeError
 from curvoscope.autodiff.matrix import AutodiffMatrix
 from curvoscope.blocks import Blocks
-from curvoscope.closed.closed_forms import ClosedForms, Layers
-from curvoscope.closed.layer_curvatures import LayerCurvature, layer_curvatures
+from curvoscope.closed.closed_forms import ClosedFormLayers, ClosedForms
+from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatures
 from curvoscope.distributed.mesh import Mesh, sharded_ranks
 from curvoscope.distributed.ranks import RankError, ranks_of
 from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
@@ -75,12 +75,12 @@ class ModelHessian(BlockHessian):
         made."""
         return self._engine.error if isinstance(self._engine, Differences) else None
 
-    def layer_curvatures(self) -> Iterator[LayerCurvature]:
+    def layer_curvatures(self) -> Iterator[CurvatureAtOutput]:
         """The Hessian S of the loss at the output of each attention and feed-forward layer, with its functional part,
         the layer's Jacobian and its attention moments. For one batch, as S has the shape of the layer's output."""
         if self._engine.ranks.size > 1:
             raise ModelError("process_group", "the curvature at layers is of one process; leave the group out")
-        layers = Layers(self._engine.model, blocks_of(self._engine.model))
+        layers = ClosedFormLayers(self._engine.model, blocks_of(self._engine.model))
         return layer_curvatures(ClosedForms(self._engine, layers, limited=False))
 
 
@@ -154,7 +154,7 @@ def hessian(
         everything = blocks_of(model)
         if blocks is None:
             blocks = trainable(model, everything)
-        layers = Layers(model, everything)
+        layers = ClosedFormLayers(model, everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)
         products_only = mesh is not None or hvp == "difference"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-Scaled = tuple[float, int]
+ScaledNumber = tuple[float, int]
 """value · 2^exponent."""
 
 _LEAST = -1000  # 2^1000 is finite, 2^1074 is not
@@ -37,7 +37,7 @@ def unit(values: Tensor) -> tuple[Tensor, int]:
     return values / 2.0**exponent, exponent
 
 
-def total(parts: Iterable[Scaled]) -> Scaled:
+def total(parts: Iterable[ScaledNumber]) -> ScaledNumber:
     """The sum."""
     held = [(value, exponent) for value, exponent in parts if value]
     if not held:
@@ -46,7 +46,7 @@ def total(parts: Iterable[Scaled]) -> Scaled:
     return sum(math.ldexp(value, exponent - top) for value, exponent in held), top
 
 
-def root(square: Scaled) -> float:
+def root(square: ScaledNumber) -> float:
     """The square root of what is positive but for rounding; infinite where it overflows."""
     value, exponent = square
     try:

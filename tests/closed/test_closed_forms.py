@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from autodiff_cases import GPT, cross_entropy, tokens
-from curvoscope.closed.layer_sites import Record, layers_of
+from curvoscope.closed.layer_sites import LayerRecorder, layers_of
 from curvoscope.closed.rebuilding import fitting, rebuild, shaken
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import ModelError
@@ -28,7 +28,7 @@ SITES = {  # of layer 1: input, output of attention; input, output of the feed-f
 
 def _run(model, layer, inputs, weights=None):
     """The record of a layer while the model runs, at other weights if given."""
-    with torch.no_grad(), Record(model, layer) as record:
+    with torch.no_grad(), LayerRecorder(model, layer) as record:
         model(*inputs) if weights is None else torch.func.functional_call(model, weights, inputs)
     return record
 

@@ -17,7 +17,7 @@ def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "write_report", lambda out, facts: "{}")  # nothing is read of it
-        watch.run(watch.Options(steps=3, d=4, sequences=4, every=2, budget=1.0), out, False, False)
+        watch.run(watch.WatchOptions(steps=3, d=4, sequences=4, every=2, budget=1.0), out, False, False)
     return out
 
 

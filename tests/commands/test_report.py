@@ -83,7 +83,7 @@ def test_a_folder_named_script(undrawn, tmp_path):
 
     folder = tmp_path / "a<" / "script><script>alert(1)<" / "script>"
     saved(folder)
-    options = analyze_model.Options(("h.0.attn.V",), matvecs=4)
+    options = analyze_model.AnalyzeOptions(("h.0.attn.V",), matvecs=4)
     analyze_model.run(Request(str(folder), 0, sequences=2, length=6), options, tmp_path / "out", True)
     page = Page((tmp_path / "out" / "report.html").read_text())
     assert len(page.all("script")) == 1 and page.text.count(str(folder)) >= 4

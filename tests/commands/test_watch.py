@@ -36,7 +36,7 @@ def stored(out, name="run 1"):
 
 
 def test_writes_records_figure_and_one_json_document(tmp_path, capsys):
-    assert watch.run(watch.Options(steps=3, **SMALL), tmp_path, False, True) == 0
+    assert watch.run(watch.WatchOptions(steps=3, **SMALL), tmp_path, False, True) == 0
     out = capsys.readouterr().out
     document = json.loads(out)
     assert (tmp_path / watch.DOCUMENT).read_text() == out
@@ -52,7 +52,7 @@ def test_writes_records_figure_and_one_json_document(tmp_path, capsys):
 
 
 def test_a_text_model(undrawn, tmp_path, capsys):
-    options = watch.Options(steps=2, task="text", **SMALL)
+    options = watch.WatchOptions(steps=2, task="text", **SMALL)
     assert watch.run(options, tmp_path, False, True) == 0
     document = json.loads(capsys.readouterr().out)
     record = Record.from_facts(document["records"][0])
@@ -62,7 +62,7 @@ def test_a_text_model(undrawn, tmp_path, capsys):
 
 
 def test_batches_of_text_are_of_the_text_and_of_the_seed_alone():
-    run = watch_run.TrainingRun(watch.Options(task="text", **SMALL))
+    run = watch_run.TrainingRun(watch.WatchOptions(task="text", **SMALL))
     (inputs, targets), (again, _), (other, _) = (run._data.batch(seed) for seed in (5, 5, 6))
     assert torch.equal(inputs, again) and not torch.equal(inputs, other) and inputs.shape == (4, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -75,20 +75,20 @@ def test_tensorboard_events(undrawn, tmp_path, capsys, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    watch.run(watch.Options(steps=3, **SMALL), tmp_path, False, False, tensorboard=True)
+    watch.run(watch.WatchOptions(steps=3, **SMALL), tmp_path, False, False, tensorboard=True)
     events = EventAccumulator(str(tmp_path / watch.EVENTS)).Reload().Scalars("curvature/largest_eigenvalue")
     found = [(record.step, pytest.approx(record.largest_eigenvalue.value)) for record in stored(tmp_path)]
     assert [(event.step, event.value) for event in events] == found and len(found) == 2
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingPackageError, match=r"^tensorboard: needs the package: pip install 'curvoscope\[tensorb"):
-        watch.run(watch.Options(steps=1, **SMALL), tmp_path, False, False, tensorboard=True)
+        watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, False, False, tensorboard=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "block-sgd", "block-adam"])
 def test_stopped_and_resumed_it_is_the_same_run(undrawn, tmp_path, monkeypatch, capsys, optimizer):
     budget = 1.0 if optimizer == "adam" else 1e-6  # the others: after the first step nothing is measured
-    options = watch.Options(steps=3, optimizer=optimizer, **{**SMALL, "budget": budget})
+    options = watch.WatchOptions(steps=3, optimizer=optimizer, **{**SMALL, "budget": budget})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     watch.run(options, whole, False, False)
     step = watch.TrainingRun.step
@@ -113,7 +113,7 @@ def test_stopped_and_resumed_it_is_the_same_run(undrawn, tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_a_run_that_dies_goes_on_from_its_last_checkpoint(undrawn, tmp_path, monkeypatch, capsys):
     """It dies two steps after the checkpoint; what was measured since then is kept."""
-    options = watch.Options(steps=4, **{**SMALL, "every": 1})
+    options = watch.WatchOptions(steps=4, **{**SMALL, "every": 1})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     watch.run(options, whole, False, True)
     step, keep, kept = watch.TrainingRun.step, watch.save, []
@@ -181,35 +181,35 @@ def test_killed_it_goes_on_and_ends_with_the_same_weights(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_run_in_a_directory_leaves_the_records_of_the_first(undrawn, tmp_path, capsys):
-    watch.run(watch.Options(steps=1, **SMALL), tmp_path, False, True)
+    watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, False, True)
     first = stored(tmp_path)
-    watch.run(watch.Options(steps=1, **{**SMALL, "d": 5}), tmp_path, False, True)
+    watch.run(watch.WatchOptions(steps=1, **{**SMALL, "d": 5}), tmp_path, False, True)
     assert stored(tmp_path) == first and len(stored(tmp_path, "run 2")) == 1
 
 
 class TestErrors:
     def test_nothing_to_resume(self, tmp_path):
         with pytest.raises(ModelError, match="without --resume"):
-            watch.run(watch.Options(steps=1, **SMALL), tmp_path, True, False)
+            watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, True, False)
 
     def test_another_model(self, undrawn, tmp_path, capsys):
-        watch.run(watch.Options(steps=1, **SMALL), tmp_path, False, False)
+        watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, False, False)
         for name, value in (("d", 5), ("task", "text"), ("seed", 3)):
-            before = watch.Options(**SMALL)
+            before = watch.WatchOptions(**SMALL)
             with pytest.raises(ModelError, match=f"give --{name} {getattr(before, name)}"):
-                watch.run(watch.Options(steps=1, **{**SMALL, name: value}), tmp_path, True, False)
+                watch.run(watch.WatchOptions(steps=1, **{**SMALL, name: value}), tmp_path, True, False)
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 but no more", b"no checkpoint" * 50])
     def test_a_checkpoint_that_cannot_be_read(self, tmp_path, content):
         (tmp_path / watch.CHECKPOINT).write_bytes(content)
         with pytest.raises(ModelError, match=r"^resume: .* cannot be read: .* without --resume$"):
-            watch.run(watch.Options(steps=1, **SMALL), tmp_path, True, False)
+            watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, True, False)
         assert (tmp_path / watch.CHECKPOINT).read_bytes() == content
 
     def test_a_checkpoint_of_something_else(self, tmp_path):
         torch.save({"weights": torch.zeros(2)}, tmp_path / watch.CHECKPOINT)
         with pytest.raises(ModelError, match="is no checkpoint of a watched run"):
-            watch.run(watch.Options(steps=1, **SMALL), tmp_path, True, False)
+            watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, True, False)
 
     def test_a_full_disk_leaves_no_half_checkpoint(self, tmp_path, monkeypatch):
         def full(state, path):
@@ -226,16 +226,16 @@ class TestErrors:
     def test_the_store_of_another_command(self, tmp_path):
         Store(tmp_path / STORE).close()
         with pytest.raises(StoreError, match="not of monitored runs; name another file"):
-            watch.run(watch.Options(steps=1, **SMALL), tmp_path, False, False)
+            watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, False, False)
 
     def test_options(self, tmp_path):
         wrong = {"steps": 0, "optimizer": "lion", "lr": 0.0, "seed": -1, "task": "chess", "sequences": 0}
         for name, value in wrong.items():
             with pytest.raises(RangeError, match=f"^{name}: "):
-                watch.Options(**{name: value})
+                watch.WatchOptions(**{name: value})
         for name, value in (("every", 0), ("budget", 0.0), ("d", 0)):
             with pytest.raises(RangeError, match=f"^{name}: "):
-                watch.run(watch.Options(**{**SMALL, name: value}), tmp_path, False, False)
+                watch.run(watch.WatchOptions(**{**SMALL, name: value}), tmp_path, False, False)
         with RunStore(tmp_path / STORE) as store:
             assert store.names == []
 
@@ -245,7 +245,7 @@ def test_a_store_that_fails_does_not_end_the_run(undrawn, tmp_path, monkeypatch,
         raise StoreError("store", "the disk is full")
 
     monkeypatch.setattr("curvoscope.training.runs.StoredRun.add", full)
-    assert watch.run(watch.Options(steps=3, **SMALL), tmp_path, False, True) == 0
+    assert watch.run(watch.WatchOptions(steps=3, **SMALL), tmp_path, False, True) == 0
     document = json.loads(capsys.readouterr().out)
     assert [record["step"] for record in document["records"]] == [1, 3]
     assert "the disk is full" in document["incidents"][0]["message"]

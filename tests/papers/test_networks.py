@@ -6,7 +6,7 @@ import torch
 from torch.func import functional_call, grad, jacfwd
 
 from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
-from curvoscope.papers.networks import GPT2, LayerNorm
+from curvoscope.papers.networks import GPT2, PrimitiveLayerNorm
 from curvoscope.papers.tasks import addition, answer_targets
 
 KINDS = [("none", "softmax"), ("pre", "softmax"), ("none", "linear"), ("pre", "linear")]
@@ -141,7 +141,7 @@ def test_the_exact_hessian_of_the_cut_is_that_of_the_whole_network(norm, activat
 
 
 def test_layer_norm_is_torchs_and_its_mixed_derivatives_agree_in_either_order():
-    norm = LayerNorm(7, torch.float64)
+    norm = PrimitiveLayerNorm(7, torch.float64)
     generator = torch.Generator().manual_seed(0)
     gamma, beta, x = torch.randn(3, 7, generator=generator, dtype=torch.float64)
 

@@ -15,7 +15,7 @@ from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.commands import analyze, analyze_model, reproduce_report, spectrum, watch_report
 from curvoscope.commands.subject import Request
 from curvoscope.estimate import Estimate
-from curvoscope.papers.experiments import Figure, Row, Value, Verdict
+from curvoscope.papers.experiments import Figure, MeasuredValue, Row, Verdict
 from curvoscope.papers.experiments.panel_figures import draw, encode
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
 from curvoscope.papers.experiments.setting import Setting
@@ -44,10 +44,10 @@ def _make(kind, out):
     if kind == "analyze":
         analyze.run(analyze.Configuration(5, 4, 3, "none", "softmax", "float64"), out, True)
     elif kind == "analyze MODEL":
-        options = analyze_model.Options(("h.0.attn.[QV]", "positions"), matvecs=16)
+        options = analyze_model.AnalyzeOptions(("h.0.attn.[QV]", "positions"), matvecs=16)
         analyze_model.run(Request("addition", 1, sequences=3), options, out, True)
     elif kind == "spectrum":
-        spectrum.run(Request("addition", 1, sequences=3), spectrum.Options(("h.0.attn.[QV]",), 16), out, True)
+        spectrum.run(Request("addition", 1, sequences=3), spectrum.SpectrumOptions(("h.0.attn.[QV]",), 16), out, True)
     elif kind == "watch":
         out.mkdir(parents=True, exist_ok=True)
         watch_report.write_report(out, training_facts())
@@ -108,7 +108,7 @@ def training_facts():
 def growth():
     """A figure of y = σ², with a prediction that holds and one that does not."""
     points = [{"sigma": sigma} for sigma in (0.5, 1.0, 2.0)]
-    rows = [Row(point, 0, Value(1, "Q", "outer", point["sigma"] ** 2)) for point in points]
+    rows = [Row(point, 0, MeasuredValue(1, "Q", "outer", point["sigma"] ** 2)) for point in points]
     x, y = [row.point["sigma"] for row in rows], [row.found.value for row in rows]
     panel = Panel("outer Q", series=[Series("Q", x, y, [0.1] * 3)], guides=[Guide("σ^2", x, y)])
     figure = Figure(

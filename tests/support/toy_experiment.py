@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments import Figure, Store, Value, missing, run
+from curvoscope.papers.experiments import Figure, MeasuredValue, Store, missing, run
 
 
 class Configuration(BaseModel):
@@ -22,7 +22,7 @@ def measure(configuration, point, seed, draw):
     time.sleep(configuration.pause)
     digest = hashlib.sha256(f"{point} {seed} {draw}".encode()).hexdigest()
     return [
-        Value(layer, block, "outer", int(digest[layer * 8 :][: configuration.digits], 16) / 7, 0.5)
+        MeasuredValue(layer, block, "outer", int(digest[layer * 8 :][: configuration.digits], 16) / 7, 0.5)
         for layer in (1, 2)
         for block in "QV"
     ]

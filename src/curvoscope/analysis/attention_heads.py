@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.safety import undisturbed
 from curvoscope.autodiff.snapshot import device_of
-from curvoscope.closed.layer_sites import Record, layers_of
+from curvoscope.closed.layer_sites import LayerRecorder, layers_of
 from curvoscope.closed.rebuilding import fitting, rebuild
 from curvoscope.estimate import Estimate
 from curvoscope.exact.attention import SelfAttention
@@ -51,7 +51,7 @@ def head_moments(model: nn.Module, batch: Any) -> list[HeadMoments]:
     with undisturbed(model, []), torch.no_grad():
         model.eval()
         with ExitStack() as stack:
-            records = [(layer, stack.enter_context(Record(model, layer))) for layer in layers]
+            records = [(layer, stack.enter_context(LayerRecorder(model, layer))) for layer in layers]
             model(*found.arguments, **found.keywords)
         for layer, record in records:
             known = fitting(layer, weights, record)[0] if record.once else []

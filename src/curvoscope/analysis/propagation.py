@@ -15,7 +15,7 @@ from curvoscope.curvature import hessian
 from curvoscope.errors import ModelError
 from curvoscope.estimate import Estimate
 from curvoscope.exact import SelfAttention
-from curvoscope.exact.backpropagation import Record, backpropagate
+from curvoscope.exact.backpropagation import OutputCurvature, backpropagate
 from curvoscope.exact.block import Stack, TransformerBlock
 from curvoscope.exact.moments import Moments
 from curvoscope.losses.objectives import LossFunction
@@ -119,7 +119,7 @@ def _of_stack(stack: Stack, X: Tensor, loss: losses.LossFunction, tolerance: flo
     return Propagation(tuple(layers), stack.chain(X, loss).loss.value)
 
 
-def _attention(record: Record) -> AttentionSummary | None:
+def _attention(record: OutputCurvature) -> AttentionSummary | None:
     if not isinstance(record.layer, SelfAttention) or record.input is None:
         return None
     return AttentionSummary.of(record.layer.moments(record.input))

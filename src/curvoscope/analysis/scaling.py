@@ -19,8 +19,8 @@ from curvoscope.losses.objectives import LossFunction
 _TOLERANCE = 1e-6  # of an eigenvalue, relative
 _MOST_WEIGHTS = 400  # up to which the condition is computed
 
-Subject = tuple[nn.Module, LossFunction | None, Iterable[Any]]
-Builder = Callable[[Any, int], Subject]
+ModelAtScale = tuple[nn.Module, LossFunction | None, Iterable[Any]]
+Builder = Callable[[Any, int], ModelAtScale]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.attention.functions import Attention
-from curvoscope.attention.rows import Options
+from curvoscope.attention.rows import AttentionOptions
 from curvoscope.errors import DeviceError, DtypeError, EmptyError, MaskError, RangeError, ShapeError
 
 _DERIVATIVES = 3  # times queries, keys, values and outputs: what two derivatives hold at once
@@ -49,7 +49,7 @@ def sdpa(
     q = query.expand(*lead, heads, L, query.shape[-1]).reshape(-1, heads // shared, L, query.shape[-1])
     k, v = (_keys(x, lead, shared) for x in (key, value))
     _fits(q, k, v)
-    options = Options(1 / math.sqrt(query.shape[-1]) if scale is None else float(scale), bool(is_causal))
+    options = AttentionOptions(1 / math.sqrt(query.shape[-1]) if scale is None else float(scale), bool(is_causal))
     out, _ = Attention.apply(options, which, q, k, v, mask)
     return out.reshape((*lead, heads, L, value.shape[-1])[-axes:])
 

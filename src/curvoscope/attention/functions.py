@@ -8,7 +8,7 @@ Five functions close under differentiation, because all second derivatives are c
     curvature, second tangent      are not differentiated further
 
 Each takes (options, which, q, k, v, mask), then the statistics of the rows, then cotangent and directions; shapes are
-those of `Rows`. Under vmap the mapped axis joins N, and the masks' axis m.
+those of `AttentionTiles`. Under vmap the mapped axis joins N, and the masks' axis m.
 """
 
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from curvoscope.attention import passes
-from curvoscope.attention.rows import Options, Rows
+from curvoscope.attention.rows import AttentionOptions, AttentionTiles
 from curvoscope.errors import RangeError
 
 _SHARED = 7  # options, which, q, k, v, mask, statistics
@@ -94,7 +94,7 @@ class Attention(_Tiled):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         """One pass over the tiles."""
-        out, statistics = passes.forward(Rows(*arguments))
+        out, statistics = passes.forward(AttentionTiles(*arguments))
         return out.to(arguments[2].dtype), statistics
 
     @staticmethod
@@ -123,7 +123,7 @@ class Gradient(_Tiled):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
         """One pass over the tiles."""
-        return _like(arguments, passes.gradient(Rows(*arguments[:_SHARED]), arguments[_SHARED]))
+        return _like(arguments, passes.gradient(AttentionTiles(*arguments[:_SHARED]), arguments[_SHARED]))
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -134,7 +134,7 @@ class Gradient(_Tiled):
         options = _wanting(ctx, 2)
         if not any(options.wanted):  # J v alone, on the way to a product with the outer part
             return *(None,) * _SHARED, run(Tangent, options, *shared, *directions)
-        *found, to_g = run(Curvature, options, *shared, g, *directions)
+        *found, to_g = run(AttentionCurvature, options, *shared, g, *directions)
         return None, None, *found, None, to_g
 
     @staticmethod
@@ -152,7 +152,7 @@ class Tangent(_Tiled):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         """One pass over the tiles."""
-        return passes.tangent(Rows(*arguments[:_SHARED]), arguments[_SHARED:]).to(arguments[2].dtype)
+        return passes.tangent(AttentionTiles(*arguments[:_SHARED]), arguments[_SHARED:]).to(arguments[2].dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -160,7 +160,7 @@ class Tangent(_Tiled):
         if g is None:
             return (None,) * 11
         shared, direction = ctx.saved_tensors[: _SHARED - 1], ctx.saved_tensors[_SHARED - 1 :]
-        *found, _ = run(Curvature, _wanting(ctx, 2), *shared, g, *direction)
+        *found, _ = run(AttentionCurvature, _wanting(ctx, 2), *shared, g, *direction)
         return None, None, *found, None, *run(Gradient, _wanting(ctx, _SHARED), *shared, g)
 
     @staticmethod
@@ -192,7 +192,7 @@ class _Last(_Tiled):
     jvp = backward
 
 
-class Curvature(_Last):
+class AttentionCurvature(_Last):
     """(..., g, a, b, c, e) -> the Hessian of <g, out> times the direction, by q, k, v and mask; the tangent of out."""
 
     masks = (_MASK, 11)
@@ -200,7 +200,9 @@ class Curvature(_Last):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
         """One pass over the tiles."""
-        found, tangent = passes.curvature(Rows(*arguments[:_SHARED]), arguments[_SHARED], arguments[_SHARED + 1 :])
+        found, tangent = passes.curvature(
+            AttentionTiles(*arguments[:_SHARED]), arguments[_SHARED], arguments[_SHARED + 1 :]
+        )
         return *_like(arguments, found), tangent.to(arguments[2].dtype)
 
 
@@ -213,16 +215,16 @@ class SecondTangent(_Last):
     def forward(*arguments: Any) -> Tensor:
         """One pass over the tiles."""
         first, second = arguments[_SHARED : _SHARED + 4], arguments[_SHARED + 4 :]
-        return passes.second_tangent(Rows(*arguments[:_SHARED]), first, second).to(arguments[2].dtype)
+        return passes.second_tangent(AttentionTiles(*arguments[:_SHARED]), first, second).to(arguments[2].dtype)
 
 
-def _wanting(ctx: Any, first: int) -> Options:
+def _wanting(ctx: Any, first: int) -> AttentionOptions:
     """The options, with those gradients wanted that the running backward pass goes on with.
 
     They are the four from the input `first` on. An input may require a gradient that this pass does not ask for:
     that of the outer part goes through the cotangents alone.
     """
-    options: Options = ctx.options
+    options: AttentionOptions = ctx.options
     nodes = {i: node for i, (node, _) in zip(ctx.tensors, ctx.next_functions, strict=True)}
     q, k, v, mask = (_goes_on(nodes.get(i)) for i in range(first, first + 4))
     return options.wanting((q, k, v, mask))
@@ -238,12 +240,12 @@ def _goes_on(node: Node | None) -> bool:
 
 
 def _gradients(
-    options: Options, shared: list[Any], g: Tensor, along: tuple[Tensor | None, ...], more: Tensor | None
+    options: AttentionOptions, shared: list[Any], g: Tensor, along: tuple[Tensor | None, ...], more: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The derivative of the gradient at g along a direction of q, k, v, mask and along `more` of g."""
     found: list[Tensor | None] = [None] * 4
     if any(x is not None for x in along):
-        found = list(run(Curvature, options, *shared, g, *along)[:4])
+        found = list(run(AttentionCurvature, options, *shared, g, *along)[:4])
     if more is not None:
         parts = run(Gradient, options, *shared, more)
         found = [x if y is None else y if x is None else x + y for x, y in zip(found, parts, strict=True)]

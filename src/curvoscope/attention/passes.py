@@ -15,8 +15,8 @@ A direction (a, b, c, e) of (q, k, v, M) and a cotangent g of out meet in two ma
     second tangent along two directions, with X = U1'.U2' + s (a1 b2^T + a2 b1^T) and Z = P.(X - <P.X>):
                              Z v + (P.U1') c2 + (P.U2') c1
 
-out, g: (N, G, L, D); the other shapes are those of `Rows`. A direction that is None is zero. A row without keys has
-P = 0, and so no derivatives.
+out, g: (N, G, L, D); the other shapes are those of `AttentionTiles`. A direction that is None is zero. A row without
+keys has P = 0, and so no derivatives.
 """
 
 import math
@@ -24,12 +24,12 @@ import math
 import torch
 from torch import Tensor
 
-from curvoscope.attention.rows import Four, Rows, Tile
+from curvoscope.attention.rows import AttentionTiles, Four, Tile
 
-Direction = tuple[Tensor | None, ...]
+Tangents = tuple[Tensor | None, ...]
 
 
-def forward(rows: Rows) -> tuple[Tensor, Tensor]:
+def forward(rows: AttentionTiles) -> tuple[Tensor, Tensor]:
     """out, and the statistics (N, G, L, 2): the maximum and the mass of each row."""
     out = rows.q.new_empty(*rows.q.shape[:3], rows.v.shape[2])
     statistics = rows.q.new_empty(*rows.q.shape[:3], 2)
@@ -44,7 +44,7 @@ def forward(rows: Rows) -> tuple[Tensor, Tensor]:
     return out, statistics
 
 
-def tangent(rows: Rows, direction: Direction) -> Tensor:
+def tangent(rows: AttentionTiles, direction: Tangents) -> Tensor:
     """The derivative of out along (a, b, c, e)."""
     along = rows.direction(direction)
     out = rows.q.new_zeros(*rows.q.shape[:3], rows.v.shape[2])
@@ -56,7 +56,7 @@ def tangent(rows: Rows, direction: Direction) -> Tensor:
     return out
 
 
-def gradient(rows: Rows, g: Tensor) -> Four:
+def gradient(rows: AttentionTiles, g: Tensor) -> Four:
     """Gradients of <g, out> by q, k, v and M, as far as they are wanted."""
     to_q, to_k, to_v, to_mask = rows.totals()
     g = rows.cast(g)
@@ -74,7 +74,7 @@ def gradient(rows: Rows, g: Tensor) -> Four:
     return None if to_q is None else to_q.mul_(rows.options.scale), to_k, to_v, to_mask
 
 
-def curvature(rows: Rows, g: Tensor, direction: Direction) -> tuple[Four, Tensor]:
+def curvature(rows: AttentionTiles, g: Tensor, direction: Tangents) -> tuple[Four, Tensor]:
     """The Hessian of <g, out> times (a, b, c, e), as far as wanted, and the tangent of out along the same."""
     along = rows.direction(direction)
     a, b, c, _ = along
@@ -102,7 +102,7 @@ def curvature(rows: Rows, g: Tensor, direction: Direction) -> tuple[Four, Tensor
     return (None if to_q is None else to_q.mul_(rows.options.scale), to_k, to_v, to_mask), out
 
 
-def second_tangent(rows: Rows, first: Direction, second: Direction) -> Tensor:
+def second_tangent(rows: AttentionTiles, first: Tangents, second: Tangents) -> Tensor:
     """The second derivative of out along two directions."""
     one, two = rows.direction(first), rows.direction(second)
     out = rows.q.new_zeros(*rows.q.shape[:3], rows.v.shape[2])

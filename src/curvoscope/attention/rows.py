@@ -14,14 +14,14 @@ _FEWEST_ROWS = 64  # matrix products of fewer rows are slow
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """The scale s, whether query i sees the keys up to i alone, and which of q, k, v, M have their gradient wanted."""
 
     scale: float
     causal: bool
     wanted: tuple[bool, bool, bool, bool] = (False, False, False, False)
 
-    def wanting(self, wanted: tuple[bool, bool, bool, bool]) -> "Options":
+    def wanting(self, wanted: tuple[bool, bool, bool, bool]) -> "AttentionOptions":
         """The same with other gradients wanted."""
         return replace(self, wanted=wanted)
 
@@ -51,7 +51,7 @@ class Tile:
         return x[:, self.rows if x.shape[1] > 1 else slice(None), : self.keys]
 
 
-class Rows:
+class AttentionTiles:
     """Queries, keys, values and masks of one attention, cut into tiles.
 
     q (N, G, L, E), where the G heads of a group share their keys and values; k (N, K, E); v (N, K, D); mask
@@ -61,7 +61,7 @@ class Rows:
 
     def __init__(
         self,
-        options: Options,
+        options: AttentionOptions,
         which: Tensor | None,
         q: Tensor,
         k: Tensor,

@@ -19,7 +19,7 @@ from torch import Tensor
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Graph
-from curvoscope.autodiff.snapshot import Losses, Survey, check_same, evaluate, summary
+from curvoscope.autodiff.snapshot import Losses, LossSummary, check_same, evaluate, summary
 from curvoscope.blocks import Block
 from curvoscope.errors import LossError, ModelError
 from curvoscope.losses.objectives import MeanLoss
@@ -38,7 +38,7 @@ class Coupled(Autodiff):
         if self.split != "model":
             raise ModelError("split", "got 'layer', but rows meet in the loss: use whole batches, without micro_batch")
 
-    def _survey(self) -> Survey:
+    def _survey(self) -> LossSummary:
         """As for whole batches; each micro-batch has the weight of its batch."""
         losses = Losses(self.objective)
         with self.ranks.together():

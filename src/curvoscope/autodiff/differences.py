@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.autodiff.batches import Batch
-from curvoscope.autodiff.displacements import Climb, Found, Scale, climb, smooth_optimum
+from curvoscope.autodiff.displacements import Climb, MeasuredDifference, Scale, climb, smooth_optimum
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Block
 from curvoscope.errors import ModelError
@@ -65,11 +65,11 @@ class Differences(Autodiff):
 
     def _run(
         self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor, climbs: Sequence[Climb]
-    ) -> list[Found]:
+    ) -> list[MeasuredDifference]:
         """What the searches for each of the vectors find; all that they ask for at a time is computed together."""
         lengths = self._lengths(vectors).to(vectors.dtype)
         asked = {i: next(one) for i, one in enumerate(climbs)}
-        found: dict[int, Found] = {}
+        found: dict[int, MeasuredDifference] = {}
         while asked:
             which = [i for i, several in asked.items() for _ in several]
             displacements = [d for several in asked.values() for d in several]

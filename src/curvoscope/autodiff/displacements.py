@@ -25,7 +25,7 @@ _STEEPEST = 1 / 16  # a displacement is made shorter by this at most, in one go
 
 
 @dataclass(frozen=True)
-class Found:
+class MeasuredDifference:
     """The difference D for a unit vector, its displacement, its size and the size of its error.
 
     `misfit` is the gap to a shorter displacement over the rounding error there, `bias` what rounding does not explain
@@ -59,23 +59,25 @@ class Scale:
         """The rounding error of a product of this size."""
         return math.hypot(self.rounding / displacement, _FLOOR * self.epsilon * size)
 
-    def judge(self, low: Tensor, high: Tensor, d: float, norm: Callable[[Tensor], float], ratio: int = 2) -> Found:
+    def judge(
+        self, low: Tensor, high: Tensor, d: float, norm: Callable[[Tensor], float], ratio: int = 2
+    ) -> MeasuredDifference:
         """D(d) as compared with D(d / ratio)."""
         gap, size = norm(high - low), norm(high)
         shorter, longer = self.noise(d / ratio, size), self.noise(d, size)
         if not math.isfinite(gap):
-            return Found(high, d, size, math.inf, math.inf, math.inf)
+            return MeasuredDifference(high, d, size, math.inf, math.inf, math.inf)
         misfit = gap / shorter if shorter else math.inf if gap else 0.0
         bias = math.sqrt(max(0.0, gap**2 - shorter**2 - longer**2)) / (1 - ratio**-2)  # that of D(d / ratio) is less
-        return Found(high, d, size, math.hypot(longer, bias), misfit, bias)
+        return MeasuredDifference(high, d, size, math.hypot(longer, bias), misfit, bias)
 
-    def shorter(self, found: Found) -> float:
+    def shorter(self, found: MeasuredDifference) -> float:
         """Where to try next: the best displacement, if the bias grows as d^2."""
         ratio = (self.noise(found.displacement, found.size) / (math.sqrt(2) * found.bias)) ** (1 / 3)
         return max(self.least, found.displacement * min(0.5, max(_STEEPEST, ratio)))
 
 
-Climb = Generator[tuple[float, ...], Tensor, Found]  # asks for D at displacements, and is sent them (n, R)
+Climb = Generator[tuple[float, ...], Tensor, MeasuredDifference]  # asks for D at displacements, and is sent them (n, R)
 
 
 def climb(scale: Scale, norm: Callable[[Tensor], float]) -> Climb:
@@ -105,7 +107,7 @@ def climb(scale: Scale, norm: Callable[[Tensor], float]) -> Climb:
     return here if best.displacement == here.displacement else best  # its error by what all vectors show
 
 
-def smooth_optimum(scale: Scale, first: Found, second: Found) -> float | None:
+def smooth_optimum(scale: Scale, first: MeasuredDifference, second: MeasuredDifference) -> float | None:
     """The best displacement where the bias grows as d^2, by D at d and 2d behind it; None where it does not."""
     if not math.isfinite(second.bias) or not 2 * first.bias < second.bias < 8 * first.bias:  # 4, and what else is in it
         return None

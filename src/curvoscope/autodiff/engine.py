@@ -15,12 +15,12 @@ from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.guard import check_curvature, check_symmetry, probe
-from curvoscope.autodiff.hooks import Site, Tap, layer_of
+from curvoscope.autodiff.hooks import ActivationHook, Site, layer_of
 from curvoscope.autodiff.safety import check_mode, undisturbed
 from curvoscope.autodiff.second_order import kept_derivatives
 from curvoscope.autodiff.snapshot import (
+    LossSummary,
     Snapshot,
-    Survey,
     decodes_labels,
     device_of,
     objective_of_model,
@@ -92,7 +92,7 @@ class Autodiff:
             if batch is not None and decodes_labels(self.model, batch):
                 self.snapshot = self.snapshot.labelled()
 
-    def _survey(self) -> Survey:
+    def _survey(self) -> LossSummary:
         found, self.objective = survey(self.snapshot, self.objective, self._batches, self.ranks)
         return found
 
@@ -330,7 +330,7 @@ class Autodiff:
             with kept_derivatives(self.model):
                 outputs = self.snapshot(weights, batch)
             return self._kept_graph(leaves, *self._gradient(weights, outputs, batch))
-        with kept_derivatives(self.model), Tap(self.model, layer) as tap:
+        with kept_derivatives(self.model), ActivationHook(self.model, layer) as tap:
             outputs = self.snapshot(weights, batch)
         cut, gradient = self._gradient(weights, outputs, batch)
         if not tap.tensor.requires_grad:

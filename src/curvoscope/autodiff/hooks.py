@@ -37,14 +37,14 @@ def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> Site:
     return Site(found.pop())
 
 
-class Tap:
+class ActivationHook:
     """Takes down the tensor at a site while the model runs."""
 
     def __init__(self, model: nn.Module, site: Site) -> None:
         self._path, self._side, self._found = site.path, site.side, list[Any]()
         self._module = model.get_submodule(site.path)
 
-    def __enter__(self) -> "Tap":
+    def __enter__(self) -> "ActivationHook":
         if self._side == "input":
             self._handle = self._module.register_forward_pre_hook(self._take_input, with_kwargs=True)
         else:

@@ -15,7 +15,7 @@ from curvoscope.attention.switch import long_attention
 from curvoscope.autodiff.second_order import REPLACED
 from curvoscope.errors import ModelError
 
-Snapshot = list[tuple[nn.Module, str, Tensor, Tensor]]
+BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def check_mode(model: nn.Module) -> None:
             raise ModelError("model", f"dropout is active in {name}: the loss is random. Call model.eval() first")
 
 
-def _restore(buffers: Snapshot) -> None:
+def _restore(buffers: BufferCopies) -> None:
     with torch.no_grad():
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer

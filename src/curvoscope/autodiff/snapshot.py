@@ -119,7 +119,7 @@ def _lacks_decoder_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> bool
 
 
 @dataclass(frozen=True)
-class Survey:
+class LossSummary:
     """The loss, the mean over all terms, and the number of terms of each micro-batch.
 
     `total` is their sum, over those of other processes too. `written`: bytes that the forward pass of the largest
@@ -209,7 +209,7 @@ def summary(
     ranks: Ranks,
     losses: Losses,
     written: int = 0,
-) -> Survey:
+) -> LossSummary:
     """The survey of all ranks from the losses of each."""
     summed = sum(v * (float(bool(c)) if objective.summed else c) for v, c in zip(values, counts, strict=True))
     shares = ranks.exchange((summed, sum(counts)))
@@ -217,10 +217,12 @@ def summary(
     if not total:
         raise EmptyError("batches", "every target is ignored, or no rank has batches: the mean has no terms")
     loss = sum(share for share, _ in shares) / (1.0 if objective.summed else total)
-    return Survey(loss, tuple(counts), total, written, objective.summed, tuple(values), losses.operations)
+    return LossSummary(loss, tuple(counts), total, written, objective.summed, tuple(values), losses.operations)
 
 
-def survey(model: Snapshot, objective: Objective, batches: Iterable[Batch], ranks: Ranks) -> tuple[Survey, Objective]:
+def survey(
+    model: Snapshot, objective: Objective, batches: Iterable[Batch], ranks: Ranks
+) -> tuple[LossSummary, Objective]:
     """The losses of all micro-batches, of those of the other ranks too, and the objective with its terms counted.
 
     The first micro-batch is run twice, to see whether its loss changes.

@@ -25,7 +25,7 @@ from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.hooks import Site
 from curvoscope.autodiff.second_order import kept_derivatives
 from curvoscope.blocks import Block, Blocks, Piece
-from curvoscope.closed.layer_sites import Layer, Record, layers_of
+from curvoscope.closed.layer_sites import LayerRecorder, ModelLayer, layers_of
 from curvoscope.closed.rebuilding import Reading, Rebuilt, exact_name, fitting, rebuild, shaken
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
@@ -48,7 +48,7 @@ _PARTS = {  # of the Hessian: which part of S, and which part of the layer's Hes
 class _Place:
     """Where a block stands: in which layer, and under which name in its closed form."""
 
-    layer: Layer
+    layer: ModelLayer
     name: str
 
 
@@ -61,7 +61,7 @@ class _Found:
     readings: list[Reading] = field(default_factory=list)
     shapes: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def add(self, reading: Reading, record: Record) -> None:
+    def add(self, reading: Reading, record: LayerRecorder) -> None:
         """One more micro-batch."""
         rows, length, width = record.F.shape
         self.readings.append(reading)
@@ -69,7 +69,7 @@ class _Found:
         self.rotary = self.rotary or record.rotary is not None
 
 
-class Layers:
+class ClosedFormLayers:
     """The layers of a model that may have a closed form, and which blocks they hold."""
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
@@ -83,7 +83,7 @@ class Layers:
                     parts |= {f"{role}.{i}": block.head(i) for i in range(block.heads or 1)}
                 self._places |= {part.pieces: _Place(layer, name) for name, part in parts.items()}
 
-    def mixed_after(self, layer: Layer) -> bool:
+    def mixed_after(self, layer: ModelLayer) -> bool:
         """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
         return any(other.kind == "attn" for other in self._all[self._all.index(layer) + 1 :])
 
@@ -103,7 +103,7 @@ class Layers:
 class ClosedForms:
     """The blocks of a Hessian that have a closed form. Nothing is computed before the first of them is asked for."""
 
-    def __init__(self, engine: Autodiff, layers: Layers, limited: bool) -> None:
+    def __init__(self, engine: Autodiff, layers: ClosedFormLayers, limited: bool) -> None:
         """`limited`: only where S takes few products through the tail of the network."""
         self._engine, self._layers, self._limited = engine, layers, limited
         self._parts = _PARTS[engine.split]
@@ -129,13 +129,13 @@ class ClosedForms:
         return found.reason
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[ModelLayer]:
         """Those that hold the blocks of the Hessian."""
         return list(self._chosen.values())
 
-    def tail(self, layer: Layer) -> "tuple[Tail, Rebuilt | None]":
+    def tail(self, layer: ModelLayer) -> "tuple[DownstreamLoss, Rebuilt | None]":
         """The network behind a layer, and the layer in closed form if it has one, on the only micro-batch."""
-        found, tails = self._seen(layer), list[Tail]()
+        found, tails = self._seen(layer), list[DownstreamLoss]()
         self._tails(layer, lambda number, tail: tails.append(tail))
         if len(tails) != 1:
             raise BatchError("batches", f"got {len(tails)} micro-batches; a layer's output is of one batch: give one")
@@ -167,7 +167,7 @@ class ClosedForms:
 
     # ---- which layers have a closed form
 
-    def _seen(self, layer: Layer) -> _Found:
+    def _seen(self, layer: ModelLayer) -> _Found:
         """What is known of a layer. Sizes alone rule most of them out; only then are the others read."""
         if not self._found:
             sized = {name: _Found() for name in self._chosen}
@@ -217,20 +217,24 @@ class ClosedForms:
                 elif at is shaken:
                     seen.add(fits[0], record)
 
-    def _recorded(self, layers: Mapping[str, Layer], weights: Mapping[str, Tensor], batch: Batch) -> dict[str, Record]:
+    def _recorded(
+        self, layers: Mapping[str, ModelLayer], weights: Mapping[str, Tensor], batch: Batch
+    ) -> dict[str, LayerRecorder]:
         with torch.no_grad(), ExitStack() as stack:
-            records = {name: stack.enter_context(Record(self._engine.model, layer)) for name, layer in layers.items()}
+            records = {
+                name: stack.enter_context(LayerRecorder(self._engine.model, layer)) for name, layer in layers.items()
+            }
             self._engine.snapshot(weights, batch)
         return records
 
-    def _misfit(self, layer: Layer, record: Record) -> str | None:
+    def _misfit(self, layer: ModelLayer, record: LayerRecorder) -> str | None:
         """What rules out a closed form before it is tried."""
         if not record.once:
             return "it does not run exactly once in a pass, from tensor to tensor"
         length, width = record.F.shape[1:]
         return self._too_many((length if self._layers.mixed_after(layer) else 1) * width)
 
-    def _probe(self, seen: _Found, number: int, tail: "Tail") -> None:
+    def _probe(self, seen: _Found, number: int, tail: "DownstreamLoss") -> None:
         """See whether the weights act through F alone, and how many tokens S couples."""
         try:
             tail.check()
@@ -253,7 +257,7 @@ class ClosedForms:
 
     # ---- closed forms
 
-    def _of_layer(self, layer: Layer, part: str, per_head: bool) -> list[BlockHessian]:
+    def _of_layer(self, layer: ModelLayer, part: str, per_head: bool) -> list[BlockHessian]:
         """The layer's Hessian with a part of S, one summand for each micro-batch."""
         if (layer.name, part) not in self._at:
             readings = self._found[layer.name].readings
@@ -266,25 +270,25 @@ class ClosedForms:
             self._hessians[key] = [rebuilt.hessian(loss, per_head) for rebuilt, loss in made]
         return self._hessians[key]
 
-    def _tails(self, layer: Layer, visit: Callable[[int, "Tail"], None], first: bool = False) -> None:
+    def _tails(self, layer: ModelLayer, visit: Callable[[int, "DownstreamLoss"], None], first: bool = False) -> None:
         """Call `visit` with each micro-batch's tail of the network behind the layer, or with the first alone."""
         numbers = count()
 
         def run(weight: float, batch: Batch) -> None:
             number = next(numbers)
             if not first or number == 0:
-                visit(number, Tail(self._engine, layer, weight, batch))
+                visit(number, DownstreamLoss(self._engine, layer, weight, batch))
 
         self._engine.walk(run)
 
 
-class Tail:
+class DownstreamLoss:
     """The loss of one micro-batch, times its weight, as a function of a layer's output F (N, L, m)."""
 
-    def __init__(self, engine: Autodiff, layer: Layer, weight: float, batch: Batch) -> None:
+    def __init__(self, engine: Autodiff, layer: ModelLayer, weight: float, batch: Batch) -> None:
         self.layer, self._weight = layer, weight
         weights, self._leaves = engine.snapshot.leaves(layer.parameters)
-        with kept_derivatives(engine.model), Record(engine.model, layer) as self._record:
+        with kept_derivatives(engine.model), LayerRecorder(engine.model, layer) as self._record:
             outputs = engine.snapshot(weights, batch)
         self._value = float(engine.objective(outputs, batch.targets).detach())
         self._end = engine.objective.gradient(outputs, batch.targets)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.closed.closed_forms import ClosedForms, Tail
+from curvoscope.closed.closed_forms import ClosedForms, DownstreamLoss
 from curvoscope.closed.rebuilding import Rebuilt
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.backpropagation import JacobianProducts
@@ -24,10 +24,10 @@ from curvoscope.operators.matrix_free import MatrixFree
 _MOST_PRODUCTS = 512  # through the tail of the network, for all of S
 
 
-class TailCurvature(MatrixFree):
+class DownstreamCurvature(MatrixFree):
     """S, or a part of it, at the output of a layer (T, m), by products through the tail of the network."""
 
-    def __init__(self, tail: Tail, part: str) -> None:
+    def __init__(self, tail: DownstreamLoss, part: str) -> None:
         sequences, length, width = tail.gradient.shape
         super().__init__((sequences * length, width), (sequences * length, width), tail.gradient, symmetric=True)
         self._tail, self._part = tail, part
@@ -38,7 +38,7 @@ class TailCurvature(MatrixFree):
 
 
 @dataclass(frozen=True, eq=False)
-class LayerCurvature:
+class CurvatureAtOutput:
     """The loss at the output F of one layer: S = S_gn + S_functional, (T m, T m), split at the model's output.
 
     `jacobian`: dF/dX of the layer alone (T m, T d); `moments`: of attention, with a head axis. None where no closed
@@ -52,12 +52,12 @@ class LayerCurvature:
     moments: Moments | None
 
 
-def layer_curvatures(closed: ClosedForms) -> Iterator[LayerCurvature]:
+def layer_curvatures(closed: ClosedForms) -> Iterator[CurvatureAtOutput]:
     """Layer by layer in the order of the model; only the one at hand is kept in memory."""
     for layer in closed.layers:
         tail, rebuilt = closed.tail(layer)
         jacobian, moments = (None, None) if rebuilt is None else _around(layer.name, rebuilt, tail.gradient)
-        yield LayerCurvature(layer.name, _operator(tail, "total"), _operator(tail, "functional"), jacobian, moments)
+        yield CurvatureAtOutput(layer.name, _operator(tail, "total"), _operator(tail, "functional"), jacobian, moments)
 
 
 def _around(name: str, rebuilt: Rebuilt, gradient: Tensor) -> tuple[LinearOperator, Moments | None]:
@@ -72,9 +72,9 @@ def _around(name: str, rebuilt: Rebuilt, gradient: Tensor) -> tuple[LinearOperat
     return JacobianProducts(at), moments
 
 
-def _operator(tail: Tail, part: str) -> LinearOperator:
+def _operator(tail: DownstreamLoss, part: str) -> LinearOperator:
     size, (sequences, length, width) = tail.coupled(part), tail.gradient.shape
     needed = 4 * sequences * length * size * width**2 * tail.gradient.element_size()
     if size * width > _MOST_PRODUCTS or needed > checks.memory_budget(None):
-        return TailCurvature(tail, part)
+        return DownstreamCurvature(tail, part)
     return Grouped.of(tail.loss(part).curvature, tail.gradient)

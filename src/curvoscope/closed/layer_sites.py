@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvoscope.autodiff.hooks import Site, Tap
+from curvoscope.autodiff.hooks import ActivationHook, Site
 from curvoscope.blocks import Block, Blocks, layer_and_role
 from curvoscope.families.direct import is_direct
 
@@ -25,7 +25,7 @@ _DIRECT = {  # weights without modules: input, output, and the stream that is ad
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """An attention ("attn") or feed-forward ("mlp") layer: its blocks by role ("Q", "b_Q", "up", ...), where it reads
     X and writes F, and the site whose tensor is added to F there, if any.
 
@@ -55,7 +55,7 @@ class Layer:
         return {role: block.matrix(tensors) for role, block in self.blocks.items()}
 
 
-def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
+def layers_of(model: nn.Module, blocks: Blocks) -> list[ModelLayer]:
     """The layers among all the blocks of a model."""
     groups: dict[str, dict[str, Block]] = {}
     for name, block in blocks.items():
@@ -69,7 +69,9 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
     return [layer for layer in found if layer is not None]
 
 
-def _layer(model: nn.Module, name: str, group: dict[str, Block], groups: dict[str, dict[str, Block]]) -> Layer | None:
+def _layer(
+    model: nn.Module, name: str, group: dict[str, Block], groups: dict[str, dict[str, Block]]
+) -> ModelLayer | None:
     stem, _, kind = name.rpartition(".")
     if not set(_NEEDED[kind]) <= set(group):
         return None
@@ -77,34 +79,34 @@ def _layer(model: nn.Module, name: str, group: dict[str, Block], groups: dict[st
     owner = model.get_submodule(first)
     if is_direct(owner):
         read, written, added = (Site(f"{first}.{path}".strip("."), side) for path, side in _DIRECT[kind])
-        return Layer(
+        return ModelLayer(
             name, group, read, written, added if kind == "mlp" or getattr(owner, "residual", True) else None, first
         )
     if isinstance(owner, nn.MultiheadAttention):
-        return Layer(name, group, Site(first, "input"), Site(first), None, first, not owner.batch_first)
+        return ModelLayer(name, group, Site(first, "input"), Site(first), None, first, not owner.batch_first)
     if any(owner.children()) or any(model.get_submodule(last).children()):
         return None
     beside = groups.get(f"{stem}.attn".lstrip("."), {}).get("Q")
     neighbour = None if beside is None else model.get_submodule(_owner(beside))
     tokens_first = isinstance(neighbour, nn.MultiheadAttention) and not neighbour.batch_first
-    return Layer(name, group, Site(first, "input"), Site(last), None, first.rpartition(".")[0], tokens_first)
+    return ModelLayer(name, group, Site(first, "input"), Site(last), None, first.rpartition(".")[0], tokens_first)
 
 
 def _owner(block: Block) -> str:
     return block.pieces[0].parameter.rpartition(".")[0]
 
 
-class Record:
+class LayerRecorder:
     """What passes through a layer while the model runs inside: X and F (N, L, .), and the call's arguments."""
 
-    def __init__(self, model: nn.Module, layer: Layer) -> None:
+    def __init__(self, model: nn.Module, layer: ModelLayer) -> None:
         self._layer, self.module = layer, model.get_submodule(layer.caller)
-        self._read, self._written = Tap(model, layer.input), Tap(model, layer.output)
-        self._added = None if layer.added is None else Tap(model, layer.added)
+        self._read, self._written = ActivationHook(model, layer.input), ActivationHook(model, layer.output)
+        self._added = None if layer.added is None else ActivationHook(model, layer.added)
         self._taps = [tap for tap in (self._read, self._written, self._added) if tap is not None]
         self.arguments: dict[str, Any] = {}
 
-    def __enter__(self) -> "Record":
+    def __enter__(self) -> "LayerRecorder":
         self._stack = ExitStack()
         for tap in self._taps:
             self._stack.enter_context(tap)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvoscope.closed.layer_sites import Layer, Record
+from curvoscope.closed.layer_sites import LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.exact.attention import SelfAttention
@@ -74,12 +74,12 @@ class Rebuilt:
         return replace(passed, A=A, head_output=heads, F=F if layer.b_O is None else F + layer.b_O)
 
 
-def exact_name(layer: Layer, role: str) -> str:
+def exact_name(layer: ModelLayer, role: str) -> str:
     """The name of a block in closed form."""
     return _FEEDFORWARD[role] if layer.kind == "mlp" else role
 
 
-def rebuild(layer: Layer, weights: Mapping[str, Tensor], record: Record, reading: Reading) -> Rebuilt:
+def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecorder, reading: Reading) -> Rebuilt:
     """The layer in closed form, at weights by parameter and at the recorded input."""
     W = {role: matrix if not role.startswith("b_") else matrix[0] for role, matrix in layer.matrices(weights).items()}
     if layer.kind == "mlp":
@@ -100,7 +100,7 @@ def rebuild(layer: Layer, weights: Mapping[str, Tensor], record: Record, reading
     return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
 
 
-def readings(layer: Layer, record: Record) -> Iterator[Reading]:
+def readings(layer: ModelLayer, record: LayerRecorder) -> Iterator[Reading]:
     """All ways in which the layer may be computed, the likeliest first."""
     if layer.kind == "mlp":
         yield from map(Reading, ACTIVATIONS)
@@ -114,7 +114,7 @@ def readings(layer: Layer, record: Record) -> Iterator[Reading]:
 
 
 def fitting(
-    layer: Layer, weights: Mapping[str, Tensor], record: Record, among: Iterable[Reading] | None = None
+    layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecorder, among: Iterable[Reading] | None = None
 ) -> tuple[list[Reading], str]:
     """The readings that give the module's output, the nearest first; and what is wrong with the others."""
     if layer.kind == "attn" and not all(layer.blocks[role].heads for role in "QKV"):
@@ -133,7 +133,7 @@ def fitting(
     )
 
 
-def deviation(rebuilt: Rebuilt, record: Record) -> float:
+def deviation(rebuilt: Rebuilt, record: LayerRecorder) -> float:
     """Largest error of the rebuilt output, in units of what rounding allows."""
     found, expected = rebuilt.output(), record.F
     if found.shape != expected.shape:
@@ -177,11 +177,11 @@ class _CallError(CurvoscopeError, ValueError):
     """A layer whose call is of no known form."""
 
 
-def _heads(layer: Layer, role: str) -> int:
+def _heads(layer: ModelLayer, role: str) -> int:
     return layer.blocks[role].heads or 1
 
 
-def _mask(layer: Layer, record: Record) -> Tensor | None:
+def _mask(layer: ModelLayer, record: LayerRecorder) -> Tensor | None:
     """What is added to the scores, (1 or N, 1 or heads, L, L), or True where a query may look; None if nothing is."""
     N, L = record.X.shape[:2]
     given: dict[str, Any] = record.arguments

@@ -49,7 +49,7 @@ _SAMPLED = 16  # columns of a block for the histogram of its entries
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AnalyzeOptions:
     """How to measure. The names are those of the options."""
 
     blocks: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Found:
     missing: list[str] = dataclasses.field(default_factory=list)
 
 
-def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
+def run(request: Request, options: AnalyzeOptions, out: Path, as_json: bool) -> None:
     """Measure, print the table and what it shows; write figures, reports and table.json into `out`."""
     effort = Effort(options.tolerance, options.matvecs)
     subject = subject_of(request)
@@ -115,7 +115,7 @@ def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
 
 
 def _whole_products(
-    H: ModelHessian, options: Options, seed: int
+    H: ModelHessian, options: AnalyzeOptions, seed: int
 ) -> tuple[list[PairNorm], list[EntryHistogram], list[str]]:
     """What takes products with the matrix of all chosen blocks: off-diagonal norms, entries, and why not."""
     if options.split == "layer":
@@ -132,7 +132,7 @@ def _whole_products(
     return pairs, histograms, missing
 
 
-def _layers(found: Found, subject: Subject, options: Options, request: Request) -> None:
+def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Request) -> None:
     """Attention by head, the scale of the layers' inputs, and curvature through depth unless it would take long."""
     data = [subject.batch]
     size = sum(parameter.numel() for parameter in subject.model.parameters())

@@ -36,14 +36,14 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SpectrumOptions:
     """How to measure. The names are those of the options."""
 
     blocks: tuple[str, ...] = ()
     matvecs: int = 256
 
 
-def run(request: Request, options: Options, out: Path, as_json: bool) -> None:
+def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) -> None:
     """Find the densities, print the table; write two figures, reports and spectrum.json into `out`."""
     if options.matvecs < _LEAST_MATVECS:
         raise RangeError("matvecs", f"got {options.matvecs}, expected at least {_LEAST_MATVECS}")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from curvoscope.papers.theorems import Result
-from curvoscope.papers.theorems.registry import Verdict
+from curvoscope.papers.theorems.registry import TheoremStatus
 from curvoscope.papers.theorems.verify import examine, names
 from curvoscope.versions import versions
 
@@ -98,7 +98,7 @@ def _show(results: list[Result], seed: int) -> None:
 
 def _summary(results: list[Result]) -> str:
     failed = [result.name for result in results if not result.holds]
-    wording: dict[Verdict, str] = {
+    wording: dict[TheoremStatus, str] = {
         "holds as printed": "hold as printed",
         "holds corrected": "hold corrected",
         "false": "are false",

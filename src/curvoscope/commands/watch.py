@@ -18,7 +18,7 @@ from curvoscope import commands
 from curvoscope.commands.document import REPORTS
 from curvoscope.commands.reproduce import STORE
 from curvoscope.commands.watch_report import DOCUMENT, write_report
-from curvoscope.commands.watch_run import Options, TrainingRun, load, save
+from curvoscope.commands.watch_run import TrainingRun, WatchOptions, load, save
 from curvoscope.database import StoreError
 from curvoscope.errors import EmptyError
 from curvoscope.families.loading import MissingPackageError
@@ -31,7 +31,7 @@ _FEW = 3  # records that make no curve
 _SAVED_EVERY = 20.0  # seconds from one checkpoint to the next, at most
 
 
-def run(options: Options, out: Path, resume: bool, as_json: bool, tensorboard: bool = False) -> int:
+def run(options: WatchOptions, out: Path, resume: bool, as_json: bool, tensorboard: bool = False) -> int:
     """Train, showing a live table; write store.sqlite, checkpoint.pt, watch.json, figures and a report into `out`.
 
     Records go into the store one by one, and the checkpoint is written now and then: a run that is killed can be

@@ -17,7 +17,7 @@ from curvoscope.papers.networks import GPT2
 from curvoscope.training import BlockCurvature, CurvatureMonitor, Record, StoredRun
 from curvoscope.training.outlets import ScalarWriter
 
-Batch = tuple[Tensor, Tensor]
+TokenBatch = tuple[Tensor, Tensor]
 
 _TASKS = ("addition", "text")
 _OPTIMIZERS = ("sgd", "adam", "block-sgd", "block-adam")
@@ -27,7 +27,7 @@ _DATA_SEEDS = 1_000_000  # apart: those of the training batches begin here, the 
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class WatchOptions:
     """What is trained and how it is watched. The names are those of the options; all but `steps` belong to a run."""
 
     steps: int = 2000
@@ -73,11 +73,11 @@ class _Additions:
         self._sequences = sequences
         self.about = f"Cross-entropy of the answers to five-digit additions, {sequences} a batch and in the probe."
 
-    def probe(self, seed: int) -> Batch:
+    def probe(self, seed: int) -> TokenBatch:
         """What is measured on."""
         return self.batch(seed)
 
-    def batch(self, seed: int) -> Batch:
+    def batch(self, seed: int) -> TokenBatch:
         """Inputs and targets (N, 17)."""
         tokens = tasks.addition(self._sequences, seed=seed)
         return tokens[:, :-1], tasks.answer_targets(tokens)
@@ -97,12 +97,12 @@ class _Text:
             f"a batch, the probe those at its beginning; tokens: {encoded.about}."
         )
 
-    def probe(self, seed: int) -> Batch:
+    def probe(self, seed: int) -> TokenBatch:
         """The first sequences of the text."""
         tokens = text.cut(self._tokens, self._sequences, self.context + 1)
         return tokens[:, :-1], tokens[:, 1:]
 
-    def batch(self, seed: int) -> Batch:
+    def batch(self, seed: int) -> TokenBatch:
         """Inputs and targets (N, 32) from random places."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(0, len(self._tokens) - self.context, (self._sequences, 1), generator=generator)
@@ -113,7 +113,9 @@ class _Text:
 class TrainingRun:
     """Model, optimizer and monitor; batch t is a function of the seed and of t, so a resumed run is the same run."""
 
-    def __init__(self, options: Options, store: StoredRun | None = None, writer: ScalarWriter | None = None) -> None:
+    def __init__(
+        self, options: WatchOptions, store: StoredRun | None = None, writer: ScalarWriter | None = None
+    ) -> None:
         self.options, seed = options, options.seed
         task = self._data = _Additions(options.batch) if options.task == "addition" else _Text(options.batch)
         self.model = GPT2(

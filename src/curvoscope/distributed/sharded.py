@@ -17,7 +17,7 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.hooks import Site
 from curvoscope.autodiff.safety import undisturbed
-from curvoscope.autodiff.snapshot import Losses, Survey, check_same, evaluate, summary
+from curvoscope.autodiff.snapshot import Losses, LossSummary, check_same, evaluate, summary
 from curvoscope.blocks import Block, Piece
 from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import hashes
@@ -130,7 +130,7 @@ class Sharded(Autodiff):
         }
         return {**spread, **hashes(self.snapshot.common)}
 
-    def _survey(self) -> Survey:
+    def _survey(self) -> LossSummary:
         found, own = Losses(self.objective), list[int]()
         with self.ranks.together():
             for position, batch in enumerate(self._batches):

@@ -15,7 +15,7 @@ from curvoscope.distributed.sharded import Sharded
 from curvoscope.errors import CurvoscopeError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Eigenvalues, Estimate, lanczos
 from curvoscope.estimate.space import Space
-from curvoscope.operators.base import LinearOperator, Products
+from curvoscope.operators.base import LinearOperator, ProductPair
 from curvoscope.operators.matrix_free import MatrixFree
 
 _CHUNK = 2**20  # random numbers drawn at once; a multiple of 16, which is how many torch makes at a time
@@ -190,7 +190,7 @@ class _Derived(SpreadOperator):
     """A sum, a multiple or a square of such operators, by its products and those of its transpose."""
 
     def __init__(
-        self, of: SpreadOperator, products: Products, spaces: tuple[Spread, Spread], symmetric: bool = False
+        self, of: SpreadOperator, products: ProductPair, spaces: tuple[Spread, Spread], symmetric: bool = False
     ) -> None:
         shapes = of.row_shape if spaces[0] is of.spaces[0] else of.column_shape, of.column_shape
         super().__init__(*shapes, of.like, symmetric)

@@ -2,7 +2,7 @@
 
 from curvoscope.exact import bounds
 from curvoscope.exact.attention import SelfAttention
-from curvoscope.exact.backpropagation import LowRank, Record, backpropagate, low_rank
+from curvoscope.exact.backpropagation import LowRank, OutputCurvature, backpropagate, low_rank
 from curvoscope.exact.block import Stack, TransformerBlock
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.mlp import LinearMLP
@@ -14,8 +14,8 @@ __all__ = [
     "LayerNorm",
     "LinearMLP",
     "LowRank",
+    "OutputCurvature",
     "RMSNorm",
-    "Record",
     "ScalarAttention",
     "ScalarSpectrum",
     "SelfAttention",

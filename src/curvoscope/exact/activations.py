@@ -15,40 +15,40 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.exact.ports import Seen
+from curvoscope.exact.ports import ProjectedCurvature
 from curvoscope.losses import Port, through
 from curvoscope.operators.cores import Core
 
 # φ, φ' and φ'' at h, elementwise; None for a second derivative that vanishes almost everywhere
-Derivatives = tuple[Tensor, Tensor, Tensor | None]
+ActivationDerivatives = tuple[Tensor, Tensor, Tensor | None]
 
 _KEPT_NUMBERS = 2**23
 _FAR = 40.0  # past this |h| every density below is 0 in float64, and h² or h³ may overflow
 
 
-def _relu(h: Tensor) -> Derivatives:
+def _relu(h: Tensor) -> ActivationDerivatives:
     return h.clamp_min(0), (h > 0).to(h.dtype), None
 
 
-def _gelu(h: Tensor) -> Derivatives:
+def _gelu(h: Tensor) -> ActivationDerivatives:
     below = 0.5 * torch.erfc(-h / math.sqrt(2))  # Φ, without the cancellation of 1 + erf for h << 0
     near = h.clamp(-_FAR, _FAR)
     density = torch.exp(-near.square() / 2) / math.sqrt(2 * math.pi)
     return h * below, below + near * density, (2 - near.square()) * density
 
 
-def _gelu_tanh(h: Tensor) -> Derivatives:
+def _gelu_tanh(h: Tensor) -> ActivationDerivatives:
     near, slope, cubic = h.clamp(-_FAR, _FAR), 2 * math.sqrt(2 / math.pi), 0.044715
     w = slope * (near + cubic * near**3)
     _, first, second = _times_logistic(near, w, slope * (1 + 3 * cubic * near.square()), slope * 6 * cubic * near)
     return h * w.sigmoid(), first, second
 
 
-def _silu(h: Tensor) -> Derivatives:
+def _silu(h: Tensor) -> ActivationDerivatives:
     return _times_logistic(h, h, torch.ones_like(h), torch.zeros_like(h))
 
 
-def _times_logistic(h: Tensor, w: Tensor, first: Tensor, second: Tensor) -> Derivatives:
+def _times_logistic(h: Tensor, w: Tensor, first: Tensor, second: Tensor) -> ActivationDerivatives:
     """h s(w) from w(h) and its derivatives; 1 - 2 s(w) = -tanh(w/2)."""
     s = w.sigmoid()
     spread = s * (-w).sigmoid()
@@ -56,7 +56,7 @@ def _times_logistic(h: Tensor, w: Tensor, first: Tensor, second: Tensor) -> Deri
     return h * s, s + h * spread * first, bend
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Derivatives]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], ActivationDerivatives]] = {
     "relu": _relu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
@@ -91,7 +91,7 @@ class ScaledCore(Core):
     `left` s (T, p) and `right` s' (T, q); None is a vector of ones.
     """
 
-    def __init__(self, seen: Seen, left: Tensor | None, right: Tensor | None, period: int) -> None:
+    def __init__(self, seen: ProjectedCurvature, left: Tensor | None, right: Tensor | None, period: int) -> None:
         super().__init__(seen.shape, period, seen.workspace, seen.symmetric and left is right)
         self._seen, self._left, self._right = seen, left, right
         self._last: tuple[int, int, Tensor] | None = None

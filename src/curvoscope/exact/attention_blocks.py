@@ -15,7 +15,7 @@ from curvoscope import checks
 from curvoscope.exact.attention_cores import Answered, Response, Rotated, Scores
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.moments import Covariance, Feature, Rows, Third
-from curvoscope.exact.ports import Plain, Seen, seen_through
+from curvoscope.exact.ports import Plain, ProjectedCurvature, seen_through
 from curvoscope.losses import LossAt, PairCurvature, Port, through
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import Slot
@@ -274,7 +274,7 @@ class AttentionBlocks:
             self._heads[h] = _Head(self._layer, self._passed, self._loss, h)
         return self._heads[h]
 
-    def _seen(self, left: Port, right: Port) -> Seen:
+    def _seen(self, left: Port, right: Port) -> ProjectedCurvature:
         return seen_through(self._loss.curvature, left, right, self._layer.d_out, self._passed.X)
 
     def _turned(self, core: Core, row: Weight, column: Weight) -> Core:

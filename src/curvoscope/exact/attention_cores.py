@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.exact.moments import Feature, Rows
-from curvoscope.exact.ports import Seen
+from curvoscope.exact.ports import ProjectedCurvature
 from curvoscope.operators.cores import Core, TokenForm
 
 _SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about single keys at a time
@@ -43,7 +43,7 @@ class Response:
 class Answered(Core):
     """C_i = S_i Cov_i[V, f]: a value or output weight with a query or key weight; `turned`: its transpose."""
 
-    def __init__(self, seen: Seen, right: Response, turned: bool = False) -> None:
+    def __init__(self, seen: ProjectedCurvature, right: Response, turned: bool = False) -> None:
         shape = (seen.shape[0], right.feature.width)
         workspace = seen.workspace + right.workspace + shape[0] * shape[1]
         super().__init__((shape[1], shape[0]) if turned else shape, right.rows.length, workspace)
@@ -74,7 +74,7 @@ class Answered(Core):
 class Scores(Core):
     """C_i = Cov_i[V, f]^T S_i Cov_i[V', g]: two query or key weights."""
 
-    def __init__(self, left: Response, seen: Seen, right: Response) -> None:
+    def __init__(self, left: Response, seen: ProjectedCurvature, right: Response) -> None:
         shape = (left.feature.width, right.feature.width)
         same = left.rows is right.rows and left.feature is right.feature
         (p, q), length = shape, left.rows.length

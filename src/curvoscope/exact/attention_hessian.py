@@ -14,7 +14,7 @@ from curvoscope.exact.attention_joint import JointEntries, joint_is_cheaper
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.attention_product import AttentionProduct, Directions
 from curvoscope.losses import LossAt
-from curvoscope.operators.base import LinearOperator, Products, Shape
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.kronecker import KroneckerSum
@@ -176,7 +176,7 @@ class AttentionHessian(BlockHessian):
             return Product(products, *shapes, self._passed.X, symmetric=row == column)
         return self._assembled(row, column, self._terms.outer if outer else self._terms.functional, products)
 
-    def _assembled(self, row: str, column: str, terms: TermsOf, products: Products | None = None) -> LinearOperator:
+    def _assembled(self, row: str, column: str, terms: TermsOf, products: ProductPair | None = None) -> LinearOperator:
         """The block of two weights: one Kronecker sum, or a tile of them for each pair of heads."""
         rows, columns = self._blocks[row], self._blocks[column]
         like = self._passed.X

@@ -126,7 +126,7 @@ def low_rank(
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class OutputCurvature:
     """The loss at the output of one layer: `name` is that of the layer ("h.0.attn"), or "input".
 
     Attributes:
@@ -191,7 +191,7 @@ def backpropagate(
     loss: losses.LossFunction,
     *,
     memory_limit: int | None = None,
-) -> list[Record]:
+) -> list[OutputCurvature]:
     """G and S at the input and at the output of every layer and sublayer, in the order of the forward pass.
 
     Args:
@@ -207,7 +207,7 @@ def backpropagate(
     return records[::-1]
 
 
-def _record(chain: Chain, descent: Descent, number: int) -> Record:
+def _record(chain: Chain, descent: Descent, number: int) -> OutputCurvature:
     link = chain.links[number] if number >= 0 else None
     name, output, G = (
         ("input", chain.X, chain.input_gradient) if link is None else (link.name, link.output, link.gradient)
@@ -215,10 +215,10 @@ def _record(chain: Chain, descent: Descent, number: int) -> Record:
     if descent.fits_at(number):
         outer, bent = descent.at(number)
         functional = Grouped(torch.zeros_like(outer.blocks), outer.size, symmetric=True) if bent is None else bent
-        return Record(name, output, G, outer.plus(functional), outer, functional, True, link)
+        return OutputCurvature(name, output, G, outer.plus(functional), outer, functional, True, link)
     width = output.shape[2]
     total, outer_products, functional_products = (
         CurvatureProducts(chain, number, width, first, second)
         for first, second in ((True, True), (True, False), (False, True))
     )
-    return Record(name, output, G, total, outer_products, functional_products, False, link)
+    return OutputCurvature(name, output, G, total, outer_products, functional_products, False, link)

@@ -59,7 +59,7 @@ def curvature_norm(curvature: losses.Curvature, F: Tensor) -> float:
 def attention_factors(layer: AttentionLayer, X: Tensor, G: Tensor) -> tuple[dict[str, float], Values]:
     """Bounds on |J_i| and on the functional blocks, by "Q", "K", "V", "O"; X (N, L, d), G (N L, m) in float64."""
     inputs = _Inputs(X, G)
-    heads = [_Head(layer, inputs, h) for h in range(layer.heads)]
+    heads = [_HeadBounds(layer, inputs, h) for h in range(layer.heads)]
     share = layer.heads // layer.kv_heads
     shared = {"Q": 1, "K": share, "V": share, "O": 1}  # heads that use one part of the weight
     disjoint = layer.W_O is None and layer.combine == "concat"  # every head has columns of F to itself
@@ -97,7 +97,7 @@ class _Inputs:
         return min(math.sqrt(len(self.tokens)) * longest, math.sqrt(self.X.shape[1]) * self.size)
 
 
-class _Head:
+class _HeadBounds:
     """One head: its bounds on |J_i| and on the functional blocks. The formulas are those of `bounds.attention`."""
 
     def __init__(self, layer: AttentionLayer, inputs: _Inputs, head: int) -> None:

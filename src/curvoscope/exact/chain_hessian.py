@@ -21,7 +21,7 @@ from curvoscope.exact.chain import Chain
 from curvoscope.exact.descent import Descent
 from curvoscope.exact.links import AttentionLink, Factor, Part, TokenwiseLink
 from curvoscope.losses import PairCurvature
-from curvoscope.operators.base import LinearOperator, Products, Shape
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Entries, Slot, Tiles
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import Core
@@ -88,7 +88,7 @@ class ChainHessian(BlockHessian):
         shapes = self._shapes[row], self._shapes[column]
         return Product(self._products(row, column, outer), *shapes, self._chain.X, symmetric=row == column)
 
-    def _products(self, row: str, column: str, outer: bool) -> Products:
+    def _products(self, row: str, column: str, outer: bool) -> ProductPair:
         one, other = {row: self._shapes[row]}, {column: self._shapes[column]}
         there = self._chain.multiplication(one, other, outer, not outer)
         return there, self._chain.multiplication(other, one, outer, not outer)

@@ -11,7 +11,7 @@ from curvoscope.operators.cores import Core, TokenForm
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProjectedCurvature:
     """P S_t P'^T: one matrix for all tokens, `shared` (e, e'), or `blocks(start, stop)` -> (t, e, e').
 
     `diagonal(start, stop)` -> (t, e) where both ports are the same. `factor`: the matrix is this multiple of I.
@@ -47,7 +47,7 @@ class Seen:
         return self.diagonal is not None
 
 
-def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like: Tensor) -> Seen:
+def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like: Tensor) -> ProjectedCurvature:
     """S, c I or with one block a token, through two ports to an output of the given width."""
     sizes = tuple(through(like.new_empty(1, width), port).shape[1] for port in (left, right))
     shape, same = (sizes[0], sizes[1]), _same(left, right)
@@ -55,11 +55,11 @@ def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like
         shared = curvature.between(left, right, torch.eye(width, dtype=like.dtype, device=like.device))
         diagonal = (lambda start, stop: shared.diagonal().expand(stop - start, -1)) if same else None
         factor = curvature.factor if same and not isinstance(left, Tensor) else None
-        return Seen(shared, factor, lambda start, stop: shared, diagonal, shape, 0)
+        return ProjectedCurvature(shared, factor, lambda start, stop: shared, diagonal, shape, 0)
     assert isinstance(curvature, PerToken)
     first = curvature.by_words(left)
     words = first, first if same else curvature.by_words(right)
-    return Seen(
+    return ProjectedCurvature(
         None,
         None,
         lambda start, stop: curvature.between(left, right, start, stop),
@@ -73,7 +73,7 @@ def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like
 class Plain(Core):
     """C_t = P S_t P'^T for a number of tokens: two weights that reach the output linearly."""
 
-    def __init__(self, seen: Seen, period: int, tokens: int) -> None:
+    def __init__(self, seen: ProjectedCurvature, period: int, tokens: int) -> None:
         super().__init__(seen.shape, period, seen.workspace, seen.symmetric)
         self._seen, self._tokens = seen, tokens
 

@@ -12,7 +12,7 @@ from curvoscope.exact.activations import Reach, ScaledCore, fits_jacobian
 from curvoscope.exact.ports import Plain, seen_through
 from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
 from curvoscope.magnitudes import norm
-from curvoscope.operators.base import LinearOperator, Multiplication, Products, Shape
+from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.kronecker import KroneckerSum
@@ -88,7 +88,7 @@ class TokenStrip(Product):
 
     def __init__(
         self,
-        products: Products,
+        products: ProductPair,
         row_shape: Shape,
         column_shape: Shape,
         like: Tensor,

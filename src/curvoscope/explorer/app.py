@@ -16,7 +16,7 @@ from flask import Response, jsonify, request
 
 from curvoscope.errors import CurvoscopeError
 from curvoscope.explorer import compute, downloads, layout, matrix_figures, security, spectrum_figures
-from curvoscope.explorer.compute import Curves, Matrices, Spectra
+from curvoscope.explorer.compute import Curves, ExplorerSpectra, Matrices
 from curvoscope.explorer.state import State, from_link, read
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def curves_of(state: State) -> Curves:
         raise UnanswerableError(str(error)) from error
 
 
-def spectra_of(state: State) -> Spectra:
+def spectra_of(state: State) -> ExplorerSpectra:
     """Those who ask at the same time wait for each other."""
     with _second:
         try:
@@ -103,7 +103,7 @@ def _growth(found: Curves) -> dict[str, Any]:
     return {"figures": spectrum_figures.fill_curves(found), "numbers": {}, "lines": {}}
 
 
-def _eigenvalues(found: Spectra) -> dict[str, Any]:
+def _eigenvalues(found: ExplorerSpectra) -> dict[str, Any]:
     lines = {"summary": layout.summary(found)}
     return {"figures": spectrum_figures.fill_eigenvalues(found), "numbers": {}, "lines": lines}
 

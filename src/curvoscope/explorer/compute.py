@@ -95,7 +95,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Spectra(Curves):
+class ExplorerSpectra(Curves):
     """What takes longest.
 
     `eigenvalues` (n,) of the total ascend; `pairs` are the positive eigenvalues of its T-functional part, descending,
@@ -185,13 +185,13 @@ def _curves(found: Matrices) -> Curves:
 
 
 @lru_cache(maxsize=2)
-def spectra(found: Matrices) -> Spectra:
+def spectra(found: Matrices) -> ExplorerSpectra:
     """The rest."""
     H = found.hessian
     bulk, multiplicity = H.bulk()
     pairs = torch.cat([torch.linalg.svdvals(B) for B in H.t_functional.gradients])
     beside = curves(found)
-    return Spectra(
+    return ExplorerSpectra(
         matrices=found,
         growth=beside.growth,
         here=beside.here,

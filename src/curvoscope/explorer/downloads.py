@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Matrices, Spectra, exponents
+from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, ExplorerSpectra, Matrices, exponents
 from curvoscope.explorer.state import State
 from curvoscope.versions import versions
 
-Cell = str | int | float
-Table = tuple[list[str], Iterable[list[Cell]]]
+CsvCell = str | int | float
+CsvTable = tuple[list[str], Iterable[list[CsvCell]]]
 
 
-def matrix(found: Matrices, part: str) -> Table:
+def matrix(found: Matrices, part: str) -> CsvTable:
     """The whole matrix, a line a row; rows and columns are named by block and place in it, as Q.0."""
     sizes = [stop - start for start, stop in pairwise(found.borders)]
     places = [f"{name}.{i}" for name, size in zip(found.names, sizes, strict=True) for i in range(size)]
@@ -22,20 +22,20 @@ def matrix(found: Matrices, part: str) -> Table:
     return ["entry", *places], rows
 
 
-def attention(found: Matrices) -> Table:
+def attention(found: Matrices) -> CsvTable:
     """A line a weight."""
     rows = ([*(place + 1 for place in where), float(value)] for where, value in np.ndenumerate(found.attention))
     return ["head", "query", "key", "weight"], rows
 
 
-def norms(found: Matrices) -> Table:
+def norms(found: Matrices) -> CsvTable:
     """A line a block and part."""
     return ["row", "column", "part", "frobenius_norm"], ([*key, value] for key, value in found.norms.items())
 
 
-def growth(found: Spectra) -> Table:
+def growth(found: ExplorerSpectra) -> CsvTable:
     """The curves; each ends with its value at the scale of the state."""
-    rows: list[list[Cell]] = []
+    rows: list[list[CsvCell]] = []
     for (row, column, part), power, curve, here in zip(
         CURVES, exponents(found.state), found.growth, found.here, strict=True
     ):
@@ -45,16 +45,16 @@ def growth(found: Spectra) -> Table:
     return ["block", "part", "exponent", "sigma", "norm"], rows
 
 
-def eigenvalues(found: Spectra) -> Table:
+def eigenvalues(found: ExplorerSpectra) -> CsvTable:
     """Those of the Hessian, of its T-functional part, and the bulk, with their multiplicities."""
-    rows: list[list[Cell]] = [["hessian", float(value), 1] for value in found.eigenvalues]
+    rows: list[list[CsvCell]] = [["hessian", float(value), 1] for value in found.eigenvalues]
     d_k = found.state.d_k
     rows += [["t_functional", sign * float(value), d_k] for value in found.pairs for sign in (1.0, -1.0)]
     rows += [["bulk", float(value), found.multiplicity] for value in found.bulk]
     return ["spectrum", "eigenvalue", "multiplicity"], rows
 
 
-def scalar(found: Spectra) -> Table:
+def scalar(found: ExplorerSpectra) -> CsvTable:
     """The spectra of the scalar model; the last one is that at the sink of the state."""
     rows = (
         [sink, one.bulk, one.multiplicity, *one.outliers.tolist()]
@@ -63,14 +63,14 @@ def scalar(found: Spectra) -> Table:
     return ["sink", "bulk", "pairs", "outlier_1", "outlier_2", "outlier_3"], rows
 
 
-FROM_MATRICES: dict[str, Callable[[Matrices], Table]] = {
+FROM_MATRICES: dict[str, Callable[[Matrices], CsvTable]] = {
     "attention": attention,
     "hessian": lambda found: matrix(found, "total"),
     "outer": lambda found: matrix(found, "outer"),
     "functional": lambda found: matrix(found, "functional"),
     "norms": norms,
 }
-FROM_SPECTRA: dict[str, Callable[[Spectra], Table]] = {
+FROM_SPECTRA: dict[str, Callable[[ExplorerSpectra], CsvTable]] = {
     "growth": growth,
     "eigenvalues": eigenvalues,
     "scalar": scalar,
@@ -78,10 +78,10 @@ FROM_SPECTRA: dict[str, Callable[[Spectra], Table]] = {
 TABLES = (*FROM_MATRICES, *FROM_SPECTRA)
 
 
-def lines(table: Table, state: State) -> Iterator[str]:
+def lines(table: CsvTable, state: State) -> Iterator[str]:
     """Of the file: the heading, then a line a row, made as they are sent; in the last columns, who made it."""
     heading, rows = table
-    source: dict[str, Cell] = {"seed": state.seed, **versions()}
+    source: dict[str, CsvCell] = {"seed": state.seed, **versions()}
     yield ",".join([*heading, *source]) + "\n"
     for row in rows:
         yield ",".join(repr(cell) if isinstance(cell, float) else str(cell) for cell in (*row, *source.values())) + "\n"

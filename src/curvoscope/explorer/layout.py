@@ -8,7 +8,7 @@ from typing import Any
 from dash import dcc, html
 
 from curvoscope.explorer import matrix_figures, spectrum_figures, tour
-from curvoscope.explorer.compute import PARTS, Matrices, Spectra
+from curvoscope.explorer.compute import PARTS, ExplorerSpectra, Matrices
 from curvoscope.explorer.pictures import MOST_CELLS, pooling
 from curvoscope.explorer.state import State, bounds, choices
 
@@ -203,7 +203,7 @@ def _csv_link(name: str, title: str) -> html.A:
     return html.A("CSV", href="#", className="save", **_extra(data_csv=name, aria_label=f"{title} as CSV"))
 
 
-def summary(found: Spectra) -> list[Any]:
+def summary(found: ExplorerSpectra) -> list[Any]:
     """The state in one line of text and of numbers with their names."""
     smallest, largest = float(found.eigenvalues[0]), float(found.eigenvalues[-1])
     negative = int((found.eigenvalues < 0).sum())

@@ -4,7 +4,7 @@ sent with every move."""
 import numpy as np
 
 from curvoscope.explorer import drawing, pictures
-from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Curves, Spectra, exponents
+from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Curves, ExplorerSpectra, exponents
 from curvoscope.explorer.drawing import Blank, Writes
 
 _CURVES = (
@@ -25,7 +25,7 @@ def fill_curves(found: Curves) -> dict[str, Writes]:
     return {"growth": _fill_growth(found), "scalar": _fill_scalar(found)}
 
 
-def fill_eigenvalues(found: Spectra) -> dict[str, Writes]:
+def fill_eigenvalues(found: ExplorerSpectra) -> dict[str, Writes]:
     """What to write into the eigenvalues, by name."""
     return {"eigenvalues": _fill_eigenvalues(found)}
 
@@ -58,7 +58,7 @@ def _eigenvalues() -> Blank:
     return {"data": data, "layout": drawing.layout(x, y, legend=True)}
 
 
-def _fill_eigenvalues(found: Spectra) -> Writes:
+def _fill_eigenvalues(found: ExplorerSpectra) -> Writes:
     descending, pairs, n = found.eigenvalues[::-1], found.pairs, len(found.eigenvalues)
     top = pictures.scale(max(float(np.abs(descending).max()), float(pairs.max(initial=0.0))))
     # each pair stands for d_k equal eigenvalues at either end: the marker is in their middle

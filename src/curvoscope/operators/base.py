@@ -20,7 +20,7 @@ from curvoscope.magnitudes import norm, power_of_two
 
 Shape = tuple[int, int]
 Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
-Products = tuple[Multiplication, Multiplication]  # with an operator and with its transpose
+ProductPair = tuple[Multiplication, Multiplication]  # with an operator and with its transpose
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import BlockNameError
-from curvoscope.operators.base import LinearOperator, Multiplication, Products, Shape
+from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
 from curvoscope.operators.compositions import summed
 
 Entries = dict[tuple[str, str], Tensor]  # (a, p, b, q) for each pair of blocks
@@ -43,7 +43,7 @@ class Tiles(LinearOperator):
         entries: dict[tuple[int, int], LinearOperator],
         like: Tensor,
         symmetric: bool = False,
-        products: Products | None = None,
+        products: ProductPair | None = None,
     ) -> None:
         super().__init__(row_shape, column_shape, like, symmetric)
         self.rows, self.columns, self.entries = tuple(rows), tuple(columns), entries

@@ -5,14 +5,14 @@ from torch import Tensor
 
 from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import power_of_two
-from curvoscope.operators.base import LinearOperator, Products, Shape
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 
 
 class Product(LinearOperator):
     """An operator given by its products with columns, and those of its transpose."""
 
     def __init__(
-        self, products: Products, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
+        self, products: ProductPair, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
     ) -> None:
         super().__init__(row_shape, column_shape, like, symmetric)
         self._products = products
@@ -102,7 +102,7 @@ class Gram(LinearOperator):
         return self._operator.T._matmat(product / self.unit) / self.unit
 
 
-def summed(first: Products | None, second: Products | None) -> Products | None:
+def summed(first: ProductPair | None, second: ProductPair | None) -> ProductPair | None:
     """The products with a sum, where those with both summands are known."""
     if first is None or second is None:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.magnitudes import Scaled, unit
+from curvoscope.magnitudes import ScaledNumber, unit
 
 _NEVER = 2**62  # the cost of a route that does not exist
 _MIDDLES, _CARRIED = 4, 3  # tensors at once while the middles E are made, and while they are carried over
@@ -188,7 +188,7 @@ def inner_by_tokens_fits(x: Core, y: Core, itemsize: int, budget: int) -> bool:
     return fit
 
 
-def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor]) -> Scaled:
+def inner_by_tokens(x: Core, y: Core, weights: Callable[[slice, slice], Tensor]) -> ScaledNumber:
     """sum_tu w_tu <C_t, C'_u> without cores: <C_t, C'_u> = <(f f'^T)^T E_t (g g'^T), E'_u> in the space of tokens."""
     first, second = x.token_form(), y.token_form()
     assert first is not None and second is not None

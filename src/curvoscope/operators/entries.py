@@ -13,12 +13,12 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.operators.terms import Axes, Single, Term
 
-Part = Sequence[Term | Single]
+TermGroup = Sequence[Term | Single]
 
 _CHUNK = 2**28  # bytes for the tokens taken at once: more gain nothing
 
 
-def write_entries(out: Tensor, parts: Sequence[Part], symmetric: bool) -> None:
+def write_entries(out: Tensor, parts: Sequence[TermGroup], symmetric: bool) -> None:
     """Write the sum of the parts to `out`, a view (r0, r1, c0, c1) into some larger matrix."""
     parts = [part for part in parts if part]
     if not parts:
@@ -52,7 +52,7 @@ def _ranges(term: Term) -> list[tuple[int, int]]:
 # ---- what it takes, in bytes
 
 
-def workspace(parts: Sequence[Part], symmetric: bool, room: int) -> int:
+def workspace(parts: Sequence[TermGroup], symmetric: bool, room: int) -> int:
     """What `write_entries` needs beside the entries, when `room` is left: moments, and chunks of tokens."""
     parts, needed = [part for part in parts if part], [0]
     alike = symmetric and bool(parts) and _alike(parts)
@@ -97,7 +97,7 @@ def _at_once(term: Term, room: int) -> int:
 # ---- symmetric blocks: only pairs a <= b of the vectors, each used twice, so that symmetry is exact
 
 
-def _alike(parts: Sequence[Part]) -> bool:
+def _alike(parts: Sequence[TermGroup]) -> bool:
     """Whether each part is one symmetric term and all stand on the same axes: then their moments can be added."""
     if any(len(part) > 1 or not part[0].symmetric or isinstance(part[0], Single) for part in parts):
         return False
@@ -138,7 +138,7 @@ def _pair_numbers(width: int, device: torch.device) -> Tensor:
 # ---- other blocks
 
 
-def _write_part(out: Tensor, terms: Part, add: bool) -> None:
+def _write_part(out: Tensor, terms: TermGroup, add: bool) -> None:
     for term in terms:
         target = _view(out, term.axes)
         if isinstance(term, Single):
@@ -150,7 +150,7 @@ def _write_part(out: Tensor, terms: Part, add: bool) -> None:
         add = True
 
 
-def _new_part(like: Tensor, terms: Part) -> Tensor:
+def _new_part(like: Tensor, terms: TermGroup) -> Tensor:
     """The sum of the terms, (r0, r1, c0, c1), in the memory of the first one's moments where it has any."""
     first = terms[0]
     if isinstance(first, Single):

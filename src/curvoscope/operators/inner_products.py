@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.magnitudes import Scaled, total, unit
+from curvoscope.magnitudes import ScaledNumber, total, unit
 from curvoscope.operators.cores import SumCore, inner_by_tokens, inner_by_tokens_cost, inner_by_tokens_fits
 from curvoscope.operators.terms import Axes, Single, Term
 
@@ -52,7 +52,7 @@ def inner_cost(x: Term | Single, y: Term | Single) -> int:
     return gram
 
 
-def inner(x: Term | Single, y: Term | Single, budget: int) -> Scaled:
+def inner(x: Term | Single, y: Term | Single, budget: int) -> ScaledNumber:
     """<x, y> by the cheapest route."""
     if isinstance(x, Term) and isinstance(y, Term):
         if x.axes != y.axes:
@@ -95,7 +95,7 @@ def _units(*factors: Tensor) -> tuple[list[Tensor], int]:
     return [factor for factor, _ in found], sum(exponent for _, exponent in found)
 
 
-def _contracted(names: Sequence[str], *factors: Tensor) -> Scaled:
+def _contracted(names: Sequence[str], *factors: Tensor) -> ScaledNumber:
     """The sum over all subscripts."""
     near, exponent = _units(*factors)
     equation = ",".join(names) + "->"
@@ -118,9 +118,9 @@ def _weights(x: Term, y: Term, i: slice, j: slice) -> Tensor:
     return weights.mul_(x.right[i] @ y.right[j].T)
 
 
-def _gram_inner(x: Term, y: Term, budget: int) -> Scaled:
+def _gram_inner(x: Term, y: Term, budget: int) -> ScaledNumber:
     """sum_tu (l_t . l'_u) (r_t . r'_u) <C_t, C'_u>, through the Gram matrix of the cores, in chunks of both."""
-    parts: list[Scaled] = []
+    parts: list[ScaledNumber] = []
     room = max(budget, checks.LEAST_CHUNK) // 4
     side = int((room / (_GRAMS * x.left.element_size())) ** 0.5)  # of the Gram matrices
     outer, inner = _at_most(x, budget // 2, side), _at_most(y, budget // 4, side)
@@ -137,10 +137,10 @@ def _gram_inner(x: Term, y: Term, budget: int) -> Scaled:
     return total(parts)
 
 
-def _crossed_inner(x: Term, y: Term, budget: int) -> Scaled:
+def _crossed_inner(x: Term, y: Term, budget: int) -> ScaledNumber:
     """<x, y> when the vectors of x and y stand on different axes: contracted pair by pair of chunks."""
     names = [*_letters(x, "t"), *_letters(y, "u")]
-    parts: list[Scaled] = []
+    parts: list[ScaledNumber] = []
     widest = max(*x.core.shape, *y.core.shape)
     numbers = int((budget // 4 / (x.left.element_size() * widest)) ** 0.5)
     for i, j in _at_most(x, budget // 4, numbers):

@@ -9,7 +9,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import norm, root, total
-from curvoscope.operators.base import LinearOperator, Products, Shape
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.compositions import summed
 from curvoscope.operators.entries import workspace, write_entries
 from curvoscope.operators.inner_products import inner, inner_cost, merged
@@ -30,7 +30,7 @@ class KroneckerSum(LinearOperator):
         terms: Sequence[Term | Single],
         like: Tensor,
         symmetric: bool | None = None,
-        products: Products | None = None,
+        products: ProductPair | None = None,
     ) -> None:
         if symmetric is None:
             symmetric = row_shape == column_shape and all(term.symmetric for term in terms)

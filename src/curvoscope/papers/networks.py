@@ -23,10 +23,10 @@ _NORMS = ("none", "pre")
 _ACTIVATIONS = ("softmax", "linear")
 _IGNORED = -100
 
-Draw = Callable[[int, int], nn.Parameter]
+DrawWeight = Callable[[int, int], nn.Parameter]
 
 
-class LayerNorm(nn.Module):
+class PrimitiveLayerNorm(nn.Module):
     """y = gamma (x - mean x) / sqrt(var x + eps) + beta over the last axis, variance over d.
 
     Made of primitives: torch's native layer norm has wrong derivatives under nested torch.func transforms.
@@ -44,11 +44,11 @@ class LayerNorm(nn.Module):
         return self.gamma * centred / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt() + self.beta
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """One attention head and one feed-forward layer, each on a residual branch."""
 
     def __init__(
-        self, d: int, norm: str, activation: str, draw: Draw, dtype: torch.dtype, residual: bool = True
+        self, d: int, norm: str, activation: str, draw: DrawWeight, dtype: torch.dtype, residual: bool = True
     ) -> None:
         super().__init__()
         self.activation, self.residual = activation, residual
@@ -116,7 +116,7 @@ class GPT2(nn.Module):
             return nn.Parameter((0.8 / math.sqrt(d) * weight).to(dtype))
 
         self.W_E, self.W_pos = draw(vocabulary, d), draw(context, d)
-        self.blocks = nn.ModuleList(Block(d, norm, activation, draw, dtype, residual) for _ in range(depth))
+        self.blocks = nn.ModuleList(GPT2Block(d, norm, activation, draw, dtype, residual) for _ in range(depth))
         self.norm = _norm(norm, d, dtype)
         self.W_U, self.b_U = draw(d, vocabulary), _zeros(vocabulary, dtype)
 
@@ -239,9 +239,9 @@ class GPT2(nn.Module):
             raise RangeError("block", f"got {block}, expected {-depth} to {depth - 1}")
         return block % depth
 
-    def _block(self, block: int) -> Block:
+    def _block(self, block: int) -> GPT2Block:
         part = self.blocks[self._index(block)]
-        assert isinstance(part, Block)
+        assert isinstance(part, GPT2Block)
         return part
 
 
@@ -250,10 +250,10 @@ def _zeros(size: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _exact_norm(norm: nn.Module) -> exact.LayerNorm | None:
-    if not isinstance(norm, LayerNorm):
+    if not isinstance(norm, PrimitiveLayerNorm):
         return None
     return exact.LayerNorm(norm.gamma.detach(), norm.beta.detach(), norm.eps)
 
 
 def _norm(norm: str, d: int, dtype: torch.dtype) -> nn.Module:
-    return LayerNorm(d, dtype) if norm == "pre" else nn.Identity()
+    return PrimitiveLayerNorm(d, dtype) if norm == "pre" else nn.Identity()

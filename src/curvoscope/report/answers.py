@@ -12,11 +12,11 @@ from curvoscope.estimate import Estimate
 from curvoscope.report.model_tables import with_error
 from curvoscope.training.records import Record
 
-Answer = dict[str, Any]
+Conclusion = dict[str, Any]
 """question, answer and advice: what a document of a run says in words."""
 
 
-def of_pairs(rows: Sequence[BlockRow]) -> Answer:
+def of_pairs(rows: Sequence[BlockRow]) -> Conclusion:
     """Of the exact Hessian of one Transformer block. Its own λ max is not the model's: no cap of the learning rate."""
     diagonal = [row for row in rows if row.diagonal]
     words = f"{verdict(rows)} {_apart([(row.row, row.frobenius_norm) for row in diagonal if row.part == 'total'], 0.0)}"
@@ -31,7 +31,7 @@ def of_pairs(rows: Sequence[BlockRow]) -> Answer:
 
 def of_blocks(
     name: str, rows: Sequence[Measurement], rounding: float, ends: Extremes, scales: Mapping[str, float]
-) -> Answer:
+) -> Conclusion:
     """Of the blocks of any model; `scales` are those of the layers' inputs."""
     norms = [(row.block, row.frobenius_norm.value) for row in rows if row.part == "total"]
     sizes = {(row.block, row.part): row.frobenius_norm.value for row in rows}
@@ -52,7 +52,7 @@ def of_blocks(
     return _answer(question, " ".join(sentences), Findings(rows=known, extremes=ends, input_scales=scales))
 
 
-def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, ends: Extremes) -> Answer:
+def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, ends: Extremes) -> Conclusion:
     """Of the spectral densities of any model's blocks."""
     tops = [(one.block, one.largest.value) for one in spectra]
     sentences = (_apart(tops, 0.0, "λ max"), _farthest(apart), _reach(ends))
@@ -60,7 +60,7 @@ def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, en
     return _answer(question, " ".join(sentences), Findings(extremes=ends, distances=apart))
 
 
-def of_training(records: Sequence[Record], momentum: float | None) -> Answer:
+def of_training(records: Sequence[Record], momentum: float | None) -> Conclusion:
     """Of a watched training run; momentum: that of SGD, None where the steps are those of another optimizer."""
     first, last = records[0], records[-1]
     tops = [one.largest_eigenvalue.value for one in records]
@@ -90,7 +90,7 @@ def of_training(records: Sequence[Record], momentum: float | None) -> Answer:
     return _answer(question, " ".join(sentences), findings)
 
 
-def of_figures(figures: Sequence[Mapping[str, Any]]) -> Answer:
+def of_figures(figures: Sequence[Mapping[str, Any]]) -> Conclusion:
     """Of reproduced figures, with their verdicts."""
     verdicts = [(one["name"], verdict) for one in figures for verdict in one["verdicts"]]
     told = [(name, verdict) for name, verdict in verdicts if verdict["agrees"] is not None]
@@ -147,7 +147,7 @@ def _shares(records: Sequence[Record]) -> str:
     return f"{words}, and {now:.0%} at step {end}."
 
 
-def _answer(question: str, words: str, findings: Findings) -> Answer:
+def _answer(question: str, words: str, findings: Findings) -> Conclusion:
     return {"question": question, "answer": words, "advice": [dataclasses.asdict(one) for one in advice(findings)]}
 
 

@@ -41,7 +41,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Figure:
+class ReportFigure:
     """A figure of the run: the name of its PNG file, what it shows, and the same for those who do not see it."""
 
     file: str
@@ -58,7 +58,7 @@ class Section:
     title: str
     text: str = ""
     tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
+    figures: Sequence[ReportFigure] = ()
 
 
 @dataclass(frozen=True)

@@ -98,13 +98,13 @@ def headline_of(spectra: Sequence[BlockSpectrum]) -> str:
     )
 
 
-Panel = tuple[str, BlockSpectrum | None]
+DensityPanel = tuple[str, BlockSpectrum | None]
 
 
-def _arrange(spectra: Sequence[BlockSpectrum]) -> list[tuple[str, list[Panel]]]:
+def _arrange(spectra: Sequence[BlockSpectrum]) -> list[tuple[str, list[DensityPanel]]]:
     """Rows of panels with their labels: a row a layer with the same blocks below each other, then all others."""
     layers: dict[str, dict[str, BlockSpectrum]] = {}
-    others: list[Panel] = []
+    others: list[DensityPanel] = []
     for one in spectra:
         layer, name = split_name(one.block)
         if layer == OUTSIDE:
@@ -112,7 +112,7 @@ def _arrange(spectra: Sequence[BlockSpectrum]) -> list[tuple[str, list[Panel]]]:
         else:
             layers.setdefault(layer, {})[name] = one
     kinds = list(dict.fromkeys(name for names in layers.values() for name in names))
-    rows: list[tuple[str, list[Panel]]] = [
+    rows: list[tuple[str, list[DensityPanel]]] = [
         (layer, [(kind, names.get(kind)) for kind in kinds]) for layer, names in layers.items()
     ]
     step = max(len(kinds), min(len(others), _MOST_COLUMNS), 1)

@@ -21,8 +21,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 _TEXT, _HEADING = 9, 11
 _MOST_LABELS = 24
 
-_Number = Callable[[LayerCurvature], Estimate | None]
-_PANELS: tuple[tuple[str, _Number], ...] = (
+_DepthNumber = Callable[[LayerCurvature], Estimate | None]
+_PANELS: tuple[tuple[str, _DepthNumber], ...] = (
     ("$\\|S\\|_2$, the loss Hessian at the layer's output", lambda layer: layer.spectral),
     ("$\\|S_{functional}\\|_2$, its functional part", lambda layer: layer.functional_spectral),
     ("$\\|\\partial F/\\partial X\\|_2$, the layer's Jacobian", lambda layer: layer.jacobian),
@@ -84,7 +84,7 @@ def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title
     return figure
 
 
-def _line(axes: "matplotlib.axes.Axes", name: str, network: Propagation, number: _Number, place: int) -> None:
+def _line(axes: "matplotlib.axes.Axes", name: str, network: Propagation, number: _DepthNumber, place: int) -> None:
     found = [(i, number(layer)) for i, layer in enumerate(network.layers)]
     known = [(i, estimate) for i, estimate in found if estimate is not None and estimate.value > 0]
     values = [estimate.value for _, estimate in known]

@@ -40,7 +40,7 @@ class Common:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
+class PerLayer:
     """Of the layers of a model."""
 
     attention: list[HeadMoments] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Layers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs(Common, Layers):
+class LayerAnalysis(Common, PerLayer):
     """`curvoscope analyze`: exact numbers of all pairs of blocks."""
 
     kind: Literal["analyze"]
@@ -66,7 +66,7 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks(Common, Layers):
+class ModelAnalysis(Common, PerLayer):
     """`curvoscope analyze MODEL`."""
 
     kind: Literal["analyze MODEL"]
@@ -78,7 +78,7 @@ class Blocks(Common, Layers):
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class SpectrumRow:
     """The eigenvalues of one block."""
 
     block: str
@@ -101,11 +101,11 @@ class JensenShannon:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spectra(Common, Layers):
+class SpectrumDocument(Common, PerLayer):
     """`curvoscope spectrum`."""
 
     kind: Literal["spectrum"]
-    blocks: list[Spectrum]
+    blocks: list[SpectrumRow]
     jensen_shannon: JensenShannon
     hessian: Whole
 
@@ -160,4 +160,4 @@ class Reproduction(Common):
     figures: list[Reproduced]
 
 
-Document = Pairs | Blocks | Spectra | Training | Reproduction
+Document = LayerAnalysis | ModelAnalysis | SpectrumDocument | Training | Reproduction

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#D55E00")  # layers in turn
 _MARKERS = ("o", "s")
 _TEXT, _HEADING = 9, 11
-_Number = Callable[[HeadMoments], Estimate | None]
-_PANELS: tuple[tuple[str, _Number], ...] = (
+_HeadNumber = Callable[[HeadMoments], Estimate | None]
+_PANELS: tuple[tuple[str, _HeadNumber], ...] = (
     ("entropy of a row, nats", lambda one: one.entropy),
     ("mean, $|M_1|^2/x^2$", lambda one: one.first),
     ("covariance, tr $M_2/x^2$", lambda one: one.second),

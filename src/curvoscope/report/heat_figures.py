@@ -21,13 +21,13 @@ _CELL, _SMALL_CELL = 0.3, 0.15  # inches; small where there are many
 _MANY = 16
 _TEXT, _HEADING = 9, 11
 
-Norms = dict[tuple[int, int], float]
+NormsByPlace = dict[tuple[int, int], float]
 
 
 def pair_map(rows: Sequence[BlockRow], title: str) -> "matplotlib.figure.Figure":
     """log10 |H(a, b)|_F for all pairs of blocks."""
     names = list(dict.fromkeys(row.row for row in rows if row.diagonal))
-    panels: dict[Part, Norms] = {part: {} for part in PARTS}
+    panels: dict[Part, NormsByPlace] = {part: {} for part in PARTS}
     for row in rows:
         i, j = names.index(row.row), names.index(row.column)
         panels[row.part][i, j] = panels[row.part][j, i] = row.frobenius_norm
@@ -40,7 +40,7 @@ def model_pair_map(
 ) -> "matplotlib.figure.Figure":
     """log10 |H(a, b)|_F for all pairs of a model's blocks, the diagonal from `rows`."""
     names = list(dict.fromkeys(row.block for row in rows))
-    panels: dict[Part, Norms] = {part: {} for part in PARTS}
+    panels: dict[Part, NormsByPlace] = {part: {} for part in PARTS}
     for row in rows:
         panels[row.part][names.index(row.block), names.index(row.block)] = row.frobenius_norm.value
     for pair in pairs:
@@ -55,7 +55,7 @@ def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) ->
     places = [split_name(row.block) for row in rows]
     layers = sorted(dict.fromkeys(layer for layer, _ in places), key=lambda layer: layer == OUTSIDE)
     kinds = list(dict.fromkeys(name for layer in layers for home, name in places if home == layer))
-    panels: dict[Part, Norms] = {part: {} for part in PARTS}
+    panels: dict[Part, NormsByPlace] = {part: {} for part in PARTS}
     for row, (layer, name) in zip(rows, places, strict=True):
         panels[row.part][layers.index(layer), kinds.index(name)] = row.frobenius_norm.value
     lines = ["outside" if layer == OUTSIDE else layer.replace("h.", "layer ") for layer in layers]
@@ -63,7 +63,7 @@ def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) ->
 
 
 def _draw(
-    panels: Mapping[Part, Norms], lines: Sequence[str], columns: Sequence[str], title: str, rounding: float
+    panels: Mapping[Part, NormsByPlace], lines: Sequence[str], columns: Sequence[str], title: str, rounding: float
 ) -> "matplotlib.figure.Figure":
     """One colour scale for all panels; zero is grey, what was not measured is left blank."""
     from matplotlib import colormaps

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from curvoscope.report.contents import Figure, Report
+from curvoscope.report.contents import Report, ReportFigure
 from curvoscope.report.vector import VectorError, inline
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def fragment(report: Report) -> str:
     return _templates().get_template("fragment.html").render(report=report)
 
 
-def _image(figure: Figure, prefix: str) -> str:
+def _image(figure: ReportFigure, prefix: str) -> str:
     """The SVG in the colours of the page; where there is none that can be read, the PNG, always on white."""
     if figure.svg is not None:
         try:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from curvoscope.report.contents import Cell, Figure, Section, Table
+from curvoscope.report.contents import Cell, ReportFigure, Section, Table
 from curvoscope.report.documents import Reproduced, Reproduction, Verdict
 
 VERDICTS = {True: "agrees", False: "DISAGREES", None: "no prediction"}
 
 
-def reproduction(found: Reproduction, figures: Callable[..., list[Figure]]) -> Iterator[Section]:
+def reproduction(found: Reproduction, figures: Callable[..., list[ReportFigure]]) -> Iterator[Section]:
     """A section a figure."""
     for one in found.figures:
         rows = [_row(verdict) for verdict in one.verdicts]

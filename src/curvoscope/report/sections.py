@@ -5,8 +5,16 @@ from typing import Any
 
 from curvoscope.report import cells
 from curvoscope.report.captions import CAPTIONS
-from curvoscope.report.contents import Cell, Figure, Section, Table
-from curvoscope.report.documents import Blocks, Layers, Pairs, Reproduction, Spectra, Training, Whole
+from curvoscope.report.contents import Cell, ReportFigure, Section, Table
+from curvoscope.report.documents import (
+    LayerAnalysis,
+    ModelAnalysis,
+    PerLayer,
+    Reproduction,
+    SpectrumDocument,
+    Training,
+    Whole,
+)
 from curvoscope.report.reproduction_sections import reproduction
 from curvoscope.report.training_sections import training
 
@@ -14,28 +22,30 @@ Files = Mapping[str, bytes]
 _MOST_PAIRS = 600  # rows of a table, for the size of the page
 
 
-def sections_of(found: Pairs | Blocks | Spectra | Training | Reproduction, files: Files) -> Iterator[Section]:
+def sections_of(
+    found: LayerAnalysis | ModelAnalysis | SpectrumDocument | Training | Reproduction, files: Files
+) -> Iterator[Section]:
     """Subject by subject; one that has neither tables nor figures was not measured."""
     make = next(make for kind, make in _KINDS.items() if isinstance(found, kind))
     return make(found, lambda *names, told=None: _figures(files, names, told))
 
 
-def _figures(files: Files, names: Sequence[str], told: tuple[str, str] | None) -> list[Figure]:
+def _figures(files: Files, names: Sequence[str], told: tuple[str, str] | None) -> list[ReportFigure]:
     """Those that are there, with a caption and a text for those who do not see them."""
     return [
-        Figure(f"{name}.png", files.get(f"{name}.png"), files.get(f"{name}.svg"), *(told or CAPTIONS[name]))
+        ReportFigure(f"{name}.png", files.get(f"{name}.png"), files.get(f"{name}.svg"), *(told or CAPTIONS[name]))
         for name in names
         if f"{name}.png" in files or f"{name}.svg" in files
     ]
 
 
-Draw = Callable[..., list[Figure]]
+FigureSource = Callable[..., list[ReportFigure]]
 
 
 # ---- analyze
 
 
-def _pairs(found: Pairs, figures: Draw) -> Iterator[Section]:
+def _pairs(found: LayerAnalysis, figures: FigureSource) -> Iterator[Section]:
     diagonal = [
         (
             Cell(row.row),
@@ -57,7 +67,7 @@ def _pairs(found: Pairs, figures: Draw) -> Iterator[Section]:
     ]
     numbers = ("‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median |entry|")
     note = "exact to rounding; ~0 within the error of the eigenvalue solver"
-    yield Section("Blocks", tables=[Table(f"Diagonal blocks: {note}", ("block", "part", *numbers), 2, diagonal)])
+    yield Section("ModelAnalysis", tables=[Table(f"Diagonal blocks: {note}", ("block", "part", *numbers), 2, diagonal)])
     columns = ("block", "with", "part", "‖H‖F", "median |entry|")
     folded = Table("Off-diagonal blocks: exact to rounding", columns, 3, others, folded=True)
     yield Section("Heat map of the norms", tables=[folded] if others else [], figures=figures("heat_map"))
@@ -66,7 +76,7 @@ def _pairs(found: Pairs, figures: Draw) -> Iterator[Section]:
     yield from _layers(found, figures)
 
 
-def _blocks(found: Blocks, figures: Draw) -> Iterator[Section]:
+def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
     rows = [
         (
             Cell(row.block),
@@ -78,7 +88,7 @@ def _blocks(found: Blocks, figures: Draw) -> Iterator[Section]:
     ]
     caption = "Blocks of the Hessian: ± standard error in percent, ~0 up to rounding"
     table = Table(caption, ("block", "part", "by", "‖H‖F", "trace", "λ max"), 3, rows)
-    yield Section("Blocks", tables=[table], figures=figures("norms"))
+    yield Section("ModelAnalysis", tables=[table], figures=figures("norms"))
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
     shown = sorted(found.pairs, key=lambda one: -one.frobenius_norm.value)[:_MOST_PAIRS]
     pairs = [
@@ -111,7 +121,7 @@ def _blocks(found: Blocks, figures: Draw) -> Iterator[Section]:
 # ---- spectrum
 
 
-def _spectra(found: Spectra, figures: Draw) -> Iterator[Section]:
+def _spectra(found: SpectrumDocument, figures: FigureSource) -> Iterator[Section]:
     rows = [
         (
             Cell(one.block),
@@ -148,7 +158,7 @@ def _spectra(found: Spectra, figures: Draw) -> Iterator[Section]:
 # ---- what several commands measure
 
 
-def _layers(found: Layers, figures: Draw) -> Iterator[Section]:
+def _layers(found: PerLayer, figures: FigureSource) -> Iterator[Section]:
     heads = [
         (
             Cell(one.layer),
@@ -197,10 +207,10 @@ def _whole(whole: Whole) -> Table:
     return Table(caption, ("quantity", "value"), 1, rows)
 
 
-_KINDS: dict[type, Callable[[Any, Draw], Iterator[Section]]] = {
-    Pairs: _pairs,
-    Blocks: _blocks,
-    Spectra: _spectra,
+_KINDS: dict[type, Callable[[Any, FigureSource], Iterator[Section]]] = {
+    LayerAnalysis: _pairs,
+    ModelAnalysis: _blocks,
+    SpectrumDocument: _spectra,
     Training: training,
     Reproduction: reproduction,
 }

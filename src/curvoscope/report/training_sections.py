@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from curvoscope.report import cells
-from curvoscope.report.contents import Cell, Figure, ReportError, Section, Table
+from curvoscope.report.contents import Cell, ReportError, ReportFigure, Section, Table
 from curvoscope.report.documents import Training
 from curvoscope.report.watch_figures import ROUNDING
 from curvoscope.training.records import Record
@@ -12,7 +12,7 @@ from curvoscope.training.records import Record
 _SHOWN = 40  # measurements beyond which their table is folded
 
 
-def training(found: Training, figures: Callable[..., list[Figure]]) -> Iterator[Section]:
+def training(found: Training, figures: Callable[..., list[ReportFigure]]) -> Iterator[Section]:
     """Measurements against the edge, blocks, attention, and what kept the monitor from measuring."""
     records = records_of(found.records)
     yield Section("Sharpness and the edge", tables=[_measurements(records)], figures=figures("watch", "trace"))

@@ -8,7 +8,7 @@ from torch import nn
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.closed.layer_sites import Layer, Record, layers_of
+from curvoscope.closed.layer_sites import LayerRecorder, ModelLayer, layers_of
 from curvoscope.closed.rebuilding import Reading, fitting, rebuild
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.moments import Moments
@@ -46,7 +46,7 @@ class AttentionRows:
         weights = {name: snapshot.weights[path] for name, path in snapshot.paths.items()}
         with torch.no_grad():
             with ExitStack() as stack:
-                records = [(layer, stack.enter_context(Record(self._model, layer))) for layer in self._layers]
+                records = [(layer, stack.enter_context(LayerRecorder(self._model, layer))) for layer in self._layers]
                 snapshot(snapshot.weights, batch)
             if self._readings is None:
                 self._readings = {}
@@ -57,7 +57,7 @@ class AttentionRows:
             known = [(layer, record) for layer, record in records if layer.name in self._readings]
             return {layer.name: self._summary(layer, weights, record) for layer, record in known}
 
-    def _summary(self, layer: Layer, weights: dict[str, torch.Tensor], record: Record) -> AttentionSummary:
+    def _summary(self, layer: ModelLayer, weights: dict[str, torch.Tensor], record: LayerRecorder) -> AttentionSummary:
         assert self._readings is not None
         rebuilt = rebuild(layer, weights, record, self._readings[layer.name])
         assert isinstance(rebuilt.layer, SelfAttention)

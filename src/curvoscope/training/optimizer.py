@@ -18,7 +18,7 @@ from curvoscope.estimate import lanczos
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
 from curvoscope.operators.base import LinearOperator
-from curvoscope.training.scaled import Scaled
+from curvoscope.training.scaled import DiagonallyScaled
 
 BASES = ("sgd", "adam")
 
@@ -203,7 +203,7 @@ class BlockCurvature(torch.optim.Optimizer):
         The error bar is not: from four products it is several times λ_max, and would stop the training.
         """
         found = lanczos(
-            H if diagonal is None else Scaled(H, diagonal),
+            H if diagonal is None else DiagonallyScaled(H, diagonal),
             1,
             "LA",
             matvecs=self._matvecs,

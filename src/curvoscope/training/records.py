@@ -45,7 +45,7 @@ class Details:
         return functional / (outer + functional) if outer + functional else None
 
 
-class Value(NamedTuple):
+class RecordedValue(NamedTuple):
     """One number of a record; `of`: the block or layer that it belongs to, "" for the whole; stderr: None if exact."""
 
     quantity: str
@@ -87,7 +87,7 @@ class Record:
         """λ_max lr/2: above 1, beyond the edge of stability of plain gradient descent."""
         return None if self.lr is None else self.largest_eigenvalue.value * self.lr / 2
 
-    def values(self) -> Iterator["Value"]:
+    def values(self) -> Iterator["RecordedValue"]:
         """The finite numbers, one by one."""
         found: dict[tuple[str, str], Any] = {
             (name, ""): getattr(self, name)
@@ -105,7 +105,9 @@ class Record:
                 found |= {("outer_norm", block): norms.outer, ("functional_norm", block): norms.functional}
         for (quantity, of), number in found.items():
             if number is not None and math.isfinite(number):
-                yield Value(quantity, of, float(number), number.stderr if isinstance(number, Estimate) else None)
+                yield RecordedValue(
+                    quantity, of, float(number), number.stderr if isinstance(number, Estimate) else None
+                )
 
     def scalars(self) -> dict[str, float]:
         """The numbers by name, without error bars: what a TensorBoard shows."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from curvoscope.database import RUNS, Database, StoreError
-from curvoscope.training.records import Incident, Record, Value
+from curvoscope.training.records import Incident, Record, RecordedValue
 
 _SCHEMA = """
 CREATE TABLE runs (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, facts TEXT NOT NULL) STRICT;
@@ -51,7 +51,7 @@ class RunStore(Database):
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
         """All numbers of all records: the names of the columns, and a row each, with the seed of the run and the
         versions of the programs where they are known."""
-        columns = ["run", "step", *Value._fields, "seed", *_PROGRAMS]
+        columns = ["run", "step", *RecordedValue._fields, "seed", *_PROGRAMS]
         rows: list[tuple[object, ...]] = []
         for run in map(self.run, self.names):
             facts = run.facts

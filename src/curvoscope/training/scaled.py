@@ -5,7 +5,7 @@ from torch import Tensor
 from curvoscope.operators.base import LinearOperator
 
 
-class Scaled:
+class DiagonallyScaled:
     """D B D for a symmetric B (n, n) and a diagonal D (n,)."""
 
     symmetric = True

@@ -19,7 +19,7 @@ TINY = {"d": 4, "sequences": 8, "train": 100, "pull": 0.2, "factors": (0.9, 0.98
 @pytest.fixture(scope="module")
 def found():
     """A small configuration, its minimum and what is measured there."""
-    c, once = divergence.Configuration(**TINY), cache(minimum)
+    c, once = divergence.DivergenceConfiguration(**TINY), cache(minimum)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(divergence, "minimum", once)
         values = divergence.measure(c, {"norm": "none"}, 0, 5)

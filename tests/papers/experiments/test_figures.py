@@ -107,7 +107,7 @@ def test_linear_attention_has_the_exact_exponents_at_every_depth():
 
 
 def test_the_linear_mlp_against_autodiff():
-    configuration = fig8.Configuration(width=5, sequences=2)
+    configuration = fig8.LinearNetworkConfiguration(width=5, sequences=2)
     values = fig8.measure(configuration, {"depth": 3, "sigma": 0.7}, 1, 0)
     embeddings, network = configuration.network(1, 3, 0.7)
     assert [tuple(weight.shape) for weight in network.weights] == [(5, 5), (5, 5), (5, 12)]
@@ -125,7 +125,7 @@ def test_the_linear_mlp_against_autodiff():
         dense = jacfwd(grad(loss))(network.weights[layer].flatten())
         assert value.value == pytest.approx(float(dense.norm()), rel=1e-11) and value.layer == layer + 1
     bound = 1 / 128**0.5
-    _, network = fig8.Configuration().network(0, 1, 1.0)
+    _, network = fig8.LinearNetworkConfiguration().network(0, 1, 1.0)
     assert bound * 0.99 < float(network.weights[0].abs().max()) <= bound
 
 

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from curvoscope.papers.experiments import Row, Value
+from curvoscope.papers.experiments import MeasuredValue, Row
 from curvoscope.papers.experiments.fits import Growth, slope, verdicts
 
 
@@ -13,7 +13,7 @@ def rows(exponent, depth=1, noise=0.0, block="Q", part="outer", seeds=4):
         Row(
             {"sigma": float(sigma), "depth": depth},
             seed,
-            Value(layer, block, part, float(3 * sigma**exponent * math.exp(noise * draws.normal()))),
+            MeasuredValue(layer, block, part, float(3 * sigma**exponent * math.exp(noise * draws.normal()))),
         )
         for sigma in 10 ** np.linspace(-2, 1, 20)
         for seed in range(seeds)
@@ -55,15 +55,16 @@ def test_verdicts_by_depth_and_layer():
 
 def test_only_small_sigma_counts():
     bent = [
-        Row(row.point, row.seed, Value(1, "Q", "outer", 1.0)) if row.point["sigma"] > 0.3 else row for row in rows(6.0)
+        Row(row.point, row.seed, MeasuredValue(1, "Q", "outer", 1.0)) if row.point["sigma"] > 0.3 else row
+        for row in rows(6.0)
     ]
     assert verdicts(bent, [Growth("Q", "outer", 6)])[0].agrees
     assert not verdicts(bent, [Growth("Q", "outer", 6, largest=10.0)])[0].agrees
 
 
 def test_zero_means_exactly_zero():
-    zero = [Row({"sigma": s}, 0, Value(1, "V", "functional", 0.0)) for s in (0.1, 0.2, 0.3)]
-    almost = [*zero, Row({"sigma": 0.15}, 0, Value(1, "V", "functional", 1e-300))]
+    zero = [Row({"sigma": s}, 0, MeasuredValue(1, "V", "functional", 0.0)) for s in (0.1, 0.2, 0.3)]
+    almost = [*zero, Row({"sigma": 0.15}, 0, MeasuredValue(1, "V", "functional", 1e-300))]
     assert verdicts(zero, [Growth("V", "functional", zero=True)])[0].agrees is True
     assert verdicts(almost, [Growth("V", "functional", zero=True)])[0].agrees is False
     assert verdicts(zero, [Growth("V", "functional", 3)])[0].agrees is None  # no slope

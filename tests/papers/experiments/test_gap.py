@@ -13,7 +13,7 @@ from curvoscope import exact
 from curvoscope.blocks import Blocks
 from curvoscope.commands import reproduce
 from curvoscope.families.loading import MissingPackageError
-from curvoscope.papers.experiments import NAMES, Row, Value, digits, find, panel_figures, panel_pages
+from curvoscope.papers.experiments import NAMES, MeasuredValue, Row, digits, find, panel_figures, panel_pages
 from curvoscope.papers.experiments.digits import GROUPS, Digits, VisionTransformer, groups_of, images
 from curvoscope.papers.experiments.figures import DIGITS, gap_entries, gap_gradient, gap_loss, gap_norms, left_out
 from curvoscope.papers.experiments.panels import Image, Panel
@@ -215,7 +215,7 @@ class TestNorms:
 class TestLoss:
     def test_values_against_the_losses_themselves(self):
         options = {**SMALL, "images": 48, "orders": 400, "distances": (0.0, 0.01), "added": 4}
-        configuration = gap_loss.Configuration(**options)
+        configuration = gap_loss.GapLossConfiguration(**options)
         values = gap_loss.measure(configuration, {"weights": "trained"}, 1, 0)
         _, model = trained()
         patches, labels = configuration.probe()
@@ -249,7 +249,7 @@ class TestLoss:
 class TestGradient:
     def test_values_against_autograd(self):
         options = {**SMALL, "images": 48, "group": 16, "passes": 5, "descent": 2}
-        configuration = gap_gradient.Configuration(**options)
+        configuration = gap_gradient.GapGradientConfiguration(**options)
         values = gap_gradient.measure(configuration, {"network": "vit"}, 1, 0)
         _, model = trained()
         patches, labels = configuration.probe()
@@ -330,7 +330,7 @@ class TestSecondOrderVerdict:
             for tau, added in ((0.0, 0.0), (0.003, 1.0 + 0.01 * (-1) ** seed)):
                 numbers = {"variance": 100 + factor * added, "second_order": 100 + 1.0 * (tau > 0)}
                 found += [
-                    Row({"weights": "trained"}, seed, Value(1, "all", f"τ = {tau:g}", n, quantity=name))
+                    Row({"weights": "trained"}, seed, MeasuredValue(1, "all", f"τ = {tau:g}", n, quantity=name))
                     for name, n in numbers.items()
                 ]
         return found

@@ -8,14 +8,14 @@ from torch.func import functional_call, grad, jacfwd
 
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers.experiments import Row
-from curvoscope.papers.experiments.figure import Value
+from curvoscope.papers.experiments.figure import MeasuredValue
 from curvoscope.papers.experiments.figures import load
 from curvoscope.papers.experiments.figures.optimizers import OPTIMIZERS, reached
-from curvoscope.papers.experiments.optimizer_runs import Configuration, Edge, batch, joined_blocks, search, train
+from curvoscope.papers.experiments.optimizer_runs import Edge, OptimizerStudy, batch, joined_blocks, search, train
 from curvoscope.papers.networks import GPT2
 from curvoscope.training import BlockCurvature
 
-SMALL = Configuration(d=4, sequences=4, steps=6, looks=2, curvatures=6, answers=20, probe=4, search_seeds=(100,))
+SMALL = OptimizerStudy(d=4, sequences=4, steps=6, looks=2, curvatures=6, answers=20, probe=4, search_seeds=(100,))
 
 
 def network(norm="pre"):
@@ -133,7 +133,9 @@ def rows_of(optimizer, rate, hits, seconds=1.0):
         for step in (0.0, 100.0, 200.0, 300.0):
             accuracy = 0.995 if hit is not None and step >= hit else 0.3
             numbers = {"accuracy": accuracy, "seconds": seconds * step, "loss": 1.0, "sharpness": 2.0, "edge": 0.5}
-            found += [Row(point, seed, Value(1, "all", "total", n, quantity=q, at=step)) for q, n in numbers.items()]
+            found += [
+                Row(point, seed, MeasuredValue(1, "all", "total", n, quantity=q, at=step)) for q, n in numbers.items()
+            ]
     return found
 
 
@@ -167,7 +169,7 @@ def test_the_tuned_number_is_checked_against_the_search():
 
     def judged(best):
         rows = [
-            Row(place, i, Value(1, "all", "total", 0.1 if rate == best else 1.0, quantity="mean_loss", at=rate))
+            Row(place, i, MeasuredValue(1, "all", "total", 0.1 if rate == best else 1.0, quantity="mean_loss", at=rate))
             for i, rate in enumerate(candidates)
         ]
         return figure.verdicts(rows)[-1]

@@ -19,7 +19,7 @@ TINY = {"d": 4, "sequences": 3, "batch": 8, "checkpoints": (0, 4)}
 @pytest.fixture(scope="module")
 def values():
     """What a small configuration measures."""
-    return phases.measure(phases.Configuration(**TINY), {"norm": "pre"}, 1, 0)
+    return phases.measure(phases.PhasesConfiguration(**TINY), {"norm": "pre"}, 1, 0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from curvoscope.errors import RangeError
-from curvoscope.papers.experiments import Store, Value, WorkerError, missing, run
+from curvoscope.papers.experiments import MeasuredValue, Store, WorkerError, missing, run
 from toy_experiment import Configuration, Grave, dying, measure, toy
 
 SCRIPT = Path(__file__).parents[2] / "support" / "toy_experiment.py"
@@ -156,7 +156,7 @@ def test_one_thread_during_a_measurement_and_as_many_as_before_after_it(tmp_path
 
     def threads(configuration, point, seed, draw):
         seen.append(torch.get_num_threads())
-        return [Value(1, "Q", "outer", 1.0)]
+        return [MeasuredValue(1, "Q", "outer", 1.0)]
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from curvoscope.errors import NonFiniteError
-from curvoscope.papers.experiments import Store, StoreError, Value
+from curvoscope.papers.experiments import MeasuredValue, Store, StoreError
 from curvoscope.versions import versions
 from toy_experiment import Configuration, toy
 
-VALUE = Value(1, "Q", "outer", 0.1 + 0.2, 1e-300)
+VALUE = MeasuredValue(1, "Q", "outer", 0.1 + 0.2, 1e-300)
 
 
 def filled(path):
     with Store(path) as store:
-        store.add(toy(), {"sigma": 1 / 3}, 7, [VALUE, Value(2, "V", "total", 5e-324, quantity="trace", at=-0.25)])
+        store.add(
+            toy(), {"sigma": 1 / 3}, 7, [VALUE, MeasuredValue(2, "V", "total", 5e-324, quantity="trace", at=-0.25)]
+        )
     return path
 
 
@@ -26,7 +28,7 @@ def test_values_come_back_to_the_last_bit(tmp_path):
     with Store(path) as store:
         rows = store.rows(toy(), quick=False)
         assert store.done(toy()) == {('{"sigma":0.3333333333333333}', 7)}
-    assert [row.found for row in rows] == [VALUE, Value(2, "V", "total", 5e-324, quantity="trace", at=-0.25)]
+    assert [row.found for row in rows] == [VALUE, MeasuredValue(2, "V", "total", 5e-324, quantity="trace", at=-0.25)]
     assert rows[0].point == {"sigma": 1 / 3} and rows[0].seed == 7
 
 
@@ -40,7 +42,7 @@ def test_a_change_of_configuration_or_version_finds_nothing(tmp_path):
 
 def test_a_point_that_is_there_is_not_overwritten(tmp_path):
     with Store(filled(tmp_path / "s")) as store:
-        store.add(toy(), {"sigma": 1 / 3}, 7, [Value(1, "Q", "outer", 99.0)])
+        store.add(toy(), {"sigma": 1 / 3}, 7, [MeasuredValue(1, "Q", "outer", 99.0)])
         assert store.rows(toy(), quick=False)[0].found == VALUE
 
 
@@ -74,7 +76,7 @@ def test_no_number_is_stored_that_is_none(tmp_path):
     with Store(tmp_path / "s") as store:
         for bad in (float("nan"), float("inf")):
             with pytest.raises(NonFiniteError, match="toy measured"):
-                store.add(toy(), {"sigma": 0.0}, 0, [VALUE, Value(1, "V", "outer", bad)])
+                store.add(toy(), {"sigma": 0.0}, 0, [VALUE, MeasuredValue(1, "V", "outer", bad)])
         assert store.done(toy()) == set()
 
 

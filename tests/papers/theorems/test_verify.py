@@ -12,7 +12,7 @@ import torch
 import curvoscope.papers.theorems
 from curvoscope.papers.theorems import Result, attention, linear, query_key, scalar, verify
 from curvoscope.papers.theorems.calculus import commutation_of_lemma_b2
-from curvoscope.papers.theorems.growth import DEGREES, Degrees, Part
+from curvoscope.papers.theorems.growth import DEGREES, Degrees, GrowthKey
 from curvoscope.papers.theorems.registry import (
     REFUTED,
     THEOREMS,
@@ -166,7 +166,7 @@ def test_wrong_formula_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("part", [("outer", "Q", "K"), ("functional", "K", "K"), ("logit", "Q", "K")])
 @pytest.mark.parametrize("scale", Degrees._fields)
-def test_wrong_degree_is_noticed(part: Part, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_degree_is_noticed(part: GrowthKey, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     degrees = DEGREES[part]
     monkeypatch.setitem(DEGREES, part, degrees._replace(**{scale: getattr(degrees, scale) + 1}))
     assert THEOREMS["Equation (5), outer"].examine(0).holds == (part[0] != "outer" or scale not in ("X", "s"))

@@ -1,7 +1,7 @@
 """The papers' experiments: declared in `figures`, run by `runner`, kept in `store`."""
 
 from curvoscope.database import StoreError
-from curvoscope.papers.experiments.figure import Figure, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Row, Verdict
 from curvoscope.papers.experiments.figures import NAMES, find, left_out
 from curvoscope.papers.experiments.runner import Task, WorkerError, missing, run
 from curvoscope.papers.experiments.store import Store
@@ -9,11 +9,11 @@ from curvoscope.papers.experiments.store import Store
 __all__ = [
     "NAMES",
     "Figure",
+    "MeasuredValue",
     "Row",
     "Store",
     "StoreError",
     "Task",
-    "Value",
     "Verdict",
     "WorkerError",
     "find",

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from curvoscope.analysis.surface import Surface
 from curvoscope.papers import tasks
-from curvoscope.papers.networks import GPT2, Block
+from curvoscope.papers.networks import GPT2, GPT2Block
 from curvoscope.papers.tasks import IGNORED
 
 _ITERATIONS = 1000
@@ -33,7 +33,7 @@ class Anchored(GPT2):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # the loss needs the penalty
         """(N, L) -> logits (N, L, 12) and a scalar."""
         block = self.blocks[0]
-        assert isinstance(block, Block)
+        assert isinstance(block, GPT2Block)
         x = self.residual_stream(tokens, 0)
         x = x + block.attend(block.norm1(x))
         x = x + gelu(block.norm2(x) @ block.W_up + block.b_up) @ block.W_down + block.b_down

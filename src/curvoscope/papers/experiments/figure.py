@@ -15,7 +15,7 @@ Point = Mapping[str, float | int | str]
 
 
 @dataclass(frozen=True)
-class Value:
+class MeasuredValue:
     """One measured number: of which layer (1 is the input's), block, part and quantity; `at`, a place along a curve."""
 
     layer: int
@@ -33,10 +33,10 @@ class Row:
 
     point: Point
     seed: int
-    found: Value
+    found: MeasuredValue
 
 
-Measure = Callable[[BaseModel, Point, int, int], list[Value]]
+Measure = Callable[[BaseModel, Point, int, int], list[MeasuredValue]]
 """(configuration, point, seed, draw) -> values; `draw` seeds what is redrawn at each point."""
 
 

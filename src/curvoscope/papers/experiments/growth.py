@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Point, Row, Value
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row
 from curvoscope.papers.experiments.fits import Growth
 from curvoscope.papers.experiments.lower_layers import lower_layer_norms
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
@@ -16,18 +16,18 @@ PARTS = ("outer", "functional", "total")
 _LONG = {"Q": "query", "V": "value", "W": "weight"}
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norms of the query and value blocks, all parts and layers, of one network; the top layer's are exact."""
     assert isinstance(configuration, Setting)
     depth = int(point.get("depth", 1))
     model = configuration.swept(seed, depth, float(point["sigma"]))
     tokens = configuration.tokens()
     values = [
-        Value(depth, block, part, norm)
+        MeasuredValue(depth, block, part, norm)
         for (block, part), norm in top_layer_norms(model, tokens, configuration.loss).items()
     ]
     for (layer, block, part), estimate in lower_layer_norms(model, tokens, configuration.loss, draw).items():
-        values.append(Value(layer + 1, block, part, estimate.value, estimate.stderr))
+        values.append(MeasuredValue(layer + 1, block, part, estimate.value, estimate.stderr))
     return values
 
 

@@ -12,7 +12,7 @@ from curvoscope.papers import tasks
 from curvoscope.papers.networks import GPT2
 
 
-class Layer(BaseModel):
+class PaperLayer(BaseModel):
     """One block without a norm at initialisation, cross-entropy on additions; parts are cut at the layer's output."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

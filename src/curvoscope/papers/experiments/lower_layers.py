@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from curvoscope.estimate.result import Estimate
 from curvoscope.papers.experiments.setting import ANSWERS, LogitLoss, logit_loss
-from curvoscope.papers.networks import GPT2, Block
+from curvoscope.papers.networks import GPT2, GPT2Block
 
 TOLERANCE = 0.05
 """The relative standard error that the estimates are carried to."""
@@ -55,7 +55,7 @@ def _backward(model: GPT2, inputs: Tensor, tokens: Tensor, kind: str) -> tuple[L
     x = model.residual_stream(inputs, 0)
     outputs = []
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, GPT2Block)
         F = block.attend(block.norm1(x))
         outputs.append(F if F.requires_grad else F.requires_grad_())
         x = block.after_attention(x, F)
@@ -74,7 +74,7 @@ def _backward(model: GPT2, inputs: Tensor, tokens: Tensor, kind: str) -> tuple[L
 def _factors(model: GPT2, inputs: Tensor, layer: int, name: str, b: Tensor) -> tuple[Tensor, Tensor]:
     """z (N, L, d) and Y (N, O, L, p) of a layer's block."""
     block = model.blocks[layer]
-    assert isinstance(block, Block)
+    assert isinstance(block, GPT2Block)
     with torch.no_grad():
         X = block.norm1(model.residual_stream(inputs, layer))
         key, value = X @ block.W_K + block.b_K, (X @ block.W_V + block.b_V) @ block.W_O
@@ -121,7 +121,7 @@ class _Functional:
 
     def __init__(self, model: GPT2, inputs: Tensor, gradient: Tensor, layer: int, name: str) -> None:
         block = model.blocks[layer]
-        assert isinstance(block, Block)
+        assert isinstance(block, GPT2Block)
         with torch.no_grad():
             x = model.residual_stream(inputs, layer)
         self._weight = getattr(block, f"W_{name}").detach().clone().requires_grad_()

@@ -15,7 +15,7 @@ from curvoscope import losses
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.exact.moments import Moments
 from curvoscope.papers.experiments.setting import ANSWERS
-from curvoscope.papers.networks import GPT2, Block
+from curvoscope.papers.networks import GPT2, GPT2Block
 
 
 def row_moments(model: GPT2, inputs: Tensor) -> Moments:
@@ -75,7 +75,7 @@ def smallest_gap(model: GPT2, inputs: Tensor) -> float:
 def sharpened(model: GPT2, factor: float) -> Iterator[None]:
     """W_Q and b_Q, and with them all scores, times `factor`."""
     block = model.blocks[-1]
-    assert isinstance(block, Block)
+    assert isinstance(block, GPT2Block)
     kept = [parameter.detach().clone() for parameter in (block.W_Q, block.b_Q)]
     with torch.no_grad():
         for parameter, value in zip((block.W_Q, block.b_Q), kept, strict=True):

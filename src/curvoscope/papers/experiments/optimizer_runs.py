@@ -18,11 +18,11 @@ from curvoscope.estimate import lanczos
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.operators.base import LinearOperator
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Value
+from curvoscope.papers.experiments.figure import MeasuredValue
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import IGNORED
 from curvoscope.training import BlockCurvature
-from curvoscope.training.scaled import Scaled
+from curvoscope.training.scaled import DiagonallyScaled
 
 OPTIMIZERS = ("sgd", "block-sgd", "adam", "block-adam")
 NORMS = ("pre", "none")
@@ -37,7 +37,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Configuration(BaseModel):
+class OptimizerStudy(BaseModel):
     """What is alike in all runs: additions of so many digits, the network, and `steps` on fresh `sequences` each.
 
     `looks` and `curvatures` are the steps between two looks at the loss and two at the curvature. `caps` are the
@@ -70,7 +70,7 @@ class Configuration(BaseModel):
     search_seeds: tuple[int, ...] = (100, 101, 102)
 
 
-def search(c: Configuration, optimizer: str, norm: str, rate: float) -> list[Value]:
+def search(c: OptimizerStudy, optimizer: str, norm: str, rate: float) -> list[MeasuredValue]:
     """What a candidate is judged by: the mean of the loss along the runs of the search's seeds, none of the study's.
 
     Where one of them diverges the candidate is out, and the step at which it did is all that is kept.
@@ -79,13 +79,15 @@ def search(c: Configuration, optimizer: str, norm: str, rate: float) -> list[Val
     for seed in c.search_seeds:
         values = train(c, optimizer, norm, rate, seed, curvature=False)
         if values[-1].quantity == "diverged":
-            return [Value(1, "all", "total", values[-1].value, quantity="diverged", at=rate)]
+            return [MeasuredValue(1, "all", "total", values[-1].value, quantity="diverged", at=rate)]
         losses = [value.value for value in values if value.quantity == "loss"]
         means.append(sum(losses) / len(losses))
-    return [Value(1, "all", "total", sum(means) / len(means), quantity="mean_loss", at=rate)]
+    return [MeasuredValue(1, "all", "total", sum(means) / len(means), quantity="mean_loss", at=rate)]
 
 
-def train(c: Configuration, optimizer: str, norm: str, rate: float, seed: int, curvature: bool = True) -> list[Value]:
+def train(
+    c: OptimizerStudy, optimizer: str, norm: str, rate: float, seed: int, curvature: bool = True
+) -> list[MeasuredValue]:
     """One run. `rate` is the learning rate of "sgd" and "adam", and the safety of those with block curvature.
 
     Seconds are of the processor, so that other work on the machine counts little, and those of the steps alone: what
@@ -96,14 +98,16 @@ def train(c: Configuration, optimizer: str, norm: str, rate: float, seed: int, c
     stepper = _optimizer(c, model, optimizer, rate)
     fresh = batch(c.answers, c.digits, _FRESH)
     edge = Edge(model, stepper, batch(c.probe, c.digits, _WATCHED))
-    values, seconds = list[Value](), 0.0
+    values, seconds = list[MeasuredValue](), 0.0
     for step in range(c.steps + 1):
         try:
             if step % c.looks == 0:
                 found = {**_look(model, *fresh), "seconds": seconds}
                 if curvature and step and step % c.curvatures == 0:
                     found |= edge()
-                values += [Value(1, "all", "total", n, quantity=name, at=float(step)) for name, n in found.items()]
+                values += [
+                    MeasuredValue(1, "all", "total", n, quantity=name, at=float(step)) for name, n in found.items()
+                ]
             if step == c.steps:
                 break
             start = time.process_time()
@@ -113,7 +117,7 @@ def train(c: Configuration, optimizer: str, norm: str, rate: float, seed: int, c
             stepper.step()
             seconds += time.process_time() - start
         except NonFiniteError:
-            return [*values, Value(1, "all", "total", float(step), quantity="diverged")]
+            return [*values, MeasuredValue(1, "all", "total", float(step), quantity="diverged")]
     return values
 
 
@@ -135,7 +139,7 @@ class Edge:
         D, kappa = self._steps()
         return {
             "sharpness": self._largest("sharpness", H),
-            "edge": self._largest("edge", Scaled(H, D)) / kappa,
+            "edge": self._largest("edge", DiagonallyScaled(H, D)) / kappa,
         }
 
     def _steps(self) -> tuple[Tensor, float]:
@@ -162,7 +166,7 @@ class Edge:
         first = group["betas"][0]
         return torch.cat(parts).sqrt(), 2 * (1 + first) / (1 - first)
 
-    def _largest(self, name: str, matrix: LinearOperator | Scaled) -> float:
+    def _largest(self, name: str, matrix: LinearOperator | DiagonallyScaled) -> float:
         found = lanczos(matrix, 1, "LA", tolerance=_TOLERANCE, start=self._starts.get(name), vectors=True)
         assert found.vectors is not None
         self._starts[name] = found.vectors[:, 0]
@@ -205,7 +209,7 @@ def _group(name: str) -> str:
     return next(f"{layer}.{part}" for part, members in _PARTS.items() if last in members)
 
 
-def _optimizer(c: Configuration, model: nn.Module, name: str, rate: float) -> torch.optim.Optimizer:
+def _optimizer(c: OptimizerStudy, model: nn.Module, name: str, rate: float) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=rate, momentum=c.momentum)
     if name == "adam":

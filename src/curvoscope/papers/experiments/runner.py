@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel
 
 from curvoscope.errors import CurvoscopeError, RangeError
-from curvoscope.papers.experiments.figure import Figure, Measure, Point, Value, canonical
+from curvoscope.papers.experiments.figure import Figure, Measure, MeasuredValue, Point, canonical
 from curvoscope.papers.experiments.store import Store
 
 
@@ -59,7 +59,7 @@ class Job:
     seed: int
     draw: int
 
-    def __call__(self) -> list[Value]:
+    def __call__(self) -> list[MeasuredValue]:
         """The values, computed with one thread."""
         with _one_thread():
             return self.measure(self.configuration, self.point, self.seed, self.draw)
@@ -76,7 +76,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-Results = Generator[tuple[Task, list[Value]], None, None]
+Results = Generator[tuple[Task, list[MeasuredValue]], None, None]
 
 
 def missing(figures: Sequence[Figure], store: Store, quick: bool) -> list[Task]:
@@ -116,7 +116,7 @@ def run(
             progress(task)
 
 
-def _measured(task: Task) -> list[Value]:
+def _measured(task: Task) -> list[MeasuredValue]:
     try:
         return task.job()
     except CurvoscopeError as error:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from curvoscope.database import EXPERIMENTS, Database
 from curvoscope.errors import NonFiniteError
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, canonical
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, canonical
 from curvoscope.versions import versions
 
 _PROGRAMS = """
@@ -48,7 +48,7 @@ class Store(Database):
         )
         return {(point, seed) for point, seed in self.read(statement, figure.name, figure.hash, figure.version)}
 
-    def add(self, figure: Figure, point: Point, seed: int, values: list[Value]) -> None:
+    def add(self, figure: Figure, point: Point, seed: int, values: list[MeasuredValue]) -> None:
         """Commit all values of one point. Adding a point that is there already changes nothing."""
         for value in values:
             if not (math.isfinite(value.value) and math.isfinite(value.stderr)):
@@ -82,7 +82,11 @@ class Store(Database):
             "ORDER BY seed, point, layer, block, part, quantity, at",
             *(figure.name, figure.hash, figure.version),
         )
-        return [Row(json.loads(point), seed, Value(*rest)) for point, seed, *rest in found if (point, seed) in wanted]
+        return [
+            Row(json.loads(point), seed, MeasuredValue(*rest))
+            for point, seed, *rest in found
+            if (point, seed) in wanted
+        ]
 
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
         """Everything, with the versions of the programs: the names of the columns, and the rows in the order of the

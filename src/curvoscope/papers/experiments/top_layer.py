@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from curvoscope import exact
 from curvoscope.papers.experiments.setting import ANSWERS, LogitLoss, logit_loss
-from curvoscope.papers.networks import GPT2, Block, LayerNorm
+from curvoscope.papers.networks import GPT2, GPT2Block, PrimitiveLayerNorm
 
-Norms = dict[tuple[str, str], float]
+NormsByPart = dict[tuple[str, str], float]
 """By block, "Q" or "V", and part, "outer", "functional" or "total"."""
 
 
-def top_layer_norms(model: GPT2, tokens: Tensor, kind: str) -> Norms:
+def top_layer_norms(model: GPT2, tokens: Tensor, kind: str) -> NormsByPart:
     """Frobenius norms of W_Q's and W_V's diagonal blocks in the last layer; `kind` is the loss."""
     with torch.no_grad():
         block = model.blocks[-1]
-        assert isinstance(block, Block)
+        assert isinstance(block, GPT2Block)
         stream = model.residual_stream(tokens)
         X = block.norm1(stream)
         value, key = (X @ block.W_V + block.b_V) @ block.W_O, X @ block.W_K + block.b_K
@@ -62,7 +62,7 @@ def top_layer_norms(model: GPT2, tokens: Tensor, kind: str) -> Norms:
         return norms | _norms("V", (A @ X).flatten(0, 1), pulled @ pulled.mT, rest)
 
 
-def _attention(block: Block, X: Tensor, key: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _attention(block: GPT2Block, X: Tensor, key: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The attention rows A (N, 6, L) of the answer positions, and u -> D_t u for rows u (N, 6, n, L)."""
     length = X.shape[1]
     scores = (X[:, ANSWERS] @ block.W_Q + block.b_Q) @ key.mT / math.sqrt(key.shape[-1])
@@ -73,7 +73,9 @@ def _attention(block: Block, X: Tensor, key: Tensor) -> tuple[Tensor, Callable[[
     return A, lambda u: A[..., None, :] * (u - (u @ A[..., None]))
 
 
-def _behind(model: GPT2, block: Block, y: Tensor, tokens: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def _behind(
+    model: GPT2, block: GPT2Block, y: Tensor, tokens: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """D R (N, 6, d, v), the gradient G_F = D G (N, 6, d), and C (N, 6, d, d), from the stream y behind attention."""
     hidden = block.norm2(y) @ block.W_up + block.b_up
     x = y + hidden.relu() @ block.W_down + block.b_down
@@ -98,22 +100,22 @@ def _behind(model: GPT2, block: Block, y: Tensor, tokens: Tensor, kind: str) -> 
     return factors, gradient, curvature
 
 
-def _exact(norm: LayerNorm) -> exact.LayerNorm:
+def _exact(norm: PrimitiveLayerNorm) -> exact.LayerNorm:
     return exact.LayerNorm(norm.gamma.detach(), norm.beta.detach(), norm.eps)
 
 
 def _jacobian(norm: nn.Module, x: Tensor) -> Tensor | None:
     """dy/dx of every token, (N, 6, d, d); None where there is no norm."""
-    return _exact(norm).input_jacobian(x).view(*x.shape, -1) if isinstance(norm, LayerNorm) else None
+    return _exact(norm).input_jacobian(x).view(*x.shape, -1) if isinstance(norm, PrimitiveLayerNorm) else None
 
 
 def _second(norm: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     """The norm's second derivative contracted with a gradient at its output, (N, 6, d, d)."""
-    assert isinstance(norm, LayerNorm)
+    assert isinstance(norm, PrimitiveLayerNorm)
     return _exact(norm).second_derivative(x, gradient).view(*x.shape, -1)
 
 
-def _norms(block: str, vectors: Tensor, outer: Tensor, functional: Tensor | None) -> Norms:
+def _norms(block: str, vectors: Tensor, outer: Tensor, functional: Tensor | None) -> NormsByPart:
     """Norms of the parts of sum_t z_t z_t^T (x) (O_t + Φ_t), for z (T, a) and cores (T, p, q); no Φ: zero."""
     if functional is None:
         norm = kronecker_norm(*merged(vectors, outer))

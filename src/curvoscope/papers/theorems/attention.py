@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvoscope.papers.theorems.calculus import (
-    Matrix,
+    RealMatrix,
     commutation,
     identity,
     khatri_rao,
@@ -23,7 +23,7 @@ from curvoscope.papers.theorems.calculus import (
     with_transposes,
 )
 
-Pairs = dict[tuple[str, str], Tensor]
+BlockPairs = dict[tuple[str, str], Tensor]
 
 
 def attention_matrix(
@@ -36,7 +36,7 @@ def attention_matrix(
 # ---- derivatives of the row-wise softmax
 
 
-def softmax_jacobian(A: Float[Tensor, "L L"]) -> Matrix:
+def softmax_jacobian(A: Float[Tensor, "L L"]) -> RealMatrix:
     """Equation (19): ∂A/∂T = blockdiag_i (diag(a_i) − a_i a_iᵀ), shape (L², L²)."""
     return torch.block_diag(*[torch.diag(row) - torch.outer(row, row) for row in A])
 
@@ -47,13 +47,13 @@ def softmax_entry_hessian(row: Float[Tensor, "L"], j: int) -> Float[Tensor, "L L
     return row[j] * (2 * a @ a.T + e_j @ e_j.T - torch.diag(row) - e_j @ a.T - a @ e_j.T)
 
 
-def softmax_row_second_derivative(row: Float[Tensor, "L"], i: int) -> Matrix:
+def softmax_row_second_derivative(row: Float[Tensor, "L"], i: int) -> RealMatrix:
     """Lemma C.1: D_i = stack_j (e_i ⊗ ∂²A_ij/∂T_i∂T_i), shape (L³, L)."""
     L = len(row)
     return torch.cat([kron(unit(i, L), softmax_entry_hessian(row, j)) for j in range(L)])
 
 
-def softmax_second_derivative(A: Float[Tensor, "L L"]) -> Matrix:
+def softmax_second_derivative(A: Float[Tensor, "L L"]) -> RealMatrix:
     """Lemma C.1: ∂²A/∂T∂T = blockdiag_i D_i, shape (L⁴, L²)."""
     return torch.block_diag(*[softmax_row_second_derivative(row, i) for i, row in enumerate(A)])
 
@@ -66,12 +66,12 @@ def first_moment(A: Float[Tensor, "L L"], X: Float[Tensor, "L d"]) -> Float[Tens
     return A @ X
 
 
-def second_moments(A: Float[Tensor, "L L"], X: Float[Tensor, "L d"]) -> list[Matrix]:
+def second_moments(A: Float[Tensor, "L L"], X: Float[Tensor, "L d"]) -> list[RealMatrix]:
     """Definition 3.1: M2_i = Σ_j A_ij x̃_j x̃_jᵀ with x̃_j = x_j − M1_i, L blocks of shape (d, d)."""
     return [(X - mean).T @ torch.diag(row) @ (X - mean) for row, mean in zip(A, A @ X, strict=True)]
 
 
-def third_moments(A: Float[Tensor, "L L"], X: Float[Tensor, "L d"]) -> list[Matrix]:
+def third_moments(A: Float[Tensor, "L L"], X: Float[Tensor, "L d"]) -> list[RealMatrix]:
     """Definition 3.1: M3_i = Σ_j A_ij x̃_j ⊗ x̃_j x̃_jᵀ, L blocks of shape (d², d)."""
     moments = []
     for row, mean in zip(A, A @ X, strict=True):
@@ -81,22 +81,22 @@ def third_moments(A: Float[Tensor, "L L"], X: Float[Tensor, "L d"]) -> list[Matr
     return moments
 
 
-def z1(X: Float[Tensor, "L d"], dA: Matrix) -> Matrix:
+def z1(X: Float[Tensor, "L d"], dA: RealMatrix) -> RealMatrix:
     """Theorem 3.1: Z1 = (I_L ⊗ Xᵀ)(∂A/∂T)(X ⊗ X), shape (L d, d²)."""
     return kron(identity(len(X)), X.T) @ dA @ kron(X, X)
 
 
-def z2(X: Float[Tensor, "L d"], d2A: Matrix) -> Matrix:
+def z2(X: Float[Tensor, "L d"], d2A: RealMatrix) -> RealMatrix:
     """Theorem 3.2: Z2 = (I_L ⊗ Xᵀ ⊗ Xᵀ ⊗ Xᵀ)(∂²A/∂T²)(X ⊗ X), shape (L d³, d²)."""
     return kron(identity(len(X)), X.T, X.T, X.T) @ d2A @ kron(X, X)
 
 
-def z1_of_moments(X: Float[Tensor, "L d"], M2: list[Matrix]) -> Matrix:
+def z1_of_moments(X: Float[Tensor, "L d"], M2: list[RealMatrix]) -> RealMatrix:
     """Remark 3.1: Z1 = X * M2, block row i is x_iᵀ ⊗ M2_i."""
     return khatri_rao([x[None, :] for x in X], M2)
 
 
-def z2_of_moments(X: Float[Tensor, "L d"], M3: list[Matrix]) -> Matrix:
+def z2_of_moments(X: Float[Tensor, "L d"], M3: list[RealMatrix]) -> RealMatrix:
     """Remark 3.1 corrected: Z2 = stack_i (K_{d,d} ⊗ I_d)(x_i x_iᵀ ⊗ M3_i)."""
     L, d = X.shape
     return kron(identity(L), commutation(d, d), identity(d)) @ khatri_rao([torch.outer(x, x) for x in X], M3)
@@ -105,18 +105,18 @@ def z2_of_moments(X: Float[Tensor, "L d"], M3: list[Matrix]) -> Matrix:
 # ---- layout matrices
 
 
-def query_layout(W_K: Float[Tensor, "d k"]) -> Matrix:
+def query_layout(W_K: Float[Tensor, "d k"]) -> RealMatrix:
     """I_d ⊗ W_K, shape (d², d k): how a query weight moves W_Q W_Kᵀ."""
     return kron(identity(W_K.shape[0]), W_K)
 
 
-def key_layout(W_Q: Float[Tensor, "d k"]) -> Matrix:
+def key_layout(W_Q: Float[Tensor, "d k"]) -> RealMatrix:
     """(W_Q ⊗ I_d) K_{k,d}, shape (d², d k): how a key weight moves W_Q W_Kᵀ."""
     d, k = W_Q.shape
     return kron(W_Q, identity(d)) @ commutation(k, d)
 
 
-def duplicated_residual(residual: Float[Tensor, "L e"], m: int) -> Matrix:
+def duplicated_residual(residual: Float[Tensor, "L e"], m: int) -> RealMatrix:
     """Theorem 3.2: R_m = vec(F − Y)ᵀ ⊗ I_m, shape (m, m L e)."""
     return kron(vec(residual).T, identity(m))
 
@@ -139,7 +139,7 @@ def jacobians(
 
 def outer_blocks(
     X: Float[Tensor, "L d"], W_Q: Float[Tensor, "d k"], W_K: Float[Tensor, "d k"], W_V: Float[Tensor, "d e"]
-) -> Pairs:
+) -> BlockPairs:
     """Theorem 3.1 and its key blocks: H_o of the square loss for all nine pairs of "Q", "K" and "V"."""
     L, k, e = len(X), W_Q.shape[1], W_V.shape[1]
     A = attention_matrix(X, W_Q, W_K)
@@ -165,7 +165,7 @@ def functional_blocks(
     W_K: Float[Tensor, "d k"],
     W_V: Float[Tensor, "d e"],
     Y: Float[Tensor, "L e"],
-) -> Pairs:
+) -> BlockPairs:
     """Theorem 3.2 and its key blocks: H_f of the square loss for all nine pairs of "Q", "K" and "V"."""
     (L, d), k, e = X.shape, W_Q.shape[1], W_V.shape[1]
     A = attention_matrix(X, W_Q, W_K)
@@ -189,7 +189,7 @@ def functional_blocks(
     )
 
 
-def logit_coupling(residual: Float[Tensor, "L e"], Z1: Matrix, W_V: Float[Tensor, "d e"]) -> Float[Tensor, "d d"]:
+def logit_coupling(residual: Float[Tensor, "L e"], Z1: RealMatrix, W_V: Float[Tensor, "d e"]) -> Float[Tensor, "d d"]:
     """Remark D.1: B = R_d (I_L ⊗ W_Vᵀ ⊗ I_d)(Z1 ⊗ I_d) S; times 2/(L e) it is Xᵀ P X with P = ∂ℓ/∂T."""
     L, d = len(residual), W_V.shape[0]
     return (

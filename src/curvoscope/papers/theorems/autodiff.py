@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.func import grad, jacfwd, jacrev
 
 Parameters = Mapping[str, Tensor]
-Network = Callable[[Parameters], Tensor]
+NetworkFunction = Callable[[Parameters], Tensor]
 Loss = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Derivatives:
+class LossDerivatives:
     """Derivatives of ℓ(F(θ)), with n the number of entries of F and p_i that of parameter i.
 
     G = ∂ℓ/∂F (the shape of F), S = ∂²ℓ/∂F² (n, n), J_i = ∂F/∂θ_i (n, p_i), H = H_o + H_f with
@@ -36,7 +36,7 @@ class Derivatives:
     functional: dict[tuple[str, str], Tensor]
 
 
-def differentiate(network: Network, loss: Loss, parameters: Parameters) -> Derivatives:
+def differentiate(network: NetworkFunction, loss: Loss, parameters: Parameters) -> LossDerivatives:
     """All first and second derivatives of `loss(network(parameters))`, cut into blocks by parameter name."""
     names = list(parameters)
     sizes = [parameters[name].numel() for name in names]
@@ -58,7 +58,7 @@ def differentiate(network: Network, loss: Loss, parameters: Parameters) -> Deriv
     loss_hessian = hessian(loss, output)
     jacobian = jacrev(function)(theta).reshape(output.numel(), -1)
     slope = grad(lambda flat: loss(function(flat)))(theta)
-    return Derivatives(
+    return LossDerivatives(
         output=output,
         loss_gradient=loss_gradient,
         loss_hessian=loss_hessian,
@@ -82,7 +82,7 @@ def jacobian(function: Callable[[Tensor], Tensor], point: Tensor) -> Float[Tenso
     return jacrev(function)(point).reshape(-1, point.numel())
 
 
-def second_derivative(network: Network, parameters: Parameters, row: str, column: str) -> Float[Tensor, "np q"]:
+def second_derivative(network: NetworkFunction, parameters: Parameters, row: str, column: str) -> Float[Tensor, "np q"]:
     """∂²F/∂W_i∂W_j in the layout of equation (4): vec of the Jacobian in W_i, differentiated in W_j."""
 
     def flat_jacobian(second: Tensor) -> Tensor:

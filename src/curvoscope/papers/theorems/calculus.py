@@ -10,41 +10,41 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Matrix = Float[Tensor, "_ _"]
-Blocks = Mapping[tuple[str, str], Tensor]
+RealMatrix = Float[Tensor, "_ _"]
+BlockTensors = Mapping[tuple[str, str], Tensor]
 
 
-def identity(size: int) -> Matrix:
+def identity(size: int) -> RealMatrix:
     """I of shape (size, size)."""
     return torch.eye(size, dtype=torch.float64)
 
 
-def unit(index: int, size: int) -> Matrix:
+def unit(index: int, size: int) -> RealMatrix:
     """The standard basis column e_index, shape (size, 1)."""
     return identity(size)[:, index : index + 1]
 
 
-def vec(matrix: Tensor) -> Matrix:
+def vec(matrix: Tensor) -> RealMatrix:
     """vec_r: the rows one after another, as one column."""
     return matrix.reshape(-1, 1)
 
 
-def vec_columns(matrix: Matrix) -> Matrix:
+def vec_columns(matrix: RealMatrix) -> RealMatrix:
     """vec_c: the columns one after another, as one column."""
     return vec(matrix.T)
 
 
-def kron(*factors: Matrix) -> Matrix:
+def kron(*factors: RealMatrix) -> RealMatrix:
     """The Kronecker product of all factors, left to right (Definition A.1)."""
     return reduce(_kron, factors)
 
 
-def khatri_rao(*stacks: Sequence[Matrix]) -> Matrix:
+def khatri_rao(*stacks: Sequence[RealMatrix]) -> RealMatrix:
     """Definition A.2 for matrices cut into block rows: block row i is the Kronecker product of the i-th blocks."""
     return torch.cat([kron(*blocks) for blocks in zip(*stacks, strict=True)])
 
 
-def commutation(m: int, n: int) -> Matrix:
+def commutation(m: int, n: int) -> RealMatrix:
     """K_{m,n} of Magnus and Neudecker: K vec_c(A) = vec_c(A^T) for A of shape (m, n).
 
     In row-major terms K_{m,n} vec(B) = vec(B^T) for B of shape (n, m). Equations (16) to (18), Lemma B.3 and
@@ -54,7 +54,7 @@ def commutation(m: int, n: int) -> Matrix:
     return identity(n * m)[images]
 
 
-def commutation_of_lemma_b2(M: int, N: int) -> Matrix:
+def commutation_of_lemma_b2(M: int, N: int) -> RealMatrix:
     """K(M, N) of Lemma B.2: (K v)_(nm) = v_(mn), that is K vec(B) = vec(B^T) for B of shape (M, N).
 
     K(M, N) = K_{N,M}: the two conventions differ whenever M and N do.
@@ -66,7 +66,7 @@ def commutation_of_lemma_b2(M: int, N: int) -> Matrix:
     return exchange.reshape(N * M, M * N)
 
 
-def shuffle(outputs: int, inputs: int) -> Matrix:
+def shuffle(outputs: int, inputs: int) -> RealMatrix:
     """The shuffling matrix S of Theorem 3.2, shape (outputs^2 inputs, inputs): S[(c, b, c'), b'] = δ_cc' δ_bb'.
 
     The paper prints it for outputs = inputs, where both conventions of the commutation matrix agree. With
@@ -77,23 +77,23 @@ def shuffle(outputs: int, inputs: int) -> Matrix:
     )
 
 
-def assemble(blocks: Blocks, names: Iterable[str]) -> Matrix:
+def assemble(blocks: BlockTensors, names: Iterable[str]) -> RealMatrix:
     """The matrix whose block (i, j) is `blocks[i, j]`, in the order of `names`."""
     names = tuple(names)
     return torch.cat([torch.cat([blocks[row, column] for column in names], 1) for row in names])
 
 
-def with_transposes(blocks: Blocks) -> dict[tuple[str, str], Tensor]:
+def with_transposes(blocks: BlockTensors) -> dict[tuple[str, str], Tensor]:
     """The blocks given and, by symmetry, those on the other side of the diagonal."""
     return {**{(column, row): block.T for (row, column), block in blocks.items()}, **blocks}
 
 
-def _kron(left: Matrix, right: Matrix) -> Matrix:
+def _kron(left: RealMatrix, right: RealMatrix) -> RealMatrix:
     # torch.kron raises on some column views, such as a singular vector cut out of an SVD.
     product = left[:, None, :, None] * right[None, :, None, :]
     return product.reshape(len(left) * len(right), -1)
 
 
-def rank(matrix: Matrix) -> int:
+def rank(matrix: RealMatrix) -> int:
     """The number of singular values above 1e-10 of the largest entry; 0 for the zero matrix."""
     return int(torch.linalg.matrix_rank(matrix, atol=1e-10 * float(matrix.abs().max()), rtol=0.0))

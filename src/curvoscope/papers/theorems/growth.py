@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Part = tuple[str, str, str]
+GrowthKey = tuple[str, str, str]
 """A part of the Hessian ("outer", "functional", "logit") and a pair of blocks."""
 
 
@@ -26,7 +26,7 @@ class Degrees(NamedTuple):
     s: int
 
 
-DEGREES: Mapping[Part, Degrees] = {
+DEGREES: Mapping[GrowthKey, Degrees] = {
     ("outer", "Q", "Q"): Degrees(X=6, Q=0, K=2, V=2, s=2),
     ("outer", "K", "K"): Degrees(X=6, Q=2, K=0, V=2, s=2),
     ("outer", "Q", "K"): Degrees(X=6, Q=1, K=1, V=2, s=2),

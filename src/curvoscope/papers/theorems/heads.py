@@ -3,11 +3,11 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from curvoscope.papers.theorems.attention import Pairs, attention_matrix
+from curvoscope.papers.theorems.attention import BlockPairs, attention_matrix
 from curvoscope.papers.theorems.calculus import identity, kron, with_transposes
 
 
-def low_rank_outer_blocks(M1: Float[Tensor, "L d"], W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"]) -> Pairs:
+def low_rank_outer_blocks(M1: Float[Tensor, "L d"], W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"]) -> BlockPairs:
     """Appendix E.1: H_o over "O" and "U" of F = M1 W_O W_U, a linear MLP on the input M1."""
     L, e = len(M1), W_U.shape[1]
     moment = M1.T @ M1

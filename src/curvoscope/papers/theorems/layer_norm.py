@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvoscope.papers.theorems.calculus import Matrix, commutation, identity, kron, unit, vec
+from curvoscope.papers.theorems.calculus import RealMatrix, commutation, identity, kron, unit, vec
 
 
 def centred(X: Float[Tensor, "L d"]) -> Float[Tensor, "L d"]:
@@ -33,12 +33,12 @@ def inverse_deviations(X: Float[Tensor, "L d"]) -> Float[Tensor, "L L"]:
     return torch.diag(1 / deviations(X))
 
 
-def centring(L: int, d: int) -> Matrix:
+def centring(L: int, d: int) -> RealMatrix:
     """G = ∂M/∂X = I − (I_L ⊗ 1 1ᵀ)/d, shape (L d, L d)."""
     return identity(L * d) - kron(identity(L), torch.ones(d, d, dtype=torch.float64)) / d
 
 
-def diagonal_embedding(n: int) -> Matrix:
+def diagonal_embedding(n: int) -> RealMatrix:
     """[e_1 ⊗ e_1, …, e_n ⊗ e_n], shape (n², n): vec diag(v) = E v."""
     return torch.cat([kron(unit(i, n), unit(i, n)) for i in range(n)], 1)
 
@@ -46,7 +46,7 @@ def diagonal_embedding(n: int) -> Matrix:
 # ---- Theorem 2
 
 
-def deviation_derivative(X: Float[Tensor, "L d"], factor: float) -> Matrix:
+def deviation_derivative(X: Float[Tensor, "L d"], factor: float) -> RealMatrix:
     """∂D/∂X = factor · E A2 (I_L ⊗ 1ᵀ) A3 G, shape (L², L d): factor 1/√d, printed 1."""
     return factor * diagonal_embedding(len(X)) @ inverse_root(X) @ _inner(X)
 
@@ -56,17 +56,17 @@ def inverse_root(X: Float[Tensor, "L d"]) -> Float[Tensor, "L L"]:
     return inverse_deviations(X) / math.sqrt(X.shape[1])
 
 
-def inverse_derivative(X: Float[Tensor, "L d"]) -> Matrix:
+def inverse_derivative(X: Float[Tensor, "L d"]) -> RealMatrix:
     """∂P/∂X = −(D⁻¹ ⊗ D⁻ᵀ) ∂D/∂X, shape (L², L d)."""
     return _negative_inverses(X) @ deviation_derivative(X, 1 / math.sqrt(X.shape[1]))
 
 
-def jacobian(X: Float[Tensor, "L d"]) -> Matrix:
+def jacobian(X: Float[Tensor, "L d"]) -> RealMatrix:
     """Theorem 2: ∂LN/∂X = (P ⊗ I_d) G + (I_L ⊗ Mᵀ) ∂P/∂X."""
     return scaling_term(X) + kron(identity(len(X)), centred(X).T) @ inverse_derivative(X)
 
 
-def scaling_term(X: Float[Tensor, "L d"]) -> Matrix:
+def scaling_term(X: Float[Tensor, "L d"]) -> RealMatrix:
     """(P ⊗ I_d) G: what is left when the deviations are held fixed."""
     return kron(inverse_deviations(X), identity(X.shape[1])) @ centring(*X.shape)
 
@@ -74,28 +74,28 @@ def scaling_term(X: Float[Tensor, "L d"]) -> Matrix:
 # ---- Theorem 3
 
 
-def scaling_derivative(X: Float[Tensor, "L d"]) -> Matrix:
+def scaling_derivative(X: Float[Tensor, "L d"]) -> RealMatrix:
     """∂(P ⊗ I_d)/∂X = (I_L ⊗ K_{d,L} ⊗ I_d)(I_{L²} ⊗ vec I_d) ∂P/∂X."""
     L, d = X.shape
     swap = kron(identity(L), commutation(d, L), identity(d))
     return swap @ kron(identity(L * L), vec(identity(d))) @ inverse_derivative(X)
 
 
-def scaling_derivative_as_printed(X: Float[Tensor, "L d"]) -> Matrix:
+def scaling_derivative_as_printed(X: Float[Tensor, "L d"]) -> RealMatrix:
     """The same with I_L, K_{L,L} and vec I_L, as printed: (L⁴, L d) instead of (L² d², L d)."""
     L = len(X)
     swap = kron(identity(L), commutation(L, L), identity(L))
     return swap @ kron(identity(L * L), vec(identity(L))) @ inverse_derivative(X)
 
 
-def mean_derivative(X: Float[Tensor, "L d"], exchange: Matrix) -> Matrix:
+def mean_derivative(X: Float[Tensor, "L d"], exchange: RealMatrix) -> RealMatrix:
     """∂(I_L ⊗ Mᵀ)/∂X = (I_L ⊗ K_{d,L} ⊗ I_L)(vec I_L ⊗ I_{L d}) K_{d,L} G; `exchange` is the last K."""
     L, d = X.shape
     swap = kron(identity(L), commutation(d, L), identity(L))
     return swap @ kron(vec(identity(L)), identity(L * d)) @ exchange @ centring(L, d)
 
 
-def inverse_second_derivative(X: Float[Tensor, "L d"], both: bool, factor: float) -> Matrix:
+def inverse_second_derivative(X: Float[Tensor, "L d"], both: bool, factor: float) -> RealMatrix:
     """∂²P/∂X² = [(A1 ⊗ I) ∂B1 + (I ⊗ B1ᵀ) ∂A1]/√d with A1 = −D⁻¹ ⊗ D⁻ᵀ and B1 = E A2 (I_L ⊗ 1ᵀ) A3 G.
 
     As printed 1/√d stands at the first summand only (`both` False), and ∂D in ∂A1 has the factor 1 (`factor`).
@@ -112,7 +112,7 @@ def inverse_second_derivative(X: Float[Tensor, "L d"], both: bool, factor: float
     return first + (second / math.sqrt(d) if both else second)
 
 
-def second_derivative(X: Float[Tensor, "L d"], dPI: Matrix, d2P: Matrix, dIM: Matrix) -> Matrix:
+def second_derivative(X: Float[Tensor, "L d"], dPI: RealMatrix, d2P: RealMatrix, dIM: RealMatrix) -> RealMatrix:
     """Theorem 3: (I ⊗ Gᵀ) ∂(P ⊗ I) + ((I ⊗ Mᵀ) ⊗ I) ∂²P + (I ⊗ ∂Pᵀ) ∂(I ⊗ Mᵀ), shape ((L d)², L d).
 
     The fourth term, with ∂G, is zero.
@@ -149,23 +149,23 @@ def norm_lemma(X: Float[Tensor, "L d"], smallest: float) -> tuple[float, float]:
     return first, second + 3 * x**3 / (d * smallest**5)
 
 
-def _sums(L: int, d: int) -> Matrix:
+def _sums(L: int, d: int) -> RealMatrix:
     """I_L ⊗ 1ᵀ, shape (L, L d)."""
     return kron(identity(L), torch.ones(1, d, dtype=torch.float64))
 
 
-def _inner(X: Float[Tensor, "L d"]) -> Matrix:
+def _inner(X: Float[Tensor, "L d"]) -> RealMatrix:
     """B2 = (I_L ⊗ 1ᵀ) A3 G with A3 = diag(vec M), shape (L, L d)."""
     return _sums(*X.shape) @ torch.diag(centred(X).flatten()) @ centring(*X.shape)
 
 
-def _negative_inverses(X: Float[Tensor, "L d"]) -> Matrix:
+def _negative_inverses(X: Float[Tensor, "L d"]) -> RealMatrix:
     """A1 = −D⁻¹ ⊗ D⁻ᵀ = −P ⊗ P, shape (L², L²)."""
     P = inverse_deviations(X)
     return -kron(P, P.T)
 
 
-def _inverses_derivative(X: Float[Tensor, "L d"], factor: float) -> Matrix:
+def _inverses_derivative(X: Float[Tensor, "L d"], factor: float) -> RealMatrix:
     """∂A1/∂X by the Kronecker rule, with ∂(D⁻¹) and ∂(D⁻ᵀ) from ∂D."""
     L, P = len(X), inverse_deviations(X)
     dD = deviation_derivative(X, factor)

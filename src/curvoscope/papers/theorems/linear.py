@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvoscope.papers.theorems.attention import Pairs
-from curvoscope.papers.theorems.calculus import Matrix, commutation, identity, kron, shuffle, vec, with_transposes
+from curvoscope.papers.theorems.attention import BlockPairs
+from curvoscope.papers.theorems.calculus import RealMatrix, commutation, identity, kron, shuffle, vec, with_transposes
 
 
 def linear_attention(
@@ -20,7 +20,7 @@ def linear_attention(
 
 def linear_outer_blocks(
     X: Float[Tensor, "L d"], W_Q: Float[Tensor, "d k"], W_K: Float[Tensor, "d k"], W_V: Float[Tensor, "d e"]
-) -> Pairs:
+) -> BlockPairs:
     """Remark 4.1 and its key blocks: H_o for all nine pairs, with Σ = XᵀX/L and 2L²/(e k) in front.
 
     The paper has e = d and prints (V,V), (Q,Q), (V,Q) and (Q,K).
@@ -46,7 +46,7 @@ def linear_functional_blocks(
     W_K: Float[Tensor, "d k"],
     W_V: Float[Tensor, "d e"],
     Y: Float[Tensor, "L e"],
-) -> Pairs:
+) -> BlockPairs:
     """Remark 4.1 and its key block: H_f for all nine pairs, zero on the diagonal."""
     (L, d), k, e = X.shape, W_Q.shape[1], W_V.shape[1]
     Sigma = X.T @ X / L
@@ -71,7 +71,7 @@ def linear_functional_blocks_of_covariances(
     W_K: Float[Tensor, "d k"],
     W_V: Float[Tensor, "d e"],
     L: int,
-) -> Pairs:
+) -> BlockPairs:
     """Table 1: H_f off the diagonal, linear in Ω = Xᵀ(F − Y)/L and in Σ = XᵀX/L; X enters in no other way.
 
     With κ' = 2L/(e √k): H_f(V,Q)[bc, ap] = κ' Ω_ac (ΣW_K)_bp, H_f(Q,K) = κ' (Ω W_Vᵀ Σ) ⊗ I_k and
@@ -96,7 +96,7 @@ def linear_stack(
     return X
 
 
-def mlp_outer_block(weights: Sequence[Matrix], inputs: Float[Tensor, "d N"], layer: int) -> Matrix:
+def mlp_outer_block(weights: Sequence[RealMatrix], inputs: Float[Tensor, "d N"], layer: int) -> RealMatrix:
     """Section 2: H_o(Wⁱ, Wⁱ) = BᵀB ⊗ C Σ Cᵀ as printed, F(x) = W^D … W¹ x, for layer i counted from 0.
 
     B is the product of the weights above the layer, C of those below, Σ = E[x xᵀ] over the columns of
@@ -107,7 +107,9 @@ def mlp_outer_block(weights: Sequence[Matrix], inputs: Float[Tensor, "d N"], lay
     return kron(above.T @ above, below @ covariance @ below.T)
 
 
-def mlp_functional_block(weights: Sequence[Matrix], Omega: Float[Tensor, "out d"], upper: int, lower: int) -> Matrix:
+def mlp_functional_block(
+    weights: Sequence[RealMatrix], Omega: Float[Tensor, "out d"], upper: int, lower: int
+) -> RealMatrix:
     """H_f(W^j, W^i)[pq, rs] = (Bᵀ Ω Dᵀ)_ps C_qr for j > i, F = B W^j C W^i D x, Ω = E[∂ℓ/∂F xᵀ]."""
     below = _product(weights[:lower], Omega.shape[1])
     between = _product(weights[lower + 1 : upper], len(weights[lower]))
@@ -116,7 +118,7 @@ def mlp_functional_block(weights: Sequence[Matrix], Omega: Float[Tensor, "out d"
     return block.reshape(weights[upper].numel(), weights[lower].numel())
 
 
-def _product(weights: Sequence[Matrix], width: int) -> Matrix:
+def _product(weights: Sequence[RealMatrix], width: int) -> RealMatrix:
     """W^b … W^a for the weights a to b; the identity of `width` if there is none."""
     product = identity(width)
     for weight in weights:

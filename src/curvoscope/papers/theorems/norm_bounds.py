@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvoscope.papers.theorems.attention import softmax_entry_hessian
 
-Values = dict[tuple[str, str], float]
+BoundValues = dict[tuple[str, str], float]
 
 SOFTMAX_SLOPE = 1 / 2
 """sup ‖∂A/∂T‖: two equal keys. The paper has 1/L."""
@@ -40,7 +40,7 @@ def theorem_1_as_printed(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, Y: Te
     return 3 * max(terms), terms
 
 
-def theorem_1_corrected(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, Y: Tensor) -> Values:
+def theorem_1_corrected(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, Y: Tensor) -> BoundValues:
     """Bounds on all six blocks, with ½ for ‖∂A/∂T‖, √L for ‖A‖ and √6/9 for the contracted ‖∂²A/∂T²‖."""
     (L, d), k = X.shape, W_Q.shape[1]
     x, q, key, v = norm(X), norm(W_Q), norm(W_K), norm(W_V)
@@ -58,7 +58,7 @@ def theorem_1_corrected(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, Y: Ten
     }
 
 
-def combined(blocks: Values, names: tuple[str, ...]) -> float:
+def combined(blocks: BoundValues, names: tuple[str, ...]) -> float:
     """The spectral norm of the matrix of block bounds, at most (number of names) · max."""
     rows = [[blocks.get((i, j), blocks.get((j, i), 0.0)) for j in names] for i in names]
     return norm(torch.tensor(rows, dtype=torch.float64))

@@ -23,13 +23,12 @@ from curvoscope.papers.theorems.attention import (
     z1,
     z2,
 )
-from curvoscope.papers.theorems.calculus import Matrix, commutation, identity, kron, shuffle, vec
+from curvoscope.papers.theorems.calculus import RealMatrix, commutation, identity, kron, shuffle, vec
 from curvoscope.papers.theorems.layer_norm import centred, deviations, normalised
 
 NAMES = ("1", "2", "Q", "K", "V")
 ATTENTION = ("Q", "K", "V")
 Weights = Mapping[str, Tensor]
-Pairs = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,37 +78,37 @@ class PostNormBlock:
         return torch.relu(self.Y @ self.weights["1"])
 
     @cached_property
-    def mask(self) -> Matrix:
+    def mask(self) -> RealMatrix:
         """diag(vec 1{Y W_1 > 0}), the derivative of Lemma 1."""
         return relu_jacobian(self.Y @ self.weights["1"])
 
     @cached_property
-    def J_Z(self) -> Matrix:
+    def J_Z(self) -> RealMatrix:
         """∂Z/∂S."""
         return row_jacobian(self.S)
 
     @cached_property
-    def H_Z(self) -> Matrix:
+    def H_Z(self) -> RealMatrix:
         """∂²Z/∂S²."""
         return row_second_derivative(self.S)
 
     @cached_property
-    def J_Y(self) -> Matrix:
+    def J_Y(self) -> RealMatrix:
         """∂Y/∂(X + F)."""
         return row_jacobian(self.X + self.attention_of(self.weights))
 
     @cached_property
-    def H_Y(self) -> Matrix:
+    def H_Y(self) -> RealMatrix:
         """∂²Y/∂(X + F)²."""
         return row_second_derivative(self.X + self.attention_of(self.weights))
 
     @cached_property
-    def J_SY(self) -> Matrix:
+    def J_SY(self) -> RealMatrix:
         """∂S/∂Y = (I ⊗ W_2ᵀ) diag(mask) (I ⊗ W_1ᵀ) + I."""
         return self.after_mask @ kron(identity(len(self.X)), self.weights["1"].T) + identity(self.X.numel())
 
     @cached_property
-    def after_mask(self) -> Matrix:
+    def after_mask(self) -> RealMatrix:
         """(I_L ⊗ W_2ᵀ) diag(mask), shape (L d, L f)."""
         return kron(identity(len(self.X)), self.weights["2"].T) @ self.mask
 
@@ -119,7 +118,7 @@ class PostNormBlock:
         return jacobians(self.X, *(self.weights[name] for name in ATTENTION))
 
     @cached_property
-    def Phi(self) -> Pairs:
+    def Phi(self) -> BlockPairs:
         """∂²F/∂W_k∂W_l for the weights of attention."""
         return attention_second_derivatives(self.X, *(self.weights[name] for name in ATTENTION))
 
@@ -131,7 +130,7 @@ class PostNormBlock:
         return {**first, **{name: self.J_SY @ self.J_Y @ self.G[name] for name in ATTENTION}}
 
     @cached_property
-    def xi(self) -> Pairs:
+    def xi(self) -> BlockPairs:
         """∂²S/∂W_i∂W_j, all 25."""
         n = self.sizes
         found = {("1", "1"): _zeros(self, "1"), ("2", "2"): _zeros(self, "2")}
@@ -144,12 +143,12 @@ class PostNormBlock:
                 found[name, other] = xi_kl(self, name, other)
         return found
 
-    def hessian_of_output(self, row: str, column: str) -> Matrix:
+    def hessian_of_output(self, row: str, column: str) -> RealMatrix:
         """Theorem 5: ∂²Z/∂W_i∂W_j = (J_Z ⊗ I_{n_i}) ξ_ij + (I_{L d} ⊗ B_iᵀ) H_Z B_j."""
         outer = kron(identity(self.X.numel()), self.B[row].T) @ self.H_Z @ self.B[column]
         return kron(self.J_Z, identity(self.sizes[row])) @ self.xi[row, column] + outer
 
-    def loss_block(self, row: str, column: str, factor: float) -> Matrix:
+    def loss_block(self, row: str, column: str, factor: float) -> RealMatrix:
         """2/(L d) D_iᵀ D_j + factor (vec(Z − target)ᵀ ⊗ I) ∂²Z/∂W_i∂W_j, D_i = J_Z B_i: factor 2/(L d), printed 1."""
         residual = vec(normalised(self.S) - self.target).T
         first, second = self.J_Z @ self.B[row], self.J_Z @ self.B[column]
@@ -157,12 +156,12 @@ class PostNormBlock:
         return 2 / self.X.numel() * first.T @ second + factor * functional
 
 
-def relu_jacobian(X: Tensor) -> Matrix:
+def relu_jacobian(X: Tensor) -> RealMatrix:
     """Lemma 1: ∂ReLU(X)/∂X = diag(vec 1{X > 0}), almost everywhere."""
     return torch.diag((X > 0).to(torch.float64).flatten())
 
 
-def exchanged(second: Matrix, n_row: int, n_column: int) -> Matrix:
+def exchanged(second: RealMatrix, n_row: int, n_column: int) -> RealMatrix:
     """∂²N/∂W_j∂W_i from ∂²N/∂W_i∂W_j: the two parameter axes exchanged."""
     return second.reshape(-1, n_row, n_column).mT.reshape(-1, n_row)
 
@@ -170,14 +169,14 @@ def exchanged(second: Matrix, n_row: int, n_column: int) -> Matrix:
 # ---- LayerNorm, row by row
 
 
-def row_jacobian(X: Tensor) -> Matrix:
+def row_jacobian(X: Tensor) -> RealMatrix:
     """blockdiag_i (C − z_i z_iᵀ/d)/σ_i with C = I − 1 1ᵀ/d and z = LN(X)."""
     d, z, sigma = X.shape[1], normalised(X), deviations(X)
     C = identity(d) - 1 / d
     return torch.block_diag(*[(C - torch.outer(row, row) / d) / s for row, s in zip(z, sigma, strict=True)])
 
 
-def row_second_derivative(X: Tensor) -> Matrix:
+def row_second_derivative(X: Tensor) -> RealMatrix:
     """∂²z_a/∂x_b∂x_c = −[C_ab z_c + C_ac z_b + C_bc z_a − 3 z_a z_b z_c/d]/(d σ²) for every row, ((L d)², L d)."""
     L, d = X.shape
     C, z, sigma = identity(d) - 1 / d, centred(X) / deviations(X)[:, None], deviations(X)
@@ -192,7 +191,7 @@ def row_second_derivative(X: Tensor) -> Matrix:
 # ---- attention
 
 
-def attention_second_derivatives(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Pairs:
+def attention_second_derivatives(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> BlockPairs:
     """Φ_kl = ∂²F/∂W_k∂W_l, all nine: the printed lemma without its 2/(L d), and the blocks that it leaves out."""
     (L, d), k = X.shape, W_Q.shape[1]
     A = attention_matrix(X, W_Q, W_K)
@@ -215,7 +214,7 @@ def attention_second_derivatives(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tenso
     return found
 
 
-def printed_coupling(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Matrix:
+def printed_coupling(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> RealMatrix:
     """The last term of Φ_QK with I_d for I_L, as printed: the factors fit only where L = d."""
     d = X.shape[1]
     Z1 = z1(X, softmax_jacobian(attention_matrix(X, W_Q, W_K)))
@@ -225,14 +224,14 @@ def printed_coupling(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Matrix
 # ---- the second derivatives of S
 
 
-def xi_21(block: PostNormBlock) -> Matrix:
+def xi_21(block: PostNormBlock) -> RealMatrix:
     """∂B_2/∂W_1, which the paper prints under the name ξ_12."""
     (L, d), f = block.X.shape, block.weights["1"].shape[1]
     swap = kron(identity(L), commutation(d, f), identity(d)) @ kron(identity(L * f), vec(identity(d)))
     return swap @ block.mask @ kron(block.Y, identity(f))
 
 
-def xi_12(block: PostNormBlock, first: int, second: int) -> Matrix:
+def xi_12(block: PostNormBlock, first: int, second: int) -> RealMatrix:
     """∂B_1/∂W_2 = (I ⊗ (Y ⊗ I)ᵀ diag(mask)) (I ⊗ K_{d,L} ⊗ I)(vec I_L ⊗ I) K_{d,f}; the proof prints K_{f,d}."""
     (L, d), f = block.X.shape, block.weights["1"].shape[1]
     before = kron(identity(L * d), kron(block.Y, identity(f)).T @ block.mask)
@@ -240,34 +239,34 @@ def xi_12(block: PostNormBlock, first: int, second: int) -> Matrix:
     return before @ swap @ commutation(first, second)
 
 
-def xi_21_as_printed(block: PostNormBlock) -> Matrix:
+def xi_21_as_printed(block: PostNormBlock) -> RealMatrix:
     """(I ⊗ W_2ᵀ) diag(mask) (I ⊗ K_{f,d} ⊗ I)(I ⊗ vec I_f): the factors do not fit together."""
     (L, d), f = block.X.shape, block.weights["1"].shape[1]
     swap = kron(identity(L), commutation(f, d), identity(f)) @ kron(identity(L * d), vec(identity(f)))
     return block.after_mask @ swap
 
 
-def xi_1k(block: PostNormBlock, name: str, size: int) -> Matrix:
+def xi_1k(block: PostNormBlock, name: str, size: int) -> RealMatrix:
     """∂B_1/∂W_k = ((I ⊗ W_2ᵀ) diag(mask) ⊗ I_{n_1}) (I ⊗ K_{f,d} ⊗ I)(I ⊗ vec I_f) J_Y G_k; printed with I_{n_k}."""
     (L, d), f = block.X.shape, block.weights["1"].shape[1]
     swap = kron(identity(L), commutation(f, d), identity(f)) @ kron(identity(L * d), vec(identity(f)))
     return kron(block.after_mask, identity(size)) @ swap @ block.J_Y @ block.G[name]
 
 
-def xi_2k(block: PostNormBlock, name: str) -> Matrix:
+def xi_2k(block: PostNormBlock, name: str) -> RealMatrix:
     """∂B_2/∂W_k = (I ⊗ K_{d,f} ⊗ I)(I ⊗ vec I_d) diag(mask) (I ⊗ W_1ᵀ) J_Y G_k."""
     (L, d), f = block.X.shape, block.weights["1"].shape[1]
     swap = kron(identity(L), commutation(d, f), identity(d)) @ kron(identity(L * f), vec(identity(d)))
     return swap @ block.mask @ kron(identity(L), block.weights["1"].T) @ block.J_Y @ block.G[name]
 
 
-def xi_kl(block: PostNormBlock, row: str, column: str) -> Matrix:
+def xi_kl(block: PostNormBlock, row: str, column: str) -> RealMatrix:
     """∂B_k/∂W_l = (J_SY ⊗ I)[(I ⊗ G_kᵀ) H_Y G_l + (J_Y ⊗ I) Φ_kl]."""
     size = block.sizes[row]
     curved = kron(identity(block.X.numel()), block.G[row].T) @ block.H_Y @ block.G[column]
     return kron(block.J_SY, identity(size)) @ (curved + kron(block.J_Y, identity(size)) @ block.Phi[row, column])
 
 
-def _zeros(block: PostNormBlock, name: str) -> Matrix:
+def _zeros(block: PostNormBlock, name: str) -> RealMatrix:
     n = block.sizes[name]
     return torch.zeros(block.X.numel() * n, n, dtype=torch.float64)

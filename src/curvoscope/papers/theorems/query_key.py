@@ -17,19 +17,19 @@ from curvoscope.papers.theorems.attention import (
     z1,
     z2,
 )
-from curvoscope.papers.theorems.calculus import Matrix, identity, kron, vec
+from curvoscope.papers.theorems.calculus import RealMatrix, identity, kron, vec
 
 
 class LogitSplit(NamedTuple):
     """H restricted to the query and key weights, split at T: outer + functional."""
 
-    outer: Matrix
-    functional: Matrix
+    outer: RealMatrix
+    functional: RealMatrix
 
 
 def logit_curvature(
     X: Float[Tensor, "L d"], A: Float[Tensor, "L L"], W_V: Float[Tensor, "d e"], Y: Float[Tensor, "L e"]
-) -> Matrix:
+) -> RealMatrix:
     """Lemma 4.1 as printed: U = Z1ᵀ(I_L ⊗ W_V W_Vᵀ)Z1 + (δᵀ(I_L ⊗ W_Vᵀ) ⊗ I_{d²}) Z2, shape (d², d²)."""
     L, d = X.shape
     Z1, Z2 = z1(X, softmax_jacobian(A)), z2(X, softmax_second_derivative(A))
@@ -42,13 +42,15 @@ def single_matrix_block(
     W_QK: Float[Tensor, "d d"],
     W_V: Float[Tensor, "d e"],
     Y: Float[Tensor, "L e"],
-) -> Matrix:
+) -> RealMatrix:
     """Lemma 4.1 corrected: H(W_QK, W_QK) = 2/(L e) U for T = X W_QK Xᵀ and the square loss."""
     A = torch.softmax(X @ W_QK @ X.T, dim=-1)
     return 2 / Y.numel() * logit_curvature(X, A, W_V, Y)
 
 
-def single_matrix_jacobian(X: Float[Tensor, "L d"], W_QK: Float[Tensor, "d d"], W_V: Float[Tensor, "d e"]) -> Matrix:
+def single_matrix_jacobian(
+    X: Float[Tensor, "L d"], W_QK: Float[Tensor, "d d"], W_V: Float[Tensor, "d e"]
+) -> RealMatrix:
     """Equation (22): ∂F/∂W_QK = (I_L ⊗ W_Vᵀ Xᵀ)(∂A/∂T)(X ⊗ X)."""
     A = torch.softmax(X @ W_QK @ X.T, dim=-1)
     return kron(identity(len(X)), W_V.T @ X.T) @ softmax_jacobian(A) @ kron(X, X)
@@ -105,6 +107,6 @@ def visible_keys_rank_bound(width: int, visible: list[int]) -> int:
     return sum(min(width, keys - 1) for keys in visible)
 
 
-def _hollow(upper: Matrix, lower: Matrix) -> Matrix:
+def _hollow(upper: RealMatrix, lower: RealMatrix) -> RealMatrix:
     zero = torch.zeros_like(upper)
     return torch.cat([torch.cat([zero, upper], dim=1), torch.cat([lower, zero], dim=1)])

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Verdict = Literal["holds as printed", "holds corrected", "false"]
+TheoremStatus = Literal["holds as printed", "holds corrected", "false"]
 
 PAPER = "paper"
 SLIDES = "slides"
@@ -40,7 +40,7 @@ class Result:
 
     name: str
     source: str
-    verdict: Verdict
+    verdict: TheoremStatus
     error: float
     tolerance: float
     note: str
@@ -65,7 +65,7 @@ class Theorem:
     name: str
     source: str
     check: Callable[[int], float | Errors]
-    verdict: Verdict = "holds as printed"
+    verdict: TheoremStatus = "holds as printed"
     tolerance: float = EXACT
     note: str = ""
     contrast: str = "printed form"
@@ -91,7 +91,7 @@ def theorem(
     name: str,
     source: str,
     *,
-    verdict: Verdict = "holds as printed",
+    verdict: TheoremStatus = "holds as printed",
     tolerance: float = EXACT,
     note: str = "",
     contrast: str = "printed form",

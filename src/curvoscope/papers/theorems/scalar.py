@@ -14,7 +14,7 @@ from torch import Tensor
 Scalar = Float[Tensor, ""]
 
 
-class Moments(NamedTuple):
+class ScalarMoments(NamedTuple):
     """Mean, variance and third central moment of x under each row of A."""
 
     mean: Float[Tensor, "L"]
@@ -31,7 +31,7 @@ class LogitDerivatives(NamedTuple):
     ss: Scalar
 
 
-class Spectrum(NamedTuple):
+class ScalarEigenvalues(NamedTuple):
     """The 2k + 1 eigenvalues: k − 1 pairs ±bulk, and three outliers in ascending order."""
 
     bulk: Scalar
@@ -49,19 +49,19 @@ def logit(w_Q: Float[Tensor, "k"], w_K: Float[Tensor, "k"]) -> Scalar:
     return w_Q @ w_K / math.sqrt(len(w_Q))
 
 
-def moments(x: Float[Tensor, "L"], s: Scalar, bias: Float[Tensor, "L"] | None = None) -> Moments:
+def moments(x: Float[Tensor, "L"], s: Scalar, bias: Float[Tensor, "L"] | None = None) -> ScalarMoments:
     """Row moments of x under softmax(s x xᵀ + bias), the bias added to every row."""
     logits = s * torch.outer(x, x)
     A = torch.softmax(logits if bias is None else logits + bias, dim=-1)
     mean = A @ x
     deviation = x - mean[:, None]
-    return Moments(mean, (A * deviation**2).sum(1), (A * deviation**3).sum(1))
+    return ScalarMoments(mean, (A * deviation**2).sum(1), (A * deviation**3).sum(1))
 
 
 def derivatives(
     x: Float[Tensor, "L"],
     w_V: Scalar,
-    rows: Moments,
+    rows: ScalarMoments,
     loss_gradient: Float[Tensor, "L"],
     loss_hessian: Float[Tensor, "L L"],
 ) -> LogitDerivatives:
@@ -77,7 +77,7 @@ def derivatives(
 
 
 def mean_square_derivatives(
-    x: Float[Tensor, "L"], w_V: Scalar, rows: Moments, y: Float[Tensor, "L"]
+    x: Float[Tensor, "L"], w_V: Scalar, rows: ScalarMoments, y: Float[Tensor, "L"]
 ) -> LogitDerivatives:
     """The same for the loss mean (f − y)², written out in the row moments."""
     L, residual, spread = len(x), w_V * rows.mean - y, x * rows.variance
@@ -103,17 +103,17 @@ def outlier_matrix(loss: LogitDerivatives, w_Q: Float[Tensor, "k"], w_K: Float[T
     return torch.cat([torch.cat([loss.vv.reshape(1, 1), border], dim=1), torch.cat([border.T, corner], dim=1)])
 
 
-def spectrum(loss: LogitDerivatives, w_Q: Float[Tensor, "k"], w_K: Float[Tensor, "k"]) -> Spectrum:
+def spectrum(loss: LogitDerivatives, w_Q: Float[Tensor, "k"], w_K: Float[Tensor, "k"]) -> ScalarEigenvalues:
     """All eigenvalues of the loss Hessian over (w_V, w_Q, w_K), of any loss, mask and batch."""
     k = len(w_Q)
     outliers = torch.linalg.eigvalsh(outlier_matrix(loss, w_Q, w_K))
-    return Spectrum((loss.s / math.sqrt(k)).abs(), outliers, k)
+    return ScalarEigenvalues((loss.s / math.sqrt(k)).abs(), outliers, k)
 
 
 def gauss_newton_matrix(
     x: Float[Tensor, "L"],
     w_V: Scalar,
-    rows: Moments,
+    rows: ScalarMoments,
     loss_hessian: Float[Tensor, "L L"],
     gamma: Scalar,
 ) -> Float[Tensor, "2 2"]:

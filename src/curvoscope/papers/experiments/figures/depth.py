@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvoscope import exact, losses
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import by, claim, curve, geometric_mean, select
 from curvoscope.papers.networks import GPT2
@@ -21,7 +21,7 @@ _QUICK = [point for point in _POINTS if point["depth"] in (1, 2, 4, 8)]
 _BOUNDED = 10.0  # from one block to eight
 
 
-class Network(BaseModel):
+class DepthNetwork(BaseModel):
     """The paper's network at initialisation, embeddings N(0, σ²); for "post" its norms stand behind the branches."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,18 +51,20 @@ class Network(BaseModel):
         return exact.TransformerBlock(block.attention, block.feedforward, norm, norm, placement="post")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """|S|_2 and |S_functional|_2 at the input and behind each block, and |H|_F of the first block's Q and V."""
-    assert isinstance(configuration, Network)
+    assert isinstance(configuration, DepthNetwork)
     depth = int(point["depth"])
     stack, X, loss = configuration.parts(str(point["placement"]), depth, seed)
     records = {record.name: record for record in exact.backpropagate(stack, X, loss)}
     values = []
     for layer, name in enumerate(["input", *(f"h.{i}.mlp" for i in range(depth))]):
         for part, S in (("total", records[name].S), ("functional", records[name].S_functional)):
-            values.append(Value(layer, "S", part, float(S.spectral_norm()), quantity="spectral_norm"))
+            values.append(MeasuredValue(layer, "S", part, float(S.spectral_norm()), quantity="spectral_norm"))
     H = stack.hessian(X, loss)
-    values += [Value(1, role, "total", float(H.total[f"h.0.attn.{role}"].frobenius_norm())) for role in ("Q", "V")]
+    values += [
+        MeasuredValue(1, role, "total", float(H.total[f"h.0.attn.{role}"].frobenius_norm())) for role in ("Q", "V")
+    ]
     return values
 
 
@@ -117,7 +119,7 @@ FIGURE = Figure(
     name="depth",
     title="Curvature through depth",
     question="Does curvature grow with depth without normalisation, and does LayerNorm bound it?",
-    configuration=Network(),
+    configuration=DepthNetwork(),
     points=_POINTS,
     seeds=20,
     quick_points=_QUICK,

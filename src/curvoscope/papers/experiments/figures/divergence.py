@@ -12,7 +12,7 @@ from curvoscope.analysis.surface import Surface
 from curvoscope.analysis.taylor import divergence, taylor
 from curvoscope.estimate import lanczos
 from curvoscope.papers.experiments.anchored import Anchored, loss, minimum
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 
@@ -24,7 +24,7 @@ _EXACT = 0.02
 _ZERO = 1e-12  # the gradient at a minimum, to rounding
 
 
-class Configuration(BaseModel):
+class DivergenceConfiguration(BaseModel):
     """`factors` are learning rates in units of 2/λ_max, `kick` is in units of the radius of the quadratic region."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,13 +43,13 @@ class Configuration(BaseModel):
     most: float = 1e3
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The loss above that of the minimum, over what it was at the start, after the runs from two kinds of start.
 
     "eigenvector": `short` steps from w* + κ v, v that of λ_max. "random": `long` steps from w* + κ ξ, ξ ~ N(0, I), each
     run until its loss is `most` times that of its start, and then counted as that: further out L is no quadratic.
     """
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, DivergenceConfiguration)
     c = configuration
     model, batch = minimum(c.d, str(point["norm"]), c.sequences, c.data_seed, c.train, c.rate, c.pull, seed)
     surface = Surface(model, loss, [batch])
@@ -64,7 +64,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         "loss": surface.loss,
         "radius": radius / float(surface.weights.norm()),
     }
-    values = [Value(1, "all", "total", number, quantity=name) for name, number in numbers.items()]
+    values = [MeasuredValue(1, "all", "total", number, quantity=name) for name, number in numbers.items()]
 
     found = divergence(model, loss, [batch], rates, steps=c.short, kick=kick)
     above = found.losses - found.loss
@@ -72,10 +72,12 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     for start, ratios in runs.items():
         for factor, run in zip(c.factors, ratios, strict=True):
             run = run[run.isfinite()].clamp_max(c.most) if start == "random" else run
-            values.append(Value(1, "all", start, float(run[-1]), quantity="growth", at=factor))
+            values.append(MeasuredValue(1, "all", start, float(run[-1]), quantity="growth", at=factor))
             if start == "random" and factor in _NEAR:
                 places = range(0, len(run), c.every)
-                values += [Value(1, "all", start, float(run[i]), quantity=_run(factor), at=float(i)) for i in places]
+                values += [
+                    MeasuredValue(1, "all", start, float(run[i]), quantity=_run(factor), at=float(i)) for i in places
+                ]
     return values
 
 
@@ -151,7 +153,7 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
-_SHORT = Configuration().short
+_SHORT = DivergenceConfiguration().short
 
 
 def _predicted(factor: float) -> float:
@@ -196,7 +198,7 @@ FIGURE = Figure(
     name="divergence",
     title="Where gradient descent diverges",
     question="Does the loss of full-batch gradient descent rise exactly where the learning rate is above 2/λ_max?",
-    configuration=Configuration(),
+    configuration=DivergenceConfiguration(),
     points=[{"norm": norm} for norm in _NORMS],
     seeds=20,
     quick_seeds=3,

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
-from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Image, Panel
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, pixels, select
 from curvoscope.papers.experiments.training import loss_of
@@ -21,9 +21,9 @@ _ATTENTION = ("W_Q", "W_K", "W_V", "W_O")
 _AT_ONCE = 64  # columns of the Hessian
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Median |entry| and norm of every block; of seed 0 also the picture: the mean |entry| of each pixel."""
-    assert isinstance(configuration, Layer)
+    assert isinstance(configuration, PaperLayer)
     model = configuration.network(seed)
     sizes = {name.split(".")[-1]: p.numel() for name, p in model.named_parameters()}
     H = dense_hessian(model, tasks.addition(configuration.sequences, seed=configuration.data_seed))
@@ -33,13 +33,13 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         for column in list(edges)[i:]:
             entries = H[slice(*edges[row]), slice(*edges[column])]
             name = f"{row} {column}"
-            values.append(Value(1, name, "total", float(np.median(entries.abs().numpy())), quantity="median"))
-            values.append(Value(1, name, "total", float(entries.norm())))
+            values.append(MeasuredValue(1, name, "total", float(np.median(entries.abs().numpy())), quantity="median"))
+            values.append(MeasuredValue(1, name, "total", float(entries.norm())))
     if seed == 0:
         attention = slice(edges[_ATTENTION[0]][0], edges[_ATTENTION[-1]][1])
         for name, matrix in (("block", H), ("attention", H[attention, attention])):
             shades = enumerate(pixels(matrix, _PIXELS))
-            values += [Value(1, name, "total", v, quantity="pixel", at=float(i)) for i, v in shades]
+            values += [MeasuredValue(1, name, "total", v, quantity="pixel", at=float(i)) for i, v in shades]
     return values
 
 
@@ -68,7 +68,7 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
-    sizes = {name.split(".")[-1]: p.numel() for name, p in Layer().network(0).named_parameters()}
+    sizes = {name.split(".")[-1]: p.numel() for name, p in PaperLayer().network(0).named_parameters()}
     attention = {name: sizes[name] for name in _ATTENTION}
     found = []
     for name, title, shown in (("block", "whole block", sizes), ("attention", "attention", attention)):
@@ -85,7 +85,7 @@ FIGURE = Figure(
     name="fig1",
     title="The Hessian of one block at initialisation, d = 16",
     question="Do the blocks of a Transformer's Hessian differ in magnitude?",
-    configuration=Layer(),
+    configuration=PaperLayer(),
     points=[{"network": "gpt2"}],
     seeds=20,
     quick_seeds=1,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
-from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import claim, curve, geometric_mean, select
 
@@ -14,9 +14,9 @@ _EDGES = np.linspace(-10, 0, 51)  # of log10 |entry|
 _ATTENTION = ("softmax", "linear")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Shares of the entries in each bin, the first with all below it and the last with all above; and the medians."""
-    assert isinstance(configuration, Layer)
+    assert isinstance(configuration, PaperLayer)
     H = configuration.hessian(seed, attention=str(point["attention"]))
     values = []
     for block in ("Q", "V"):
@@ -24,8 +24,8 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         logarithms = np.log10(entries, out=np.full(entries.shape, -np.inf), where=entries > 0)
         shares = np.histogram(logarithms.clip(_EDGES[0], _EDGES[-1]), _EDGES)[0] / entries.size
         for left, share in zip(_EDGES, shares, strict=False):
-            values.append(Value(1, block, "total", float(share), quantity="share", at=float(left)))
-        values.append(Value(1, block, "total", float(np.median(entries)), quantity="median"))
+            values.append(MeasuredValue(1, block, "total", float(share), quantity="share", at=float(left)))
+        values.append(MeasuredValue(1, block, "total", float(np.median(entries)), quantity="median"))
     return values
 
 
@@ -78,7 +78,7 @@ FIGURE = Figure(
     name="fig4",
     title="Absolute entries of the query and value blocks",
     question="Does the softmax make the entries of the query and value blocks differ in magnitude?",
-    configuration=Layer(),
+    configuration=PaperLayer(),
     points=[{"attention": attention} for attention in _ATTENTION],
     seeds=20,
     quick_seeds=10,

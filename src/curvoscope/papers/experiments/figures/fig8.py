@@ -11,14 +11,14 @@ from torch.nn.functional import one_hot
 from curvoscope import exact
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments import fits, growth
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row
 from curvoscope.papers.experiments.fits import Growth
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.setting import ANSWERS
 from curvoscope.papers.tasks import VOCABULARY
 
 
-class Configuration(BaseModel):
+class LinearNetworkConfiguration(BaseModel):
     """A token's embedding (width,), depth - 1 layers (width, width), the last one (width, 12); no biases."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,9 +39,9 @@ class Configuration(BaseModel):
         return sigma * normal, exact.LinearMLP(weights)
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The exact norm of every layer's diagonal block, which is all outer: the network is linear in each weight."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, LinearNetworkConfiguration)
     tokens = tasks.addition(configuration.sequences, seed=configuration.data_seed)[:, ANSWERS]
     embeddings, network = configuration.network(seed, int(point["depth"]), float(point["sigma"]))
     targets = one_hot(tokens, VOCABULARY).double()
@@ -50,7 +50,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         return (F - targets).square().sum()
 
     H = network.hessian(embeddings[tokens], squares)
-    return [Value(i + 1, "W", "total", float(H.total[name].frobenius_norm())) for i, name in enumerate(H.names)]
+    return [MeasuredValue(i + 1, "W", "total", float(H.total[name].frobenius_norm())) for i, name in enumerate(H.names)]
 
 
 _DEPTHS = (1, 2, 3, 4, 5)
@@ -72,7 +72,7 @@ FIGURE = Figure(
     name="fig8",
     title="Linear MLPs: growth as σ² at every depth",
     question="How do the blocks of a linear MLP grow with the scale of the input, beside those of attention?",
-    configuration=Configuration(),
+    configuration=LinearNetworkConfiguration(),
     points=_POINTS,
     seeds=20,
     quick_seeds=2,

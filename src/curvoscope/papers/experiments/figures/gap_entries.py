@@ -12,7 +12,7 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, groups_of
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Image, Panel
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, pixels, select
 
@@ -26,7 +26,7 @@ _FLAT = {
 }
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Median |entry| of every pair of groups, and the flat directions; of seed 0 also the picture."""
     assert isinstance(configuration, Digits)
     model = configuration.network(seed)
@@ -45,12 +45,12 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         for name in _FLAT:
             directions = flat_directions(groups[name], name)
             numbers[name, "flat"] = float((H[:, slice(*edges[name])] @ directions).norm(dim=0).max()) / norm
-        values += [Value(1, name, "total", n, quantity=q, at=float(step)) for (name, q), n in numbers.items()]
+        values += [MeasuredValue(1, name, "total", n, quantity=q, at=float(step)) for (name, q), n in numbers.items()]
         if seed == 0:
             shades = enumerate(pixels(H, _PIXELS))
-            values += [Value(1, "all", "total", v, quantity=f"pixel {step}", at=float(i)) for i, v in shades]
+            values += [MeasuredValue(1, "all", "total", v, quantity=f"pixel {step}", at=float(i)) for i, v in shades]
             sizes = {name: float(stop - start) for name, (start, stop) in edges.items()}
-            values += [Value(1, name, "total", n, quantity="size", at=float(step)) for name, n in sizes.items()]
+            values += [MeasuredValue(1, name, "total", n, quantity="size", at=float(step)) for name, n in sizes.items()]
     return values
 
 

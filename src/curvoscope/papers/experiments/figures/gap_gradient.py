@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from curvoscope.analysis.plateau import LEVEL, gradient_plateau
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers.experiments.digits import Digits
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
 
@@ -21,7 +21,7 @@ _PLACES = 24  # numbers of samples at which the running sums are looked at
 _PRECISIONS = (torch.float64, torch.bfloat16)
 
 
-class Configuration(Digits):
+class GapGradientConfiguration(Digits):
     """`descent`: iterations of L-BFGS on the probe, from the trained weights to stationary ones. The running sums go
     `passes` times over the probe, `group` images at a time, as many additions as the paper's 26 passes have."""
 
@@ -31,9 +31,9 @@ class Configuration(Digits):
     passes: int = 625
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The plateau and its test at three weights; at trained ones also the norm of running sums in two precisions."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, GapGradientConfiguration)
     c = configuration
     model = c.network(seed)
     patches, labels = c.probe()
@@ -44,12 +44,12 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     for precision in _PRECISIONS:
         name = str(precision).removeprefix("torch.")
         for count, norm in running_norms(gradients, c.passes, precision):
-            values.append(Value(1, "all", "trained", norm, quantity=name, at=float(count * c.group)))
+            values.append(MeasuredValue(1, "all", "trained", norm, quantity=name, at=float(count * c.group)))
     descend(model, patches, labels, c.descent)
     return values + _plateau(model, patches, labels, "descended")
 
 
-def _plateau(model: nn.Module, patches: Tensor, labels: Tensor, weights: str) -> list[Value]:
+def _plateau(model: nn.Module, patches: Tensor, labels: Tensor, weights: str) -> list[MeasuredValue]:
     plateau = gradient_plateau(model, CrossEntropy(), [(patches, labels)])
     scalars = {
         "full_norm": plateau.full_norm,
@@ -58,13 +58,13 @@ def _plateau(model: nn.Module, patches: Tensor, labels: Tensor, weights: str) ->
         "sample_norm": math.sqrt(plateau.full_norm**2 + plateau.trace),
         "law_ratio": float((plateau.norms / plateau.law).mean()),
     }
-    values = [Value(1, "all", weights, number, quantity=name) for name, number in scalars.items()]
+    values = [MeasuredValue(1, "all", weights, number, quantity=name) for name, number in scalars.items()]
     shown = (
         torch.logspace(0, math.log10(len(plateau.counts)), _PLACES // 2, dtype=torch.float64).round().long().unique()
     )
     for name, numbers in {"norm": plateau.norms, "law": plateau.law}.items():
         pairs = zip(plateau.counts[shown - 1].tolist(), numbers[shown - 1].tolist(), strict=True)
-        values += [Value(1, "all", weights, y, quantity=name, at=float(k)) for k, y in pairs]
+        values += [MeasuredValue(1, "all", weights, y, quantity=name, at=float(k)) for k, y in pairs]
     return values
 
 
@@ -162,7 +162,7 @@ FIGURE = Figure(
     name="gap-gradient",
     title="Are the weights stationary? The gradient as samples are added",
     question="Does the gradient of trained weights vanish as samples are added?",
-    configuration=Configuration(),
+    configuration=GapGradientConfiguration(),
     points=[{"network": "vit"}],
     seeds=20,
     quick_seeds=3,

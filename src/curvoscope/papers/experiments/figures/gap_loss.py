@@ -12,7 +12,7 @@ from curvoscope.analysis.data_sufficiency import data_sufficiency
 from curvoscope.estimate.result import student
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers.experiments.digits import Digits, VisionTransformer
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
 
@@ -21,7 +21,7 @@ _NEAR = 0.003  # distances up to which the losses should be quadratic
 _CEILINGS = 100  # displacements over which the ceiling is averaged
 
 
-class Configuration(Digits):
+class GapLossConfiguration(Digits):
     """`added` samples at a time, b; `distances` τ of w + τξ; `tolerance` ε of k*(ε)."""
 
     images: int = 192
@@ -33,9 +33,9 @@ class Configuration(Digits):
     tolerance: float = 0.01
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The study of `analysis.convergence` at every distance, and k*(ε)."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, GapLossConfiguration)
     c = configuration
     model = c.model(seed, str(point["weights"]))
     batches = [c.probe()]
@@ -55,10 +55,10 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         values += _values(one, c.added, expected_ceiling(model, one.distance, draw), study.variance(one.distance))
     enough = data_sufficiency(model, CrossEntropy(), batches, c.tolerance, c.added, seed=draw)
     ends = {"k_star": enough.samples, "k_star_low": enough.interval[0], "k_star_high": enough.interval[1]}
-    return values + [Value(1, "all", _part(0.0), float(n), quantity=name) for name, n in ends.items()]
+    return values + [MeasuredValue(1, "all", _part(0.0), float(n), quantity=name) for name, n in ends.items()]
 
 
-def _values(one: ConvergenceCurve, added: int, ceiling: float, second_order: float) -> list[Value]:
+def _values(one: ConvergenceCurve, added: int, ceiling: float, second_order: float) -> list[MeasuredValue]:
     counts = one.counts.double()
     curves = {"mean": one.mean, "law": one.law, "null": one.null, "ceiling": ceiling * added / (counts + added)}
     if one.bound is not None:
@@ -73,10 +73,10 @@ def _values(one: ConvergenceCurve, added: int, ceiling: float, second_order: flo
         "second_order": second_order,
         "over_ceiling": float((one.mean / curves["ceiling"]).max()),
     }
-    found = [Value(1, "all", _part(one.distance), number, quantity=name) for name, number in scalars.items()]
+    found = [MeasuredValue(1, "all", _part(one.distance), number, quantity=name) for name, number in scalars.items()]
     for name, numbers in curves.items():
         pairs = zip(one.counts.tolist(), numbers.tolist(), strict=True)
-        found += [Value(1, "all", _part(one.distance), y, quantity=name, at=float(k)) for k, y in pairs]
+        found += [MeasuredValue(1, "all", _part(one.distance), y, quantity=name, at=float(k)) for k, y in pairs]
     return found
 
 
@@ -207,7 +207,7 @@ FIGURE = Figure(
     name="gap-loss",
     title="Changes of the mean loss as samples are added, digits",
     question="Does L_{k+b} - L_k fall as 1/k because of the network, and what sets its size?",
-    configuration=Configuration(),
+    configuration=GapLossConfiguration(),
     points=[{"weights": weights} for weights in _WEIGHTS],
     seeds=20,
     quick_seeds=3,

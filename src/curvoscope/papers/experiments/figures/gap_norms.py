@@ -9,7 +9,7 @@ from curvoscope.curvature import hessian
 from curvoscope.estimate import Estimate
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, accuracy, groups_of
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import claim, curve, geometric_mean, mean, select
 
@@ -21,7 +21,7 @@ _OTHERS = ("patches", "norm 1", "feed-forward", "norm 2", "head")
 _PAPER = ("query", "key", "value", "norm 1", "feed-forward")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Spectral norm of each group's diagonal block, of the whole Hessian, and the norms of the weights."""
     assert isinstance(configuration, Digits)
     model = configuration.network(seed)
@@ -35,10 +35,10 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         for name, names in {**{name: group.names for name, group in groups.items()}, _WHOLE: blocks.names}.items():
             norm = H.total.select(names).spectral_norm(tolerance=_TOLERANCE)
             assert isinstance(norm, Estimate)
-            values.append(Value(1, name, "total", float(norm), norm.stderr, "spectral_norm", at))
+            values.append(MeasuredValue(1, name, "total", float(norm), norm.stderr, "spectral_norm", at))
             length = float(blocks.select(*names).gather(weights).norm())
-            values.append(Value(1, name, "total", length, quantity="weight_norm", at=at))
-        values.append(Value(1, _WHOLE, "total", accuracy(model), quantity="accuracy", at=at))
+            values.append(MeasuredValue(1, name, "total", length, quantity="weight_norm", at=at))
+        values.append(MeasuredValue(1, _WHOLE, "total", accuracy(model), quantity="accuracy", at=at))
     return values
 
 

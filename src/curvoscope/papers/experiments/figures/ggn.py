@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from curvoscope.curvature import hessian
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
 from curvoscope.papers.experiments.training import checkpoints
@@ -19,7 +19,7 @@ from curvoscope.papers.tasks import VOCABULARY
 _NETWORKS = ("transformer", "mlp")
 
 
-class Configuration(BaseModel):
+class GaussNewtonConfiguration(BaseModel):
     """`hidden` makes the MLP's parameters as many as the Transformer's, 3900 at d = 16."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,9 +57,9 @@ class MLP(nn.Module):
         return x
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The largest eigenvalues of the Hessian and of the Gauss-Newton matrix, and their ratio, during training."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, GaussNewtonConfiguration)
     c = configuration
     model = GPT2(c.d, seed=seed) if point["network"] == "transformer" else MLP(c.d, c.hidden, seed)
     tokens = tasks.addition(c.sequences, seed=c.data_seed)
@@ -70,7 +70,9 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         total, outer = (_largest(matrix.eigenvalues(1, "LA")) for matrix in (H.total, H.outer))
         numbers = {("total", "largest_eigenvalue"): total, ("outer", "largest_eigenvalue"): outer}
         numbers["outer", "share"] = outer / total
-        values += [Value(1, "all", part, n, quantity=name, at=float(step)) for (part, name), n in numbers.items()]
+        values += [
+            MeasuredValue(1, "all", part, n, quantity=name, at=float(step)) for (part, name), n in numbers.items()
+        ]
     return values
 
 
@@ -109,7 +111,7 @@ FIGURE = Figure(
     name="ggn",
     title="The Gauss-Newton matrix's share of the largest eigenvalue",
     question="How well does the Gauss-Newton matrix match the Hessian's largest eigenvalue?",
-    configuration=Configuration(),
+    configuration=GaussNewtonConfiguration(),
     points=[{"network": network} for network in _NETWORKS],
     seeds=20,
     quick_seeds=3,

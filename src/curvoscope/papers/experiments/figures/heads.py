@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
-from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 
@@ -14,15 +14,15 @@ _HEADS = (1, 2, 4, 8, 16)
 _POINTS = [{"heads": heads} for heads in _HEADS]
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Of the whole Hessian: the share of functional entries that are not zero, and the functional part's norm."""
-    assert isinstance(configuration, Layer)
+    assert isinstance(configuration, PaperLayer)
     H = configuration.hessian(seed, heads=int(point["heads"]))
     functional, outer = H.functional.dense(), H.outer.dense()
     return [
-        Value(1, "all", "functional", float((functional != 0).double().mean()), quantity="nonzero_share"),
-        Value(1, "all", "functional", float(functional.norm())),
-        Value(1, "all", "outer", float(outer.norm())),
+        MeasuredValue(1, "all", "functional", float((functional != 0).double().mean()), quantity="nonzero_share"),
+        MeasuredValue(1, "all", "functional", float(functional.norm())),
+        MeasuredValue(1, "all", "outer", float(outer.norm())),
     ]
 
 
@@ -50,7 +50,7 @@ FIGURE = Figure(
     name="heads",
     title="Heads at a fixed width of 16",
     question="Does the functional part lose weight as the width is cut into more heads?",
-    configuration=Layer(),
+    configuration=PaperLayer(),
     points=_POINTS,
     seeds=20,
     quick_seeds=4,

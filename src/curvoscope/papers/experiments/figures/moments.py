@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.growth import log_grid
-from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 
@@ -15,14 +15,16 @@ _POINTS = [{"scale": scale} for scale in log_grid(-1.0, 8.0, 28)]
 _MOMENTS, _BLOCKS = ("M1", "M2", "M3"), ("Q", "K", "V")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norms of the attention moments over all tokens, and of the diagonal blocks; the rows' mean entropy."""
-    assert isinstance(configuration, Layer)
+    assert isinstance(configuration, PaperLayer)
     layer, X, loss = configuration.parts(seed, logit_scale=float(point["scale"]))
     moments, H = layer.moments(X), layer.hessian(X, loss)
-    values = [Value(1, name, "moment", float(torch.linalg.vector_norm(getattr(moments, name)))) for name in _MOMENTS]
-    values += [Value(1, name, "total", float(H.total[name].frobenius_norm())) for name in _BLOCKS]
-    values.append(Value(1, "A", "moment", float(moments.entropy.mean()), quantity="entropy"))
+    values = [
+        MeasuredValue(1, name, "moment", float(torch.linalg.vector_norm(getattr(moments, name)))) for name in _MOMENTS
+    ]
+    values += [MeasuredValue(1, name, "total", float(H.total[name].frobenius_norm())) for name in _BLOCKS]
+    values.append(MeasuredValue(1, "A", "moment", float(moments.entropy.mean()), quantity="entropy"))
     return values
 
 
@@ -56,7 +58,7 @@ FIGURE = Figure(
     name="moments",
     title="From uniform to one-hot attention",
     question="Do the query and key blocks vanish with the central moments of the attention rows?",
-    configuration=Layer(),
+    configuration=PaperLayer(),
     points=_POINTS,
     seeds=20,
     quick_seeds=2,

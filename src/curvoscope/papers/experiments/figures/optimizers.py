@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
-from curvoscope.papers.experiments.optimizer_runs import NORMS, OPTIMIZERS, Configuration, search, train
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.optimizer_runs import NORMS, OPTIMIZERS, OptimizerStudy, search, train
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import by, curve, select
 
-_CONFIGURATION = Configuration()
+_CONFIGURATION = OptimizerStudy()
 _WANTED = 0.99
 
 # The best of the candidates, in the order of OPTIMIZERS: the verdicts check it against the search.
@@ -20,9 +20,9 @@ _TUNED = {"pre": (0.01, 0.1, 0.003, 0.1), "none": (0.03, 0.1, 0.01, 0.1)}
 _TITLES = {"pre": "pre-norm", "none": "no norm"}
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """A run of the study; or one of the search, in which the seed counts the candidates and the networks are others."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, OptimizerStudy)
     optimizer, norm = str(point["optimizer"]), str(point["norm"])
     if point["stage"] == "search":
         return search(configuration, optimizer, norm, configuration.candidates[optimizer][seed])

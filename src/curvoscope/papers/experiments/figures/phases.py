@@ -13,7 +13,7 @@ from curvoscope.curvature import ModelHessian, hessian
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.fits import slope
 from curvoscope.papers.experiments.one_hot import query_bound, row_moments, row_numbers, sharpened, smallest_gap
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
@@ -32,7 +32,7 @@ _CLOSE = 0.01
 _MARGINALS = 100  # steps in which the loss falls because the frequencies of the digits are learned
 
 
-class Configuration(BaseModel):
+class PhasesConfiguration(BaseModel):
     """Measured on `sequences` additions at the steps `checkpoints`, trained on `batch` fresh ones a step.
 
     `sharpness` are the values of βδ of the trained network with its scores times β, see `one_hot.smallest_gap`.
@@ -49,9 +49,9 @@ class Configuration(BaseModel):
     sharpness: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 12.0, 14.0, 16.0, 18.0, 20.0)
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """At each checkpoint (`at`, the step) loss, rows and norms; then the norms with sharpened scores (`at`, βδ)."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, PhasesConfiguration)
     c = configuration
     model = GPT2(c.d, norm=str(point["norm"]), seed=seed)
     tokens = tasks.addition(c.sequences, seed=c.data_seed)
@@ -60,33 +60,33 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     for step in checkpoints(model, c.checkpoints, c.batch, c.rate, seed):
         values += _checkpoint(model, batch, float(step))
     gap = smallest_gap(model, batch[0])
-    values.append(Value(1, "A", "moment", gap, quantity="smallest_gap"))
+    values.append(MeasuredValue(1, "A", "moment", gap, quantity="smallest_gap"))
     for sharpness in c.sharpness:
         with sharpened(model, sharpness / gap):
             norms = _norms(_hessian(model, batch, "*.attn.[QKV]"))
         for (block, part), norm in norms.items():
             # the queries in the key's block are β times as long
             scale = (sharpness / gap) ** 2 if block == "K" else 1.0
-            values.append(Value(1, block, part, norm / scale, quantity="sharpened", at=sharpness))
+            values.append(MeasuredValue(1, block, part, norm / scale, quantity="sharpened", at=sharpness))
     return values
 
 
-def _checkpoint(model: GPT2, batch: tuple[Tensor, Tensor], step: float) -> list[Value]:
+def _checkpoint(model: GPT2, batch: tuple[Tensor, Tensor], step: float) -> list[MeasuredValue]:
     moments, H = row_moments(model, batch[0]), _hessian(model, batch, "*.attn.[QKVO]", "*.mlp.up", "*.mlp.down")
     with torch.no_grad():
         loss = float(model.loss(*batch))
     norms = _norms(H)
-    values = [Value(1, "all", "total", loss, quantity="loss", at=step)]
-    values += [Value(1, "A", "moment", n, quantity=name, at=step) for name, n in row_numbers(moments).items()]
-    values += [Value(1, block, part, norm, at=step) for (block, part), norm in norms.items()]
+    values = [MeasuredValue(1, "all", "total", loss, quantity="loss", at=step)]
+    values += [MeasuredValue(1, "A", "moment", n, quantity=name, at=step) for name, n in row_numbers(moments).items()]
+    values += [MeasuredValue(1, block, part, norm, at=step) for (block, part), norm in norms.items()]
     for group, blocks in {**_GROUPS, "all": _BLOCKS}.items():
         squares = [sum(norms[block, part] ** 2 for block in blocks) for part in _PARTS]
-        values.append(Value(1, group, "functional", squares[1] / sum(squares), quantity="share", at=step))
+        values.append(MeasuredValue(1, group, "functional", squares[1] / sum(squares), quantity="share", at=step))
     query = float(H.total["h.0.attn.Q"].frobenius_norm())
     tightness = query / query_bound(model, *batch, moments)
-    values.append(Value(1, "Q", "total", tightness, quantity="share_of_bound", at=step))
+    values.append(MeasuredValue(1, "Q", "total", tightness, quantity="share_of_bound", at=step))
     ratio = norms["Q", "outer"] / norms["V", "outer"]
-    return [*values, Value(1, "Q", "outer", ratio, quantity="over_value_block", at=step)]
+    return [*values, MeasuredValue(1, "Q", "outer", ratio, quantity="over_value_block", at=step)]
 
 
 def _hessian(model: GPT2, batch: tuple[Tensor, Tensor], *patterns: str) -> ModelHessian:
@@ -209,7 +209,7 @@ FIGURE = Figure(
     name="phases",
     title="Phases of training",
     question="How do block norms, functional share and attention rows change while the network learns to add?",
-    configuration=Configuration(),
+    configuration=PhasesConfiguration(),
     points=_POINTS,
     seeds=20,
     quick_seeds=3,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import grad, jacfwd
 
 from curvoscope.exact import ScalarAttention
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.growth import log_grid
 from curvoscope.papers.experiments.panels import Guide, Panel
 from curvoscope.papers.experiments.summaries import claim, curve, power, select
@@ -17,7 +17,7 @@ _POINTS = [{"norm": norm} for norm in log_grid(0.0, 3.0, 16)]
 _LARGE = 30.0
 
 
-class Configuration(BaseModel):
+class ScalarConfiguration(BaseModel):
     """`tokens` numbers x and targets y from N(0, 1), weights of width k with <w_Q, w_K> = √k s."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,21 +35,21 @@ class Configuration(BaseModel):
         return ScalarAttention(shared + norm * axes[:, 1], shared + norm * axes[:, 2], 1.0), x, y
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Bulk, outliers, and the largest error of the closed form against eigenvalues of the Hessian by autodiff."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, ScalarConfiguration)
     model, x, y = configuration.model(seed, float(point["norm"]))
     spectrum = model.spectrum(x, y)
     numerical = torch.linalg.eigvalsh(_by_autodiff(model, x, y))
     error = float((spectrum.eigenvalues - numerical).abs().max() / numerical.abs().max())
     return [
-        Value(1, "all", "bulk", spectrum.bulk, quantity="eigenvalue"),
+        MeasuredValue(1, "all", "bulk", spectrum.bulk, quantity="eigenvalue"),
         *(
-            Value(1, "all", "outlier", float(value), quantity="eigenvalue", at=float(i))
+            MeasuredValue(1, "all", "outlier", float(value), quantity="eigenvalue", at=float(i))
             for i, value in enumerate(spectrum.outliers)
         ),
-        Value(1, "all", "outlier", float(spectrum.outliers.abs().max()), quantity="largest_outlier"),
-        Value(1, "all", "total", error, quantity="relative_error"),
+        MeasuredValue(1, "all", "outlier", float(spectrum.outliers.abs().max()), quantity="largest_outlier"),
+        MeasuredValue(1, "all", "total", error, quantity="relative_error"),
     ]
 
 
@@ -95,7 +95,7 @@ FIGURE = Figure(
     name="scalar",
     title="The scalar model: bulk and outliers",
     question="How do the bulk and the outliers of the scalar model depend on the norms of w_Q and w_K?",
-    configuration=Configuration(),
+    configuration=ScalarConfiguration(),
     points=_POINTS,
     seeds=20,
     quick_seeds=5,

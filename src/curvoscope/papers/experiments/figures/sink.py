@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvoscope.exact import ScalarAttention
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 from curvoscope.papers.experiments.training import checkpoints
@@ -17,7 +17,7 @@ from curvoscope.papers.networks import GPT2
 _MODELS = ("scalar", "gpt2")
 
 
-class Configuration(BaseModel):
+class SinkConfiguration(BaseModel):
     """`biases` are added to the scores of the first key; the network is trained for `steps` without one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,17 +32,17 @@ class Configuration(BaseModel):
     rate: float = 0.003
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Scalar model: bulk and largest outlier. Network: the extreme eigenvalues of its attention layer's Hessian."""
-    assert isinstance(configuration, Configuration)
+    assert isinstance(configuration, SinkConfiguration)
     found = _scalar(configuration, seed) if point["model"] == "scalar" else _network(configuration, seed)
     values = []
     for bias, numbers in zip(configuration.biases, found, strict=True):
-        values += [Value(1, "all", "total", n, quantity=name, at=bias) for name, n in numbers.items()]
+        values += [MeasuredValue(1, "all", "total", n, quantity=name, at=bias) for name, n in numbers.items()]
     return values
 
 
-def _scalar(configuration: Configuration, seed: int) -> list[dict[str, float]]:
+def _scalar(configuration: SinkConfiguration, seed: int) -> list[dict[str, float]]:
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, configuration.tokens, generator=generator, dtype=torch.float64)
     w_Q, w_K = torch.randn(2, configuration.k, generator=generator, dtype=torch.float64)
@@ -54,7 +54,7 @@ def _scalar(configuration: Configuration, seed: int) -> list[dict[str, float]]:
     return found
 
 
-def _network(configuration: Configuration, seed: int) -> list[dict[str, float]]:
+def _network(configuration: SinkConfiguration, seed: int) -> list[dict[str, float]]:
     c = configuration
     model = GPT2(c.d, seed=seed)
     for _ in checkpoints(model, (c.steps,), c.sequences, c.rate, seed):
@@ -102,7 +102,7 @@ FIGURE = Figure(
     name="sink",
     title="Attention sinks",
     question="Does a bias towards the first token shrink the bulk and stretch the outliers?",
-    configuration=Configuration(),
+    configuration=SinkConfiguration(),
     points=[{"model": model} for model in _MODELS],
     seeds=20,
     quick_seeds=5,

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
-from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, mean, select
 
 _ATTENTION, _BLOCKS = ("softmax", "linear"), ("Q", "K", "V", "O")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norm and extreme eigenvalues of the diagonal blocks; eigenvalues within rounding of zero are zero."""
-    assert isinstance(configuration, Layer)
+    assert isinstance(configuration, PaperLayer)
     H = configuration.hessian(seed, attention=str(point["attention"]))
     values = []
     for name in _BLOCKS:
@@ -28,7 +28,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
             "smallest_eigenvalue": lowest,
             "largest_eigenvalue": float(eigenvalues[-1]),
         }
-        values += [Value(1, name, "total", number, quantity=what) for what, number in numbers.items()]
+        values += [MeasuredValue(1, name, "total", number, quantity=what) for what, number in numbers.items()]
     return values
 
 
@@ -85,7 +85,7 @@ FIGURE = Figure(
     name="softmax",
     title="Diagonal blocks with softmax and without",
     question="Is it the softmax that makes the diagonal blocks indefinite and of different magnitude?",
-    configuration=Layer(),
+    configuration=PaperLayer(),
     points=[{"attention": attention} for attention in _ATTENTION],
     seeds=20,
     quick_seeds=10,

@@ -6,9 +6,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.exact import SelfAttention
-from curvoscope.papers.experiments.figure import Figure, Point, Row, Value, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.growth import log_grid
-from curvoscope.papers.experiments.layer import Layer
+from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Guide, Panel
 from curvoscope.papers.experiments.summaries import by, claim, curve, power, select
 
@@ -20,18 +20,18 @@ _POINTS: list[Point] = [{"attention": attention, "t": t} for attention in _ATTEN
 _WARM = 100.0
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[Value]:
+def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norms of the two parts of the query-key Hessian.
 
     Frozen attention: what the temperature takes from the scores, a mask puts back, so that A is that of t = 1.
     """
-    assert isinstance(configuration, Layer)
+    assert isinstance(configuration, PaperLayer)
     t = float(point["t"])
     layer, X, loss = configuration.parts(seed, logit_scale=_SCALE, temperature=t)
     mask = (1 - 1 / t) * _scores(layer, X) if point["attention"] == "frozen" else None
     H = layer.hessian(X, loss, mask)
     parts = zip(_PARTS, (H.t_outer, H.t_functional), strict=True)
-    return [Value(1, "QK", part, float(matrix.dense().norm())) for part, matrix in parts]
+    return [MeasuredValue(1, "QK", part, float(matrix.dense().norm())) for part, matrix in parts]
 
 
 def _scores(layer: SelfAttention, X: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ FIGURE = Figure(
     name="temperature",
     title="The query-key Hessian and the temperature of the softmax",
     question="How do the two parts of the query-key Hessian, cut at the scores, depend on the temperature?",
-    configuration=Layer(),
+    configuration=PaperLayer(),
     points=_POINTS,
     seeds=20,
     quick_seeds=2,

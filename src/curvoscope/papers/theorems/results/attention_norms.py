@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvoscope.papers.theorems.attention import jacobians, softmax_jacobian
 from curvoscope.papers.theorems.autodiff import hessian, second_derivative
-from curvoscope.papers.theorems.calculus import Matrix, commutation
+from curvoscope.papers.theorems.calculus import RealMatrix, commutation
 from curvoscope.papers.theorems.norm_bounds import (
     SOFTMAX_BEND,
     SOFTMAX_SLOPE,
@@ -32,7 +32,7 @@ from curvoscope.papers.theorems.registry import (
     smallest,
     theorem,
 )
-from curvoscope.papers.theorems.results.instances import NAMES, Draw, Layer, attention_output, layer
+from curvoscope.papers.theorems.results.instances import NAMES, AttentionInstance, Draw, attention_output, layer
 
 SIZES = ((3, 4, 2, 4), (4, 3, 2, 3))
 """(L, d, k, e) with e = d and L ≠ d ≠ k."""
@@ -203,11 +203,11 @@ def theorem_1_with_two_keys(seed: int) -> float:
     return excess(norm(_block(one, loss_hessian(one), "V", "Q")), theorem_1_as_printed(*one.weights, one.Y)[0])
 
 
-def _layers(seed: int) -> list[Layer]:
+def _layers(seed: int) -> list[AttentionInstance]:
     return [layer(seed, *sizes) for sizes in SIZES]
 
 
-def _scaled_layers(seed: int) -> list[Layer]:
+def _scaled_layers(seed: int) -> list[AttentionInstance]:
     """Tiny layers with weights and inputs of many sizes."""
     draw, found = Draw(seed, 22, 1), []
     for _ in range(12):
@@ -215,36 +215,36 @@ def _scaled_layers(seed: int) -> list[Layer]:
         weight, size = 10 ** (0.5 * float(draw.normal(1))), 10 ** (0.4 * float(draw.normal(1)))
         X, Y = size * draw.normal(L, d), draw.normal(L, d)
         W_Q, W_K, W_V = (weight * draw.normal(d, n) for n in (k, k, d))
-        found.append(Layer(X, W_Q, W_K, W_V, Y, 1 / math.sqrt(k)))
+        found.append(AttentionInstance(X, W_Q, W_K, W_V, Y, 1 / math.sqrt(k)))
     return found
 
 
-def _counterexamples(seed: int) -> list[Layer]:
+def _counterexamples(seed: int) -> list[AttentionInstance]:
     return [_small_keys(seed), _two_keys()]
 
 
-def _small_keys(seed: int) -> Layer:
+def _small_keys(seed: int) -> AttentionInstance:
     draw = Draw(seed, 22, 2)
     X, Y = draw.normal(4, 3), draw.normal(4, 3)
     W_Q, W_K, W_V = 700 * draw.normal(3, 2), 7e-7 * draw.normal(3, 2), 0.7 * draw.normal(3, 3)
-    return Layer(X, W_Q, W_K, W_V, Y, 1 / math.sqrt(2))
+    return AttentionInstance(X, W_Q, W_K, W_V, Y, 1 / math.sqrt(2))
 
 
-def _two_keys() -> Layer:
-    return Layer(*two_dominating_keys(KEYS, 1e8), 1 / math.sqrt(2))
+def _two_keys() -> AttentionInstance:
+    return AttentionInstance(*two_dominating_keys(KEYS, 1e8), 1 / math.sqrt(2))
 
 
-def _printed_excess(one: Layer) -> float:
+def _printed_excess(one: AttentionInstance) -> float:
     return excess(norm(loss_hessian(one)), theorem_1_as_printed(*one.weights, one.Y)[0])
 
 
-def _block(one: Layer, found: Matrix, row: str, column: str) -> Matrix:
+def _block(one: AttentionInstance, found: RealMatrix, row: str, column: str) -> RealMatrix:
     """One block of the Hessian over all three weights."""
     sizes = [one.parameters[name].numel() for name in NAMES]
     return found.split(sizes)[NAMES.index(row)].split(sizes, 1)[NAMES.index(column)]
 
 
-def loss_hessian(one: Layer) -> Matrix:
+def loss_hessian(one: AttentionInstance) -> RealMatrix:
     """H over all three weights, by autodiff: of the loss alone, because `reference` also needs ∂²ℓ/∂F²."""
     shapes = [weight.shape for weight in one.parameters.values()]
 
@@ -267,5 +267,5 @@ def _rows(seed: int) -> list[Tensor]:
     ]
 
 
-def _second(one: Layer, row: str, column: str) -> Tensor:
+def _second(one: AttentionInstance, row: str, column: str) -> Tensor:
     return second_derivative(one.output_of, one.parameters, row, column)

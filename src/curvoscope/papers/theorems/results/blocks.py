@@ -26,8 +26,8 @@ from curvoscope.papers.theorems.registry import (
 )
 from curvoscope.papers.theorems.results.instances import (
     ALL_PAIRS,
+    AttentionInstance,
     Draw,
-    Layer,
     attention_output,
     cross_entropy,
     rectangular_layers,
@@ -182,12 +182,12 @@ def value_functional_block(seed: int) -> Errors:
     )
 
 
-def _outer_errors(layer: Layer, pairs: tuple[tuple[str, str], ...]) -> float:
+def _outer_errors(layer: AttentionInstance, pairs: tuple[tuple[str, str], ...]) -> float:
     blocks = outer_blocks(*layer.weights)
     return largest(relative_error(blocks[pair], layer.reference.outer[pair]) for pair in pairs)
 
 
-def _functional_errors(layer: Layer, pairs: tuple[tuple[str, str], ...]) -> float:
+def _functional_errors(layer: AttentionInstance, pairs: tuple[tuple[str, str], ...]) -> float:
     blocks = functional_blocks(*layer.weights, layer.Y)
     return largest(
         relative_error(blocks[pair], layer.reference.functional[pair], layer.reference.hessian[pair])

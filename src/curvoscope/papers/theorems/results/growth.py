@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from curvoscope.papers.theorems.autodiff import Derivatives, Parameters, differentiate, mean_square
+from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, differentiate, mean_square
 from curvoscope.papers.theorems.growth import DEGREES, Scales, norm, slope
 from curvoscope.papers.theorems.registry import PAPER, Errors, largest, relative_error, relative_size, smallest, theorem
 from curvoscope.papers.theorems.results.instances import (
+    AttentionInstance,
     Draw,
-    Layer,
     attention_output,
     cross_entropy,
     draw_layer,
@@ -158,7 +158,7 @@ def pre_layer_norm(seed: int) -> float:
         return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
 
     def gap(scales: Sequence[float], norm_layer: Callable[[Tensor], Tensor]) -> float:
-        def derivatives(sigma: float) -> Derivatives:
+        def derivatives(sigma: float) -> LossDerivatives:
             X = sigma * layer.X
 
             def network(parameters: Parameters) -> Tensor:
@@ -177,7 +177,7 @@ def pre_layer_norm(seed: int) -> float:
     return largest([gap((200.0, 400.0, 800.0), normalized) / plain, abs(plain - 4) / 4])
 
 
-def _two_layers(X: Tensor, Y: Tensor, weights: dict[str, Tensor]) -> Derivatives:
+def _two_layers(X: Tensor, Y: Tensor, weights: dict[str, Tensor]) -> LossDerivatives:
     """Two softmax layers with skip connections, weights Q1, K1, V1, Q2, K2, V2."""
 
     def network(parameters: Parameters) -> Tensor:
@@ -190,7 +190,7 @@ def _two_layers(X: Tensor, Y: Tensor, weights: dict[str, Tensor]) -> Derivatives
     return differentiate(network, mean_square(Y), weights)
 
 
-def _at_scale(layer: Layer, sigma: float) -> Layer:
+def _at_scale(layer: AttentionInstance, sigma: float) -> AttentionInstance:
     """The layer at the input σX, its weights unchanged: A moves."""
     return replace(layer, X=sigma * layer.X)
 
@@ -201,7 +201,7 @@ def _degree_error(seed: int, part: str) -> float:
     )
 
 
-def _small_scale_error(layer: Layer) -> float:
+def _small_scale_error(layer: AttentionInstance) -> float:
     found = [_at_scale(layer, sigma).graded_blocks for sigma in SMALL]
     return largest(
         abs(slope(SMALL, [norm(blocks[key]) for blocks in found]) - degrees.X) / degrees.X

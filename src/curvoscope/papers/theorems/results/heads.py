@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.papers.theorems.attention import attention_matrix, jacobians
-from curvoscope.papers.theorems.autodiff import Derivatives, Parameters, differentiate, mean_square
+from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, differentiate, mean_square
 from curvoscope.papers.theorems.heads import (
     functional_share,
     heads_output,
@@ -135,7 +135,7 @@ def low_rank_leaves_queries(seed: int) -> float:
     )
 
 
-def _low_rank_heads(X: Tensor, Y: Tensor, weights: dict[str, Tensor], heads: int) -> Derivatives:
+def _low_rank_heads(X: Tensor, Y: Tensor, weights: dict[str, Tensor], heads: int) -> LossDerivatives:
     """Derivatives of Σ_h A^h X W_O^h W_U^h in the weights Q0, K0, O0, U0, Q1, …."""
 
     def network(parameters: Parameters) -> Tensor:
@@ -145,7 +145,7 @@ def _low_rank_heads(X: Tensor, Y: Tensor, weights: dict[str, Tensor], heads: int
     return differentiate(network, mean_square(Y), weights)
 
 
-def _heads(seed: int) -> tuple[Tensor, dict[str, Tensor], Derivatives]:
+def _heads(seed: int) -> tuple[Tensor, dict[str, Tensor], LossDerivatives]:
     """X, the weights Q0, K0, V0, Q1, … and the derivatives of the sum over the heads."""
     draw = Draw(seed, 11, 3)
     X, Y = draw.normal(L, D), draw.normal(L, 5)
@@ -158,7 +158,7 @@ def _heads(seed: int) -> tuple[Tensor, dict[str, Tensor], Derivatives]:
     return X, weights, differentiate(network, mean_square(Y), weights)
 
 
-def _low_rank(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Derivatives]:
+def _low_rank(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, LossDerivatives]:
     """M1, W_O, W_U, Y and the derivatives of M1 W_O W_U."""
     draw = Draw(seed, 11, 4)
     X, W_Q, W_K, Y = draw.normal(4, 3), draw.normal(3, 2), draw.normal(3, 2), draw.normal(4, 5)

@@ -7,8 +7,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from curvoscope.papers.theorems.autodiff import Derivatives, Loss, Parameters, differentiate, mean_square
-from curvoscope.papers.theorems.growth import DEGREES, Part, Scales
+from curvoscope.papers.theorems.autodiff import Loss, LossDerivatives, Parameters, differentiate, mean_square
+from curvoscope.papers.theorems.growth import DEGREES, GrowthKey, Scales
 from curvoscope.papers.theorems.registry import largest, relative_error
 
 NAMES = ("Q", "K", "V")
@@ -43,7 +43,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionInstance:
     """F = softmax(s X W_Q W_Kᵀ Xᵀ + bias) X W_V under `criterion`, by default the square loss against Y."""
 
     X: Tensor
@@ -93,12 +93,12 @@ class Layer:
         return self.attention_of(self.logits_of(parameters)) @ self.X @ parameters["V"]
 
     @cached_property
-    def reference(self) -> Derivatives:
+    def reference(self) -> LossDerivatives:
         """Derivatives in W_Q, W_K, W_V, split at F."""
         return differentiate(self.output_of, self.loss, self.parameters)
 
     @cached_property
-    def logit_reference(self) -> Derivatives:
+    def logit_reference(self) -> LossDerivatives:
         """Derivatives in W_Q, W_K, split at T: the T-outer and T-functional parts of Remark D.1."""
         return differentiate(
             self.logits_of,
@@ -107,7 +107,7 @@ class Layer:
         )
 
     @cached_property
-    def graded_blocks(self) -> dict[Part, Tensor]:
+    def graded_blocks(self) -> dict[GrowthKey, Tensor]:
         """The blocks of `DEGREES`, H_f(Q, K) cut into its two summands."""
         coupling = self.logit_reference.functional["Q", "K"]
         parts = {"outer": self.reference.outer, "functional": self.reference.functional}
@@ -116,7 +116,7 @@ class Layer:
         blocks["logit", "Q", "K"] = coupling
         return blocks
 
-    def scaled(self, scales: Scales) -> "Layer":
+    def scaled(self, scales: Scales) -> "AttentionInstance":
         """The layer with X and the weights multiplied, A and the residual F − Y unchanged."""
         X, W_V = scales.X * self.X, scales.V * self.W_V
         residual = self.A @ self.X @ self.W_V - self.Y
@@ -140,26 +140,26 @@ class Layer:
         )
 
 
-def draw_layer(seed: int, L: int, d: int, k: int, e: int, std: float = 0.7) -> Layer:
+def draw_layer(seed: int, L: int, d: int, k: int, e: int, std: float = 0.7) -> AttentionInstance:
     """X and Y with standard normal entries, weights with standard deviation `std`, s = 1/√k."""
     draw = Draw(seed, L, d, k, e)
     X, Y = draw.normal(L, d), draw.normal(L, e)
     W_Q, W_K, W_V = std * draw.normal(d, k), std * draw.normal(d, k), std * draw.normal(d, e)
-    return Layer(X, W_Q, W_K, W_V, Y, 1 / math.sqrt(k))
+    return AttentionInstance(X, W_Q, W_K, W_V, Y, 1 / math.sqrt(k))
 
 
 @lru_cache(maxsize=64)
-def layer(seed: int, L: int, d: int, k: int, e: int) -> Layer:
+def layer(seed: int, L: int, d: int, k: int, e: int) -> AttentionInstance:
     """The shared layer of this seed and size, so that its derivatives are computed once."""
     return draw_layer(seed, L, d, k, e)
 
 
-def square_layers(seed: int) -> list[Layer]:
+def square_layers(seed: int) -> list[AttentionInstance]:
     """Layers with as many outputs as inputs, as in the paper."""
     return [layer(seed, *sizes) for sizes in SQUARE_SIZES]
 
 
-def rectangular_layers(seed: int) -> list[Layer]:
+def rectangular_layers(seed: int) -> list[AttentionInstance]:
     """Layers whose sizes L, d, k and e all differ."""
     return [layer(seed, *sizes) for sizes in RECTANGULAR_SIZES]
 

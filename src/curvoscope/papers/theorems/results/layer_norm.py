@@ -10,7 +10,7 @@ from torch.func import jacfwd, jacrev
 
 from curvoscope.papers.theorems import layer_norm as formulas
 from curvoscope.papers.theorems.autodiff import jacobian
-from curvoscope.papers.theorems.calculus import Matrix, commutation, identity, kron
+from curvoscope.papers.theorems.calculus import RealMatrix, commutation, identity, kron
 from curvoscope.papers.theorems.norm_bounds import norm
 from curvoscope.papers.theorems.post_norm_block import relu_jacobian, row_jacobian, row_second_derivative
 from curvoscope.papers.theorems.registry import (
@@ -228,14 +228,14 @@ def _centred_inputs(seed: int) -> list[Tensor]:
     return [basis.contiguous() for basis in bases]
 
 
-def _second(function: Callable[[Tensor], Tensor], X: Tensor) -> Matrix:
+def _second(function: Callable[[Tensor], Tensor], X: Tensor) -> RealMatrix:
     """∂²/∂X² in the layout of the paper."""
     return jacfwd(jacrev(function))(X).reshape(-1, X.numel())
 
 
-def _scaling(X: Tensor) -> Matrix:
+def _scaling(X: Tensor) -> RealMatrix:
     return jacobian(lambda values: torch.kron(formulas.inverse_deviations(values), identity(X.shape[1])), X)
 
 
-def _mean(X: Tensor) -> Matrix:
+def _mean(X: Tensor) -> RealMatrix:
     return jacobian(lambda values: kron(identity(len(X)), formulas.centred(values).T), X)

@@ -5,8 +5,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvoscope.papers.theorems.attention import Pairs
-from curvoscope.papers.theorems.autodiff import Derivatives, Network, Parameters, differentiate, jacobian, mean_square
+from curvoscope.papers.theorems.attention import BlockPairs
+from curvoscope.papers.theorems.autodiff import (
+    LossDerivatives,
+    NetworkFunction,
+    Parameters,
+    differentiate,
+    jacobian,
+    mean_square,
+)
 from curvoscope.papers.theorems.calculus import identity
 from curvoscope.papers.theorems.growth import norm, slope
 from curvoscope.papers.theorems.linear import (
@@ -29,8 +36,8 @@ from curvoscope.papers.theorems.registry import (
 )
 from curvoscope.papers.theorems.results.instances import (
     ALL_PAIRS,
+    AttentionInstance,
     Draw,
-    Layer,
     draw_layer,
     rectangular_layers,
     square_layers,
@@ -190,7 +197,7 @@ def mlp_depth(seed: int) -> float:
     return largest(errors)
 
 
-def _mlp_hessian(inputs: Tensor, targets: Tensor, weights: dict[str, Tensor]) -> Pairs:
+def _mlp_hessian(inputs: Tensor, targets: Tensor, weights: dict[str, Tensor]) -> BlockPairs:
     """The Hessian of a linear MLP under the mean square loss."""
 
     def network(parameters: Parameters) -> Tensor:
@@ -202,7 +209,7 @@ def _mlp_hessian(inputs: Tensor, targets: Tensor, weights: dict[str, Tensor]) ->
     return differentiate(network, mean_square(targets), weights).hessian
 
 
-def _reference(layer: Layer) -> Derivatives:
+def _reference(layer: AttentionInstance) -> LossDerivatives:
     """Derivatives of linear attention with the layer's weights."""
     return differentiate(
         lambda parameters: linear_attention(layer.X, parameters["Q"], parameters["K"], parameters["V"]),
@@ -211,7 +218,7 @@ def _reference(layer: Layer) -> Derivatives:
     )
 
 
-def _outer_errors(layer: Layer, pairs: tuple[tuple[str, str], ...]) -> float:
+def _outer_errors(layer: AttentionInstance, pairs: tuple[tuple[str, str], ...]) -> float:
     blocks, reference = linear_outer_blocks(*layer.weights), _reference(layer)
     return largest(relative_error(blocks[pair], reference.outer[pair]) for pair in pairs)
 
@@ -233,7 +240,7 @@ def _stack(seed: int, depth: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return X, size * Y, weights
 
 
-def _stack_network(X: Tensor, depth: int, skip: bool) -> Network:
+def _stack_network(X: Tensor, depth: int, skip: bool) -> NetworkFunction:
     def network(parameters: Parameters) -> Tensor:
         layers = [(parameters[f"Q{i}"], parameters[f"K{i}"], parameters[f"V{i}"]) for i in range(1, depth + 1)]
         return linear_stack(X, layers, skip)
@@ -241,11 +248,11 @@ def _stack_network(X: Tensor, depth: int, skip: bool) -> Network:
     return network
 
 
-def _contracted(X: Tensor, gradient: Tensor, weights: dict[str, Tensor], depth: int) -> Pairs:
+def _contracted(X: Tensor, gradient: Tensor, weights: dict[str, Tensor], depth: int) -> BlockPairs:
     """H_f of a stack at a given loss gradient G: the Hessian of ⟨G, F⟩."""
     network = _stack_network(X, depth, skip=False)
     return differentiate(network, lambda output: (gradient * output).sum(), weights).hessian
 
 
-def _stack_reference(X: Tensor, Y: Tensor, weights: dict[str, Tensor], depth: int, skip: bool) -> Derivatives:
+def _stack_reference(X: Tensor, Y: Tensor, weights: dict[str, Tensor], depth: int, skip: bool) -> LossDerivatives:
     return differentiate(_stack_network(X, depth, skip), mean_square(Y), weights)

@@ -5,14 +5,14 @@ from functools import lru_cache, partial
 import torch
 
 from curvoscope.papers.theorems.autodiff import (
-    Derivatives,
-    Network,
+    LossDerivatives,
+    NetworkFunction,
     differentiate,
     jacobian,
     mean_square,
     second_derivative,
 )
-from curvoscope.papers.theorems.calculus import Matrix, identity, kron
+from curvoscope.papers.theorems.calculus import RealMatrix, identity, kron
 from curvoscope.papers.theorems.post_norm_block import (
     ATTENTION,
     NAMES,
@@ -213,7 +213,7 @@ def draw_block(seed: int, L: int, d: int, k: int, f: int, std: float = 0.7, size
     return PostNormBlock(X, {name: std * draw.normal(*shape) for name, shape in shapes.items()}, target)
 
 
-def loss_reference(block: PostNormBlock) -> Derivatives:
+def loss_reference(block: PostNormBlock) -> LossDerivatives:
     """Derivatives of the square loss in all five weights."""
     return differentiate(block.output_of, mean_square(block.target), block.weights)
 
@@ -224,16 +224,16 @@ def _block(seed: int) -> PostNormBlock:
 
 
 @lru_cache(maxsize=8)
-def _reference(seed: int) -> Derivatives:
+def _reference(seed: int) -> LossDerivatives:
     return loss_reference(_block(seed))
 
 
-def _first(function: Network, block: PostNormBlock, name: str) -> Matrix:
+def _first(function: NetworkFunction, block: PostNormBlock, name: str) -> RealMatrix:
     return jacobian(lambda weight: function({**block.weights, name: weight}), block.weights[name])
 
 
 @lru_cache(maxsize=128)
-def _second(seed: int, row: str, column: str, which: str) -> Matrix:
+def _second(seed: int, row: str, column: str, which: str) -> RealMatrix:
     """∂²S or ∂²Z/∂W_row∂W_column, kept because several results ask for the same block."""
     block = _block(seed)
     return second_derivative(block.sum_of if which == "S" else block.output_of, block.weights, row, column)

@@ -28,8 +28,8 @@ from curvoscope.papers.theorems.registry import (
     theorem,
 )
 from curvoscope.papers.theorems.results.instances import (
+    AttentionInstance,
     Draw,
-    Layer,
     draw_layer,
     rectangular_layers,
     square_layers,
@@ -162,18 +162,18 @@ def rank_of_layout(seed: int) -> Errors:
     return Errors(largest(errors), smallest(printed))
 
 
-def coupling(layer: Layer) -> Tensor:
+def coupling(layer: AttentionInstance) -> Tensor:
     """B = XᵀPX."""
     return layer.X.T @ logit_gradient(layer) @ layer.X
 
 
-def logit_gradient(layer: Layer) -> Tensor:
+def logit_gradient(layer: AttentionInstance) -> Tensor:
     """P = ∂ℓ/∂T: P_ij = A_ij (u_ij − Σ_l A_il u_il), u = G Vᵀ, G = ∂ℓ/∂F."""
     u = layer.reference.loss_gradient @ (layer.X @ layer.W_V).T
     return layer.A * (u - (layer.A * u).sum(dim=1, keepdim=True))
 
 
-def _reference_split(layer: Layer) -> LogitSplit:
+def _reference_split(layer: AttentionInstance) -> LogitSplit:
     """The Gauss-Newton split at T by automatic differentiation, in the order [W_Q; W_K]."""
     reference = layer.logit_reference
     return LogitSplit(assemble(reference.outer, ("Q", "K")), assemble(reference.functional, ("Q", "K")))
@@ -185,14 +185,14 @@ def _product_jacobian(W_Q: Tensor, W_K: Tensor) -> Tensor:
     return torch.cat([query, key], dim=1)
 
 
-def _single_matrix(layer: Layer) -> Tensor:
+def _single_matrix(layer: AttentionInstance) -> Tensor:
     return layer.s * layer.W_Q @ layer.W_K.T
 
 
-def _single_matrix_output(layer: Layer, W_QK: Tensor) -> Tensor:
+def _single_matrix_output(layer: AttentionInstance, W_QK: Tensor) -> Tensor:
     return torch.softmax(layer.X @ W_QK @ layer.X.T, dim=-1) @ layer.X @ layer.W_V
 
 
-def single_matrix_reference(layer: Layer) -> Tensor:
+def single_matrix_reference(layer: AttentionInstance) -> Tensor:
     """H(W_QK, W_QK) at W_QK = s W_Q W_Kᵀ by automatic differentiation."""
     return hessian(lambda weight: layer.loss(_single_matrix_output(layer, weight)), _single_matrix(layer))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.papers.theorems.autodiff import (
-    Derivatives,
+    LossDerivatives,
     Parameters,
     differentiate,
     hessian,
@@ -28,8 +28,8 @@ from curvoscope.papers.theorems.registry import (
 from curvoscope.papers.theorems.results.instances import (
     ALL_PAIRS,
     NAMES,
+    AttentionInstance,
     Draw,
-    Layer,
     rectangular_layers,
     square_layers,
 )
@@ -143,18 +143,18 @@ def value_block_is_linear_layer(seed: int) -> float:
     return largest(errors)
 
 
-def _entry_hessian(layer: Layer, entry: int) -> Tensor:
+def _entry_hessian(layer: AttentionInstance, entry: int) -> Tensor:
     """The Hessian of one entry of F in W_Q."""
     return hessian(lambda weight: layer.output_of({**layer.parameters, "Q": weight}).reshape(-1)[entry], layer.W_Q)
 
 
-def _linear_layer_hessian(layer: Layer) -> Tensor:
+def _linear_layer_hessian(layer: AttentionInstance) -> Tensor:
     """The Hessian in W_V of the linear model M1 W_V."""
     M1 = layer.A @ layer.X
     return hessian(lambda weight: layer.loss(M1 @ weight), layer.W_V)
 
 
-def _second(layer: Layer, row: str, column: str) -> Tensor:
+def _second(layer: AttentionInstance, row: str, column: str) -> Tensor:
     """∂²F/∂W_row∂W_column by differentiating the Jacobian."""
     return second_derivative(layer.output_of, layer.parameters, row, column)
 
@@ -166,7 +166,7 @@ def _mlp(seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
     return weights, draw.normal(MLP_WIDTHS[0], 6), draw.normal(MLP_WIDTHS[-1], 6)
 
 
-def _mlp_reference(weights: list[Tensor], inputs: Tensor, targets: Tensor, factor: float) -> Derivatives:
+def _mlp_reference(weights: list[Tensor], inputs: Tensor, targets: Tensor, factor: float) -> LossDerivatives:
     """Derivatives of F(x) = W^D … W¹ x under `factor` times the mean square loss."""
 
     def network(parameters: Parameters) -> Tensor:

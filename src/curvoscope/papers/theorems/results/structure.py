@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvoscope.papers.theorems.autodiff import Derivatives, Parameters, differentiate
+from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, differentiate
 from curvoscope.papers.theorems.calculus import assemble, kron, rank, vec
 from curvoscope.papers.theorems.query_key import paper_rank_bound, visible_keys_rank_bound
 from curvoscope.papers.theorems.registry import OWN, Errors, largest, relative_error, relative_size, smallest, theorem
 from curvoscope.papers.theorems.results.instances import (
     NAMES,
+    AttentionInstance,
     Draw,
-    Layer,
     attention_output,
     cross_entropy,
     draw_layer,
@@ -118,7 +118,7 @@ def single_matrix_index_form(seed: int) -> float:
     )
 
 
-def _single_matrix_by_index(layer: Layer) -> Tensor:
+def _single_matrix_by_index(layer: AttentionInstance) -> Tensor:
     """Y_i = Σ_j P_ij x̃_j x̃_jᵀ is the third central moment contracted with the gradient, P = ∂ℓ/∂T."""
     A, X, W_V = layer.A, layer.X, layer.W_V
     deviations = X[None, :, :] - (A @ X)[:, None, :]
@@ -129,7 +129,7 @@ def _single_matrix_by_index(layer: Layer) -> Tensor:
     return torch.einsum("ia,ic,ibd->abcd", X, X, inner).reshape(d * d, d * d)
 
 
-def _with_output_weight(seed: int) -> tuple[dict[str, Tensor], Derivatives]:
+def _with_output_weight(seed: int) -> tuple[dict[str, Tensor], LossDerivatives]:
     """A head with output weights under the cross-entropy: L = 5, d = 4, k = 3, e = 2, m = 6."""
     draw = Draw(seed, 53)
     X = draw.normal(5, 4)
@@ -145,7 +145,7 @@ def _with_output_weight(seed: int) -> tuple[dict[str, Tensor], Derivatives]:
 
 def _product_error(
     weights: dict[str, Tensor],
-    reference: Derivatives,
+    reference: LossDerivatives,
     direction: dict[str, Tensor],
     expected: dict[str, Tensor],
 ) -> float:
@@ -155,7 +155,7 @@ def _product_error(
     return relative_error(assemble(reference.hessian, weights) @ flat, target)
 
 
-def _wide_keys(seed: int) -> list[Layer]:
+def _wide_keys(seed: int) -> list[AttentionInstance]:
     """Layers with k + 1 > 2d; L, d, k, e all different."""
     return [draw_layer(seed, L, d, k, e) for L, d, k, e in ((5, 1, 4, 2), (4, 2, 6, 3), (5, 3, 8, 2))]
 

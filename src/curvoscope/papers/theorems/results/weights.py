@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from curvoscope.papers.theorems.calculus import Matrix, assemble
+from curvoscope.papers.theorems.calculus import RealMatrix, assemble
 from curvoscope.papers.theorems.growth import DEGREES, Scales, norm, slope
 from curvoscope.papers.theorems.registry import (
     PAPER,
@@ -16,7 +16,7 @@ from curvoscope.papers.theorems.registry import (
     theorem,
 )
 from curvoscope.papers.theorems.results.growth import SLOPE
-from curvoscope.papers.theorems.results.instances import Layer, draw_layer, rectangular_layers
+from curvoscope.papers.theorems.results.instances import AttentionInstance, draw_layer, rectangular_layers
 
 
 @theorem("Section 3.3, weights", PAPER, note="W_K → tW_K, W_Q → W_Q/t leaves A and F alone")
@@ -105,7 +105,7 @@ def low_temperature(seed: int) -> Errors:
     return Errors(abs(ratio + 1), abs(outer + 2) / 2)
 
 
-def _logit_parts(layer: Layer, t: float) -> tuple[Matrix, Matrix]:
+def _logit_parts(layer: AttentionInstance, t: float) -> tuple[RealMatrix, RealMatrix]:
     """T-outer and T-functional part over [W_Q; W_K] at temperature t, the weights unchanged."""
     reference = replace(layer, s=layer.s / t).logit_reference
     return assemble(reference.outer, ("Q", "K")), assemble(reference.functional, ("Q", "K"))
