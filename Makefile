@@ -1,4 +1,4 @@
-# `make demo` and `make test` each do all their set-up. Every install goes through constraints.txt.
+# Every target does its own set-up. Every install goes through constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,39 +17,62 @@ COMPATIBLE := MKL_CBWR=COMPATIBLE
 ORDER ?= 1
 SHUFFLED = --random-order-bucket=module --random-order-seed=$(ORDER)
 
-.PHONY: demo test test-slow test-other-cpu test-portable fuzz lint bench docs clean
+# What the tests of the pages drive, and which of them are skipped without it.
+CHROMIUM = command -v chromium >/dev/null || command -v chromium-browser >/dev/null
+AXE := $(VENV)/node_modules/axe-core/axe.min.js
+MATHJAX := $(VENV)/share/mathjax/node_modules/mathjax/es5/tex-svg-full.js
+define SAY_WHAT_IS_SKIPPED
+@{ $(CHROMIUM); } || echo "Skipped without Chromium: all tests in a browser (tests/report, tests/explorer, tests/docs/test_site.py)"
+@test -f $(AXE) || echo "Skipped without axe-core (npm): the accessibility tests (tests/report, tests/explorer)"
+@test -f $(MATHJAX) || echo "Skipped without MathJax (npm): the tests of the built site (tests/docs/test_site.py, in make test-slow)"
+endef
+
+.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench docs build test-wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
 	$(BIN)/curvoscope analyze --out demo
 
 test: $(VENV)/dev $(VENV)/browser
+	$(SAY_WHAT_IS_SKIPPED)
 	OMP_NUM_THREADS=$(THREADS) $(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/dev $(VENV)/browser
+	$(SAY_WHAT_IS_SKIPPED)
 	OMP_NUM_THREADS=$(THREADS) $(PYTEST) -m slow
 
 # `make test` on the CPU that differs most from a new one, in another order.
 test-other-cpu: $(VENV)/dev $(VENV)/browser
+	$(SAY_WHAT_IS_SKIPPED)
 	$(SSE) OMP_NUM_THREADS=$(THREADS) $(PYTEST) $(SHUFFLED) -m "not slow"
 
 # All tests on every kind of CPU, with one and with two threads, in another order: some hours. ORDER=7 for a seventh one.
 test-portable: $(VENV)/dev $(VENV)/browser
+	$(SAY_WHAT_IS_SKIPPED)
 	for threads in 1 2; do for cpu in "$(SSE)" "$(AVX2)" "$(COMPATIBLE)"; do \
 	    echo "$$cpu, $$threads threads" && env $$cpu OMP_NUM_THREADS=$$threads $(PYTEST) $(SHUFFLED) || exit 1; \
 	done; done
+
+# `make test`, then the lines and branches that it did not run, per file. Processes that the tests start are not counted.
+coverage: $(VENV)/dev $(VENV)/browser
+	$(SAY_WHAT_IS_SKIPPED)
+	OMP_NUM_THREADS=$(THREADS) $(PYTEST) -m "not slow" --cov --cov-report=term-missing
 
 # Ten minutes of fresh examples against autodiff; prints how many, and the seed that repeats a failure.
 fuzz: $(VENV)/dev
 	FUZZ_MINUTES=$${FUZZ_MINUTES:-10} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
 
-lint: $(VENV)/dev
+lint: style types
+
+style: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --recursive -ll src
 	-$(BIN)/pip-audit --local --skip-editable --progress-spinner off # its data may be out of reach: it says what it skipped
+
+types: $(VENV)/dev
+	$(BIN)/mypy
 
 bench: $(VENV)/dev $(VENV)/browser
 	$(BIN)/python -m benchmarks > benchmarks/results.json
@@ -58,6 +81,18 @@ bench: $(VENV)/dev $(VENV)/browser
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -E -q -b html docs docs/_build/html
+
+# The wheel is built from the sdist, so that both are complete.
+build: $(VENV)/ready
+	$(PIP_INSTALL) build
+	rm -rf dist
+	$(BIN)/python -m build --dependency-constraints-txt constraints.txt --outdir dist
+
+# The wheel in an environment of its own, run from a folder that does not hold the sources.
+test-wheel: build
+	rm -rf build/wheel && $(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt dist/*.whl
+	cd build/wheel && bin/curvoscope --version && bin/curvoscope --help >/dev/null && bin/curvoscope analyze --out report
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -71,11 +106,12 @@ $(VENV)/dev: $(VENV)/ready benchmarks/peers.txt
 	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 
-# What the tests of the pages drive: Debian's Chromium, axe-core, MathJax. Without them those tests are skipped, and say so.
+# Chromium, axe-core and MathJax. apt-get is called only if there is no Chromium, and only for root.
 $(VENV)/browser: $(VENV)/ready
-	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -qq -y chromium >/dev/null) || true
-	npm install --silent --no-save --prefix $(VENV) axe-core@4.14.0 || true
-	-$(MAKE) --no-print-directory $(VENV)/mathjax
+	@{ $(CHROMIUM); } || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
+	    { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; } || true
+	@test -f $(AXE) || npm install --silent --no-save --prefix $(VENV) axe-core@4.14.0 || true
+	-@test -f $(MATHJAX) || $(MAKE) --no-print-directory $(VENV)/mathjax
 	@touch $@
 
 # In a folder of its own: npm would remove what else it has put in $(VENV).
@@ -84,4 +120,4 @@ $(VENV)/mathjax: $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo build dist docs/_build docs/gallery src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo build dist docs/_build docs/gallery src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
