@@ -122,7 +122,7 @@ def test_training_goes_on_with_a_store_that_is_closed(tmp_path):
 
 KILLED = """
 import os, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/support"]
 from pathlib import Path
 from training.test_runs import monitor
 from curvoscope.training import RunStore
@@ -136,7 +136,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path):
     path = tmp_path / "s"
-    tests = str(Path(__file__).parents[1] / "support")
+    tests = str(Path(__file__).parents[1])
     found = subprocess.run([sys.executable, "-c", KILLED.format(tests=tests, path=str(path))], capture_output=True)
     assert found.returncode == -signal.SIGKILL
     with RunStore(path) as store:

@@ -101,7 +101,7 @@ def test_the_verdicts_count_runs_on_the_wrong_side(found):
     count = next(v for s, v in right.items() if "random start: runs" in s)
     assert count.fitted == 0 and f"of {len(c.factors)}" in count.statement
     wrong = [
-        Row(r.point, 0, divergence.Value(1, "all", "random", 0.5, quantity="growth", at=1.02))
+        Row(r.point, 0, divergence.MeasuredValue(1, "all", "random", 0.5, quantity="growth", at=1.02))
         if r.found.part == "random" and r.found.quantity == "growth" and r.found.at == 1.02
         else r
         for r in rows

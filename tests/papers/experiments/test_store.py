@@ -152,13 +152,13 @@ FULL = """
 import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from curvoscope.papers.experiments import Store, StoreError, Value
+from curvoscope.papers.experiments import MeasuredValue, Store, StoreError
 from curvoscope.versions import versions
 from toy_experiment import toy
 with Store(Path({path!r})) as store:
     try:
         for seed in range(100000):
-            store.add(toy(), {{"sigma": 0.0}}, seed, [Value(1, "Q", "outer", float(seed))])
+            store.add(toy(), {{"sigma": 0.0}}, seed, [MeasuredValue(1, "Q", "outer", float(seed))])
     except StoreError as error:
         print(seed, error)
 """
