@@ -12,6 +12,7 @@ from curvoscope.estimate import DiagonalEstimate, Estimate
 from curvoscope.losses import cross_entropy as closed_form
 from curvoscope.losses.objectives import MeanSquaredError, objective_of
 from curvoscope.operators import BlockHessian, LinearOperator
+from matrices import within
 from reference import normal, relative
 
 
@@ -211,7 +212,7 @@ class TestAnswers:
     def test_dense_within_the_memory(self):
         H = hessian(MLP(), nn.MSELoss(), [points()])
         with pytest.raises(MemoryLimitError, match="26 x 26"):
-            H.dense(memory_limit=100)
+            within(100, H.dense)
         assert H.dense().shape == H.shape == (26, 26)
 
     def test_to_scipy_and_algebra(self):

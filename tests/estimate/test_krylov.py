@@ -5,7 +5,7 @@ import torch
 
 from curvoscope.errors import MemoryLimitError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import lanczos
-from matrices import SPECTRA, Dense, decaying, flat, outliers, rotated
+from matrices import SPECTRA, Dense, decaying, flat, outliers, rotated, within
 from reference import normal
 
 WHICH = ("LM", "LA", "SA")
@@ -91,7 +91,7 @@ class TestOrthogonality:
 
     def test_single_precision_basis(self):
         operator = Dense(rotated(outliers(500)).float())
-        found = lanczos(operator, 1, memory_limit=500 * 4 * 30)
+        found = within(500 * 4 * 30, lanczos, operator, 1)
         assert found.orthogonality < 1e-5
         assert abs(found[0].value - 20) < 1e-3
 
@@ -139,7 +139,7 @@ class TestRestarts:
     def test_little_memory(self, k, which):
         eigenvalues = torch.linspace(-1, 2, 300).double()
         operator = Dense(rotated(eigenvalues))
-        found = lanczos(operator, k, which, memory_limit=8 * 300 * (12 * k + 12))
+        found = within(8 * 300 * (12 * k + 12), lanczos, operator, k, which)
         assert all(found.converged)
         assert torch.allclose(found.tensor(), _wanted(eigenvalues, k, which), atol=1e-5)
         assert found.orthogonality < 1e-12
@@ -148,12 +148,12 @@ class TestRestarts:
     def test_budget_that_ends_in_a_restart(self):
         eigenvalues = flat(300)
         for matvecs in range(20, 40):
-            found = lanczos(Dense(rotated(eigenvalues)), 1, "LA", matvecs=matvecs, memory_limit=8 * 300 * 24)
+            found = within(8 * 300 * 24, lanczos, Dense(rotated(eigenvalues)), 1, "LA", matvecs=matvecs)
             assert float((eigenvalues - found[0].value).abs().min()) <= found[0].stderr + 1e-12
 
     def test_too_little_memory(self):
         with pytest.raises(MemoryLimitError, match=r"memory_limit: a basis of 5 vectors of length 300 needs"):
-            lanczos(Dense(rotated(flat(300))), memory_limit=8 * 300 * 5)
+            within(8 * 300 * 7, lanczos, Dense(rotated(flat(300))))
 
 
 class TestWarmStart:

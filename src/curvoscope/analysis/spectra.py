@@ -73,7 +73,7 @@ def spectra(H: ModelHessian, matvecs: int, seed: int = 0) -> Iterator[BlockSpect
 def whole_spectrum(H: ModelHessian, matvecs: int, seed: int = 0) -> BlockSpectrum | None:
     """The spectrum of the total over all blocks of `H`; None where not even short Lanczos runs fit in memory."""
     size = H.shape[0]
-    room = checks.memory_budget(None) // (H.total.dtype.itemsize * size) - _BESIDE
+    room = checks.memory_budget() // (H.total.dtype.itemsize * size) - _BESIDE
     if room < min(size, _LEAST_STEPS):
         return None
     steps = min(room, matvecs // 4) if room < 64 else None

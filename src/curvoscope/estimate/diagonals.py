@@ -31,7 +31,7 @@ def diagonal(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> DiagonalEstimate:
     """The diagonal (n,) of a square operator, unbiased, with a standard error for each entry.

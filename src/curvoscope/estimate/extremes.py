@@ -13,6 +13,7 @@ from curvoscope.estimate.krylov import DEFAULT_TOLERANCE, WHICH, Eigenvalues, la
 from curvoscope.estimate.products import Matrix, check_budget, check_symmetric
 from curvoscope.estimate.result import Estimate
 from curvoscope.magnitudes import power_of_two
+from curvoscope.settings import current
 
 METHODS = ("lanczos", "eigsh", "lobpcg")
 _ITERATIONS = 1000
@@ -25,7 +26,7 @@ def eigenvalues(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     start: Tensor | None = None,
     method: str = "lanczos",
     vectors: bool = False,
@@ -65,6 +66,7 @@ def eigenvalues(
     checked = None if matvecs is None else max(2, k, matvecs // 3)
     left = None if matvecs is None or checked is None else matvecs - checked
     counted = _Counted(operator.to_scipy())
+    seed = current().seed if seed is None else seed
     first = _start(start, size, k, seed).astype(counted.dtype)
     if not counted.matmat(first).any():  # a zero matrix, on which neither can start
         found = first

@@ -63,11 +63,10 @@ def lanczos(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     start: Tensor | None = None,
     block: int | None = None,
     vectors: bool = False,
-    memory_limit: int | None = None,
 ) -> Eigenvalues:
     """The k eigenvalues of largest magnitude (LM), largest (LA) or smallest (SA) of a symmetric operator.
 
@@ -90,7 +89,6 @@ def lanczos(
             rule out that an eigenvalue has overtaken takes as many products as without them.
         block: vectors a product; the number of starting vectors, or min(k, 8).
         vectors: whether to return eigenvectors.
-        memory_limit: bytes for the basis.
     """
     check_symmetric(operator, "an eigenvalue")
     size = operator.shape[0]
@@ -104,7 +102,7 @@ def lanczos(
         first, lengths = _first_block(products, probes, start, min(block or min(k, COLUMNS), size))
         check_budget(matvecs, tolerance, least=max(2, -(-k // len(first)) * len(first)))
         rounding = _ROUNDING * products.epsilon
-        run = _Run(products, probes, k, which, first, lengths, matvecs, memory_limit)
+        run = _Run(products, probes, k, which, first, lengths, matvecs)
         run.go(matvecs or MOST, max(rounding, tolerance or (0.0 if matvecs else DEFAULT_TOLERANCE)))
         return run.result(max(rounding, tolerance or DEFAULT_TOLERANCE), vectors)
 
@@ -139,12 +137,11 @@ class _Run:
         first: Tensor,
         lengths: Tensor,
         matvecs: int | None,
-        memory_limit: int | None,
     ) -> None:
         self._products, self._probes, self._k, self._which = products, probes, k, which
         self._size, self._block, self._space = products.size, len(first), products.space
         wanted = min(self._size, matvecs or max(256, 8 * (k + self._block)))
-        self._limit, dtype = self._room(wanted, memory_limit)
+        self._limit, dtype = self._room(wanted)
         rows = self._limit + 2 * self._block
         self._V = torch.empty(rows, self._space.length, dtype=dtype, device=products.device)
         self._H = torch.zeros(rows, rows, dtype=torch.float64, device=products.device)
@@ -157,9 +154,9 @@ class _Run:
         # B V_last = (H V)_last + coupling^T V_new: the rows of V not yet multiplied, against the last that were
         self._coupling = self._H[:0, :0]
 
-    def _room(self, wanted: int, memory_limit: int | None) -> tuple[int, torch.dtype]:
+    def _room(self, wanted: int) -> tuple[int, torch.dtype]:
         """Rows that V may have, and in which precision: float64, unless the operator has less and memory is short."""
-        length, budget = self._space.longest, self._products.budget(memory_limit)
+        length, budget = self._space.longest, self._products.budget()
         beside = 4 * self._block  # new rows, their products and projections
         least = min(self._size, self._k + 2 * self._block + 2)
         short = 8 * length * (4 * least + beside) > budget

@@ -32,7 +32,7 @@ def trace(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> Estimate:
     """The trace of a square operator.
@@ -59,7 +59,7 @@ def squared_frobenius_norm(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> Estimate:
     """|B|_F² = tr B^T B = E |B z|² of an operator of any shape, by the methods of `trace`.
@@ -77,7 +77,7 @@ def frobenius_norm(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> Estimate:
     """|B|_F, the root of `squared_frobenius_norm`, with the standard error of the delta method."""
@@ -100,7 +100,7 @@ class _Question:
         """That of the products: a trace is in units, the trace of B^T B in their squares."""
         return self._products.unit
 
-    def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int) -> Estimate:
+    def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int | None) -> Estimate:
         """The estimate, in units."""
         checks.choice("method", method, METHODS)
         check_budget(matvecs, tolerance)
@@ -120,7 +120,7 @@ class _Question:
             if deflated and budget is not None:
                 checks.fits(
                     8 * _COPIES * self._space.longest * (budget // 2),
-                    self._products.budget(None),
+                    self._products.budget(),
                     f"a sketch of {budget // 2} columns of length {self._space.longest}",
                     "give fewer matvecs, or method='hutchinson', which keeps none",
                 )

@@ -17,6 +17,7 @@ from curvoscope import checks, estimate
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Density, DiagonalEstimate, Eigenvalues, Estimate
 from curvoscope.magnitudes import norm, power_of_two
+from curvoscope.settings import settings
 
 Shape = tuple[int, int]
 Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
@@ -74,21 +75,21 @@ class LinearOperator(ABC):
         step = max(1, min(columns, 2**24 // max(rows, columns)))
         return self.dtype.itemsize * max(2 * step * (rows + columns), rows * columns if self.symmetric else 0)
 
-    def _trace(self, memory_limit: int | None) -> float:
-        return float(self._diagonal(memory_limit).sum())
+    def _trace(self) -> float:
+        return float(self._diagonal().sum())
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return torch.cat([part[start:].diagonal() for start, part in self._columns(memory_limit)])
+    def _diagonal(self) -> Tensor:
+        return torch.cat([part[start:].diagonal() for start, part in self._columns()])
 
-    def _norm(self, memory_limit: int | None) -> float:
-        return math.hypot(*(norm(part) for _, part in self._columns(memory_limit)))
+    def _norm(self) -> float:
+        return math.hypot(*(norm(part) for _, part in self._columns()))
 
-    def _columns(self, memory_limit: int | None) -> Iterator[tuple[int, Tensor]]:
+    def _columns(self) -> Iterator[tuple[int, Tensor]]:
         """The entries, (R, c) from a column on: all of them where they fit, else a few columns at a time."""
         rows, columns = self.shape
-        budget = checks.memory_budget(memory_limit)
+        budget = self._budget()
         if self._bytes(2, budget) <= budget:
-            yield 0, self.dense(memory_limit=budget)
+            yield 0, self.dense()
             return
         for start, stop in checks.chunks(columns, 1, 2 * (rows + columns) * self.dtype.itemsize, budget):
             yield start, self._matmat(self._units(start, stop))
@@ -140,19 +141,19 @@ class LinearOperator(ABC):
     def __sub__(self, other: "LinearOperator") -> "LinearOperator":
         return self + -other
 
-    def dense(self, memory_limit: int | None = None) -> Tensor:
+    def dense(self) -> Tensor:
         """All entries, (R, C)."""
         rows, columns = self.shape
-        room = self._fits(1, memory_limit)
+        room = self._fits(1)
         out = _empty(rows, columns, self.dtype, self.device)
-        with checks.limited(max(1, room)):
+        with settings(memory_limit=max(1, room)):
             self._write(out.view(*self.row_shape, *self.column_shape))
         return checks.finite("dense", out)
 
-    def _fits(self, copies: int, memory_limit: int | None) -> int:
+    def _fits(self, copies: int) -> int:
         """The bytes beside the entries, once it is known that `copies` of them fit, and one with what makes it."""
         rows, columns = self.shape
-        budget = checks.memory_budget(memory_limit)
+        budget = self._budget()
         checks.fits(
             self._bytes(copies, budget),
             budget,
@@ -160,6 +161,10 @@ class LinearOperator(ABC):
             "ask for trace(), diagonal(), frobenius_norm(), eigenvalues(k=...) or products with @ instead",
         )
         return budget - rows * columns * self.dtype.itemsize
+
+    def _budget(self) -> int:
+        """Bytes that an answer may take."""
+        return checks.memory_budget()
 
     def _bytes(self, copies: int, budget: int) -> int:
         """What the entries take while they are made, or `copies` of them, whichever is more."""
@@ -188,81 +193,70 @@ class LinearOperator(ABC):
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
+        seed: int | None = None,
     ) -> float | Estimate:
         """The trace: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
         self._square("trace")
         if matvecs is None and tolerance is None:
-            return _answered("trace", memory_limit, self._trace)
-        with checks.limited(memory_limit):
-            return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+            return _answered("trace", self._trace)
+        return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def diagonal(
         self,
-        memory_limit: int | None = None,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Tensor | DiagonalEstimate:
         """The diagonal, (R,): exact, or a DiagonalEstimate when `matvecs` or `tolerance` ask for one."""
         self._square("diagonal")
         if matvecs is None and tolerance is None:
-            return _answered("diagonal", memory_limit, self._diagonal)
-        with checks.limited(memory_limit):
-            return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+            return _answered("diagonal", self._diagonal)
+        return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def frobenius_norm(
         self,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
+        seed: int | None = None,
     ) -> float | Estimate:
         """The Frobenius norm: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
         if matvecs is None and tolerance is None:
-            return _answered("frobenius_norm", memory_limit, self._norm)
-        with checks.limited(memory_limit):
-            return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+            return _answered("frobenius_norm", self._norm)
+        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def density(
         self,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         steps: int | None = None,
-        memory_limit: int | None = None,
     ) -> Density:
         """The density of the eigenvalues, by stochastic Lanczos quadrature: exact where the budget reaches the size."""
-        return estimate.density(
-            self, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps, memory_limit=memory_limit
-        )
+        return estimate.density(self, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps)
 
     def spectral_norm(
         self,
-        memory_limit: int | None = None,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> float | Estimate:
         """The largest singular value: to machine precision, or an Estimate when `matvecs` or `tolerance` ask for it."""
         if matvecs is None and tolerance is None:
-            return _answered("spectral_norm", memory_limit, self._spectral_norm)
-        return self._lanczos_norm(memory_limit, matvecs, tolerance, seed)
+            return _answered("spectral_norm", self._spectral_norm)
+        return self._lanczos_norm(matvecs, tolerance, seed)
 
     def eigenvalues(
         self,
         k: int | None = None,
         which: str = "LM",
-        memory_limit: int | None = None,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Tensor | Eigenvalues:
         """Eigenvalues in ascending order: all, or the `k` of largest magnitude (LM), largest (LA), smallest (SA).
 
@@ -275,46 +269,40 @@ class LinearOperator(ABC):
             raise RangeError("k", f"got {k}, expected 1 to {self.shape[0]}")
         checks.choice("which", which, ("LM", "LA", "SA"))
         if k is None or (matvecs is None and tolerance is None):
-            return _answered("eigenvalues", memory_limit, lambda limit: self._eigenvalues(k, which, limit))
-        return estimate.lanczos(
-            self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
-        )
+            return _answered("eigenvalues", lambda: self._eigenvalues(k, which))
+        return estimate.lanczos(self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
-    def _spectral_norm(self, memory_limit: int | None) -> float:
+    def _spectral_norm(self) -> float:
         from curvoscope.operators.compositions import Gram
 
         if self.symmetric:
-            return float(self._eigenvalues(1, "LM", memory_limit).abs().max())
+            return float(self._eigenvalues(1, "LM").abs().max())
         if min(self.shape) <= _DENSE_EIGENVALUES:
-            self._fits(_FACTORED, memory_limit)
-            return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
+            self._fits(_FACTORED)
+            return float(torch.linalg.matrix_norm(self.dense(), 2))
         gram = Gram(self)
-        return float(gram._eigenvalues(1, "LM", memory_limit).clamp_min(0).sqrt().max()) * gram.unit
+        return float(gram._eigenvalues(1, "LM").clamp_min(0).sqrt().max()) * gram.unit
 
-    def _lanczos_norm(
-        self, memory_limit: int | None, matvecs: int | None, tolerance: float | None, seed: int
-    ) -> Estimate:
+    def _lanczos_norm(self, matvecs: int | None, tolerance: float | None, seed: int | None) -> Estimate:
         from curvoscope.operators.compositions import Gram
 
         operator = self if self.symmetric else Gram(self)
-        found = estimate.lanczos(
-            operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
-        )[0]
+        found = estimate.lanczos(operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed)[0]
         if isinstance(operator, Gram):
             return found.root().scaled(operator.unit)
         return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
 
-    def _eigenvalues(self, k: int | None, which: str, memory_limit: int | None) -> Tensor:
+    def _eigenvalues(self, k: int | None, which: str) -> Tensor:
         size = self.shape[0]
         if k is None or size <= _DENSE_EIGENVALUES or k >= size - 1 or self._spectrum_is_cheap():
-            values = self._all_eigenvalues(memory_limit)
+            values = self._all_eigenvalues()
             if k is None:
                 return values
             order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
             return values[order[:k]].sort().values
         checks.fits(
             8 * size * (max(2 * k + 1, 20) + _BESIDE),
-            memory_limit,
+            None,
             f"a Lanczos basis for {k} eigenvalues of a block of {size} x {size}",
             "ask for fewer, or for estimates with tolerance=",
         )
@@ -327,17 +315,17 @@ class LinearOperator(ABC):
         found = scipy.sparse.linalg.eigsh(operator * (1 / unit), k, which=which, v0=start, return_eigenvectors=False)
         return torch.as_tensor(np.sort(found), dtype=self.dtype, device=self.device) * unit
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size where possible."""
-        return self._spectral_norm(memory_limit)
+        return self._spectral_norm()
 
     def _spectrum_is_cheap(self) -> bool:
         """Whether all eigenvalues cost less than a Krylov method."""
         return False
 
-    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
-        self._fits(_FACTORED, memory_limit)
-        return torch.linalg.eigvalsh(self.dense(memory_limit=memory_limit))
+    def _all_eigenvalues(self) -> Tensor:
+        self._fits(_FACTORED)
+        return torch.linalg.eigvalsh(self.dense())
 
     def _square(self, question: str) -> None:
         if self.shape[0] != self.shape[1]:
@@ -348,11 +336,10 @@ class LinearOperator(ABC):
         return f"{type(self).__name__}({kind}{self.shape[0]} x {self.shape[1]}, {self.dtype})"
 
 
-def _answered(question: str, memory_limit: int | None, compute: Callable[[int | None], checks.Answer]) -> checks.Answer:
-    """What `compute(memory_limit)` finds, once it is known to be finite; the limit holds for all that it calls."""
+def _answered(question: str, compute: Callable[[], checks.Answer]) -> checks.Answer:
+    """What `compute()` finds, once it is known to be finite."""
     try:
-        with checks.limited(memory_limit):
-            return checks.finite(question, compute(memory_limit))
+        return checks.finite(question, compute())
     except (NonFiniteError, torch.linalg.LinAlgError) as error:  # the latter is what LAPACK says
         raise NonFiniteError(
             question, "the entries overflow; scale the weights and inputs down, or convert them to float64"

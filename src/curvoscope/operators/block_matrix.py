@@ -89,32 +89,32 @@ class Tiles(LinearOperator):
             self.row_shape, self.column_shape, self.rows, self.columns, entries, self.like, symmetric, products
         )
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """The spectral norm of the matrix of the tiles' bounds."""
         bounds = torch.zeros(len(self.rows), len(self.columns), dtype=torch.float64)
         for key, entry in self.entries.items():
-            bounds[key] = entry.norm_bound(memory_limit)
+            bounds[key] = entry.norm_bound()
         return float(torch.linalg.matrix_norm(bounds, 2))
 
-    def _trace(self, memory_limit: int | None) -> float:
+    def _trace(self) -> float:
         if self.rows != self.columns:
-            return super()._trace(memory_limit)
-        return sum(self.entries[i, i]._trace(memory_limit) for i in range(len(self.rows)))
+            return super()._trace()
+        return sum(self.entries[i, i]._trace() for i in range(len(self.rows)))
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
+    def _diagonal(self) -> Tensor:
         if self.rows != self.columns:
-            return super()._diagonal(memory_limit)
+            return super()._diagonal()
         result = torch.empty(self.row_shape, dtype=self.dtype, device=self.device)
         for i, slot in enumerate(self.rows):
             target = slot.of(result)
-            target.copy_(self.entries[i, i]._diagonal(memory_limit).view(target.shape))
+            target.copy_(self.entries[i, i]._diagonal().view(target.shape))
         return result.flatten()
 
-    def _norm(self, memory_limit: int | None) -> float:
+    def _norm(self) -> float:
         if not self.symmetric:
-            return math.hypot(*(entry._norm(memory_limit) for entry in self.entries.values()))
+            return math.hypot(*(entry._norm() for entry in self.entries.values()))
         upper = ((key, entry) for key, entry in self.entries.items() if key[0] <= key[1])
-        return math.hypot(*(_twice(i != j, entry._norm(memory_limit)) for (i, j), entry in upper))
+        return math.hypot(*(_twice(i != j, entry._norm()) for (i, j), entry in upper))
 
 
 class BlockMatrix(LinearOperator):
@@ -199,23 +199,21 @@ class BlockMatrix(LinearOperator):
                 result[self.ranges[column]] += self[column, row]._matmat(columns[self.ranges[row]])
         return result
 
-    def _trace(self, memory_limit: int | None) -> float:
-        return sum(self[name]._trace(memory_limit) for name in self.names)
+    def _trace(self) -> float:
+        return sum(self[name]._trace() for name in self.names)
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return torch.cat([self[name]._diagonal(memory_limit) for name in self.names])
+    def _diagonal(self) -> Tensor:
+        return torch.cat([self[name]._diagonal() for name in self.names])
 
-    def _norm(self, memory_limit: int | None) -> float:
-        return math.hypot(
-            *(_twice(row != column, self[row, column]._norm(memory_limit)) for row, column in self._pairs())
-        )
+    def _norm(self) -> float:
+        return math.hypot(*(_twice(row != column, self[row, column]._norm()) for row, column in self._pairs()))
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """The spectral norm of the matrix of the blocks' bounds."""
         bounds = torch.zeros(len(self.names), len(self.names), dtype=torch.float64)
         for row, column in self._pairs():
             i, j = self.names.index(row), self.names.index(column)
-            bounds[i, j] = bounds[j, i] = self[row, column].norm_bound(memory_limit)
+            bounds[i, j] = bounds[j, i] = self[row, column].norm_bound()
         return float(torch.linalg.matrix_norm(bounds, 2))
 
 
@@ -253,9 +251,9 @@ class BlockHessian:
     def __matmul__(self, vector: Tensor) -> Tensor:
         return self.total @ vector
 
-    def dense(self, memory_limit: int | None = None) -> Tensor:
+    def dense(self) -> Tensor:
         """All entries of the total, in the order of `names`."""
-        return self.total.dense(memory_limit=memory_limit)
+        return self.total.dense()
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {a}x{p}" for name, (a, p) in self.shapes.items())

@@ -26,68 +26,58 @@ class MatrixFree(LinearOperator):
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
+        seed: int | None = None,
     ) -> Estimate:
         """The trace."""
         self._square("trace")
-        with checks.limited(memory_limit):
-            return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def diagonal(
         self,
-        memory_limit: int | None = None,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> DiagonalEstimate:
         """The diagonal, (R,)."""
         self._square("diagonal")
-        with checks.limited(memory_limit):
-            return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def frobenius_norm(
         self,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
+        seed: int | None = None,
     ) -> Estimate:
         """The Frobenius norm."""
-        with checks.limited(memory_limit):
-            return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
     def spectral_norm(
         self,
-        memory_limit: int | None = None,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Estimate:
         """The largest singular value, by Lanczos."""
-        return self._lanczos_norm(memory_limit, matvecs, tolerance, seed)
+        return self._lanczos_norm(matvecs, tolerance, seed)
 
     def eigenvalues(
         self,
         k: int | None = None,
         which: str = "LM",
-        memory_limit: int | None = None,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Tensor | Eigenvalues:
         """The `k` of largest magnitude (LM), largest (LA) or smallest (SA), by Lanczos; all of them from `dense()`."""
         if k is None:
-            return super().eigenvalues(None, which, memory_limit)
+            return super().eigenvalues(None, which)
         self._square("eigenvalues")
-        return estimate.lanczos(
-            self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
-        )
+        return estimate.lanczos(self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed)
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """|B|_2 <= |B|_F: with all products, so for small blocks."""
-        return float(self.dense(memory_limit=memory_limit).norm())
+        return float(self.dense().norm())
