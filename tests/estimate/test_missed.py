@@ -179,4 +179,4 @@ def test_blocks_stay_orthogonal():
         found = lanczos(LowRank(values, 3_000, torch.float64, generator), 3, "LA", seed=seed)
         assert found.orthogonality < 1e-12
         truth = torch.cat([values, torch.zeros(3).double()]).sort().values[-3:]
-        assert torch.allclose(found.tensor(), truth, atol=1e-10)
+        assert torch.allclose(found.value, truth, atol=1e-10)

@@ -101,7 +101,7 @@ def summary(H):
         "norm": torch.tensor(float(H.total.frobenius_norm(matvecs=20))),
         "diagonal": block.diagonal(matvecs=10).value,
         "spectral norm": torch.tensor(float(H.total.spectral_norm())),
-        "eigenvalues": torch.tensor([float(e) for e in H.total.eigenvalues(k=3).values]),
+        "eigenvalues": H.total.eigenvalues(k=3).value.float(),
         "density": H.total.density(matvecs=60, seed=3).nodes,
     }
 

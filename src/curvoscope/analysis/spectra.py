@@ -84,9 +84,7 @@ def _spectrum(
     operator: LinearOperator, name: str, method: str, matvecs: int, seed: int, steps: int | None
 ) -> BlockSpectrum:
     if method == "exact" and operator.shape[0] <= _MOST_EXACT:
-        values = operator.eigenvalues()
-        assert isinstance(values, Tensor)  # no budget was given
-        density = Density.exact(values)
+        density = Density.exact(operator.eigenvalues())
     else:
         density = operator.density(matvecs=matvecs, seed=seed, steps=steps)
     return BlockSpectrum(name, operator.shape[0], method, density, density.log_spectrum())

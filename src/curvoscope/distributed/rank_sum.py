@@ -101,7 +101,7 @@ class RankSum(LinearOperator):
         matvecs: int | None = None,
         tolerance: float | None = None,
         seed: int | None = None,
-    ) -> float | Estimate:
+    ) -> Estimate:
         """Exact, or an Estimate where one is asked for, or where neither the terms of all ranks nor the
         entries fit into memory."""
         asked = matvecs is not None or tolerance is not None

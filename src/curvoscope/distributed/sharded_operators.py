@@ -1,7 +1,7 @@
 """Operators on vectors that are spread over ranks like the parameters of a model, and the space that they live in."""
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import RankError
 from curvoscope.distributed.sharded import Sharded
 from curvoscope.errors import CurvoscopeError, ShapeError
-from curvoscope.estimate import DiagonalEstimate, Eigenvalues, Estimate, lanczos
+from curvoscope.estimate import Estimate, lanczos
 from curvoscope.estimate.space import Space
 from curvoscope.operators.base import LinearOperator, ProductPair
 from curvoscope.operators.matrix_free import MatrixFree
@@ -148,29 +148,12 @@ class SpreadOperator(MatrixFree):
         """Not here."""
         self._refuse("norm_bound")
 
-    def diagonal(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-    ) -> DiagonalEstimate:
+    def diagonal(self, **options: Any) -> NoReturn:
         """Not here."""
         self._refuse("diagonal")
 
-    def eigenvalues(
-        self,
-        k: int | None = None,
-        which: str = "LM",
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-    ) -> Tensor | Eigenvalues:
-        """The `k` of largest magnitude (LM), largest (LA) or smallest (SA), by Lanczos."""
-        if k is None:
-            self._refuse("eigenvalues without k")
-        return super().eigenvalues(k, which, matvecs=matvecs, tolerance=tolerance, seed=seed)
+    def _all_eigenvalues(self) -> NoReturn:
+        self._refuse("eigenvalues without k")
 
     def _refuse(self, question: str) -> NoReturn:
         raise RankError(

@@ -1,7 +1,6 @@
 """Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation done twice, thick restarts and their bounds."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.missed import Projection, Starts
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
-from curvoscope.estimate.result import Estimate
+from curvoscope.estimate.result import EstimatedVector
 
 DEFAULT_TOLERANCE = 1e-6
 WHICH = ("LM", "LA", "SA")
@@ -23,37 +22,34 @@ _RECORDS = 2**26  # bytes of records of restarts, if the basis itself does not t
 _SIGNS = {"LM": (1, -1), "LA": (1,), "SA": (-1,)}
 
 
-@dataclass(frozen=True, eq=False)
-class Eigenvalues:
-    """Eigenvalues in ascending order, each with an error bar: the larger of its residual and of what may be missed.
+class Eigenvalues(EstimatedVector):
+    """Eigenvalues (k,) in ascending order. An error bar is the larger of the residual and of what may be missed.
 
     A symmetric B has an eigenvalue within the residual |B x - θ x| of θ. It need not be the first, second, ... of its
     kind: an eigenvector nearly orthogonal to the random start is seen late. How far out its eigenvalue may be has a
     bound that holds with a given probability (`estimate.missed`): the 95 % interval of a value holds the eigenvalue
     with at least that probability, ten error bars hold it with 99.99 %. For the largest magnitudes (LM) this is said of
     the magnitude. Multiplicities above the number of starting vectors are not seen.
+
+    Attributes:
+        converged: whether each error bar is within the tolerance, or within 1e-6 of the norm if none was given.
+        vectors: unit eigenvectors (n, k), columns in the order of the values, if they were asked for.
+        orthogonality: the largest entry of |V V^T - I| of the Lanczos basis: what is lost to rounding.
+        residuals: |B x - θ x|, not below rounding.
     """
 
-    values: tuple[Estimate, ...]
-    converged: tuple[bool, ...]  # error bar within the tolerance, or within 1e-6 of the norm if none was given
-    vectors: Tensor | None  # (n, k), columns in the order of the values
-    matvecs: int
-    method: str
-    orthogonality: float  # the largest entry of |V V^T - I| of the basis: what is lost to rounding
-    residuals: tuple[float, ...]  # |B x - θ x|, not below rounding
+    converged: tuple[bool, ...]
+    vectors: Tensor | None
+    orthogonality: float
+    residuals: tuple[float, ...]
 
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __iter__(self) -> Iterator[Estimate]:
-        return iter(self.values)
-
-    def __getitem__(self, index: int) -> Estimate:
-        return self.values[index]
-
-    def tensor(self) -> Tensor:
-        """The values alone, (k,) in float64."""
-        return torch.tensor([float(value) for value in self.values], dtype=torch.float64)
+    def __new__(
+        cls, value: Tensor, stderr: Tensor | None = None, matvecs: int = 0, method: str = "exact", **others: Any
+    ) -> "Eigenvalues":
+        """By default those of exact eigenvalues."""
+        count = len(value)
+        exact = {"converged": (True,) * count, "vectors": None, "orthogonality": 0.0, "residuals": (0.0,) * count}
+        return super().__new__(cls, value, stderr, matvecs, method, **exact | others)
 
 
 def lanczos(
@@ -328,12 +324,7 @@ class _Run:
         basis, norm = self._V[: self._done], self._norm(values)
         matvecs, rounding = self._products.matvecs, _ROUNDING * self._products.epsilon * norm
         residuals = self._residuals(projection, wanted).clamp_min(rounding).tolist()
-        estimates = [
-            Estimate(value, max(residual, bar), matvecs, "lanczos")
-            for value, residual, bar in zip(
-                values.tolist(), residuals, self._missed(projection, wanted).tolist(), strict=True
-            )
-        ]
+        stderr = torch.tensor(residuals, dtype=torch.float64).maximum(self._missed(projection, wanted).cpu())
         unit = self._products.unit
         found: Tensor | None = None
         if vectors:
@@ -341,13 +332,14 @@ class _Run:
             found = (turn.T.to(basis.dtype) @ basis).T.to(operator.device, operator.dtype)
         loss = self._space.total(basis @ basis.T) - torch.eye(self._done, dtype=basis.dtype, device=basis.device)
         return Eigenvalues(
-            tuple(estimate.scaled(unit).checked("eigenvalues") for estimate in estimates),
-            tuple(bool(estimate.stderr <= tolerance * norm) for estimate in estimates),
-            found,
+            checks.finite("eigenvalues", values.cpu() * unit),
+            checks.finite("eigenvalues", stderr * unit),
             matvecs,
             "lanczos",
-            float(loss.abs().max()),
-            tuple(residual * unit for residual in residuals),
+            converged=tuple((stderr <= tolerance * norm).tolist()),
+            vectors=found,
+            orthogonality=float(loss.abs().max()),
+            residuals=tuple(residual * unit for residual in residuals),
         )
 
 

@@ -118,7 +118,7 @@ def low_rank(
         raise RangeError("operator", "is not symmetric; only a symmetric one has eigenpairs to keep")
     found = estimate.lanczos(operator, k, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, vectors=True)
     assert found.vectors is not None
-    values = found.tensor().to(operator.dtype).to(operator.device)
+    values = found.value.to(operator.dtype).to(operator.device)
     errors = torch.tensor(found.residuals, dtype=operator.dtype, device=operator.device)
     rest = _Remainder(operator, values, found.vectors)
     remainder = estimate.frobenius_norm(rest, matvecs=samples, seed=seed + 1)

@@ -7,6 +7,7 @@ A block maps the row-major vec of one weight (b, q) to that of another (a, p). I
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Literal, overload
 
 import numpy as np
 import scipy.sparse.linalg
@@ -188,43 +189,62 @@ class LinearOperator(ABC):
             self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=numpy_dtype
         )
 
-    def trace(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-    ) -> float | Estimate:
-        """The trace: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
+    def trace(self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None) -> Estimate:
+        """The trace of a square block, sum_i B_ii: exact, or estimated if `matvecs` or `tolerance` is given.
+
+        Args:
+            matvecs: the budget of matrix-vector products.
+            tolerance: the relative standard error at which to stop.
+            seed: of the random probes; by default that of `cv.settings`.
+
+        Returns:
+            An `Estimate`; `stderr` is 0 if it is exact. A block that is known by its products alone (a model's, if it
+            has no closed form) is always estimated.
+        """
         self._square("trace")
-        if matvecs is None and tolerance is None:
-            return _answered("trace", self._trace)
-        return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        if self._estimated(matvecs, tolerance):
+            return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return Estimate(_answered("trace", self._trace))
 
     def diagonal(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-    ) -> Tensor | DiagonalEstimate:
-        """The diagonal, (R,): exact, or a DiagonalEstimate when `matvecs` or `tolerance` ask for one."""
+        self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None
+    ) -> DiagonalEstimate:
+        """The diagonal (R,) of a square block: exact, or estimated if `matvecs` or `tolerance` is given.
+
+        Args:
+            matvecs: the budget of matrix-vector products.
+            tolerance: the relative standard error of the diagonal as a whole at which to stop.
+            seed: of the random probes; by default that of `cv.settings`.
+
+        Returns:
+            A tensor with `.stderr`, `.exact`, `.matvecs`, `.method` and `.interval()`; its entries are Estimates.
+        """
         self._square("diagonal")
-        if matvecs is None and tolerance is None:
-            return _answered("diagonal", self._diagonal)
-        return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        if self._estimated(matvecs, tolerance):
+            return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return DiagonalEstimate(_answered("diagonal", self._diagonal))
 
     def frobenius_norm(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-    ) -> float | Estimate:
-        """The Frobenius norm: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
-        if matvecs is None and tolerance is None:
-            return _answered("frobenius_norm", self._norm)
-        return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None
+    ) -> Estimate:
+        """The Frobenius norm, sqrt(sum_ij B_ij²): exact, or estimated if `matvecs` or `tolerance` is given.
+
+        Args and returns as for `trace`.
+        """
+        if self._estimated(matvecs, tolerance):
+            return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return Estimate(_answered("frobenius_norm", self._norm))
+
+    def spectral_norm(
+        self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None
+    ) -> Estimate:
+        """The largest singular value: to machine precision, or estimated if `matvecs` or `tolerance` is given.
+
+        Args and returns as for `trace`; the error bar is that of Lanczos.
+        """
+        if self._estimated(matvecs, tolerance):
+            return self._lanczos_norm(matvecs, tolerance, seed)
+        return Estimate(_answered("spectral_norm", self._spectral_norm))
 
     def density(
         self,
@@ -234,20 +254,35 @@ class LinearOperator(ABC):
         seed: int | None = None,
         steps: int | None = None,
     ) -> Density:
-        """The density of the eigenvalues, by stochastic Lanczos quadrature: exact where the budget reaches the size."""
+        """The density of the eigenvalues, by stochastic Lanczos quadrature: exact if the budget reaches the size.
+
+        Args and returns as for `curvoscope.estimate.density`.
+        """
         return estimate.density(self, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps)
 
-    def spectral_norm(
+    @overload
+    def eigenvalues(
         self,
+        k: int | None = None,
+        which: str = "LM",
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
         seed: int | None = None,
-    ) -> float | Estimate:
-        """The largest singular value: to machine precision, or an Estimate when `matvecs` or `tolerance` ask for it."""
-        if matvecs is None and tolerance is None:
-            return _answered("spectral_norm", self._spectral_norm)
-        return self._lanczos_norm(matvecs, tolerance, seed)
+        vectors: Literal[False] = False,
+    ) -> Eigenvalues: ...
+
+    @overload
+    def eigenvalues(
+        self,
+        k: int | None = None,
+        which: str = "LM",
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int | None = None,
+        vectors: Literal[True],
+    ) -> tuple[Eigenvalues, Tensor]: ...
 
     def eigenvalues(
         self,
@@ -257,10 +292,21 @@ class LinearOperator(ABC):
         matvecs: int | None = None,
         tolerance: float | None = None,
         seed: int | None = None,
-    ) -> Tensor | Eigenvalues:
-        """Eigenvalues in ascending order: all, or the `k` of largest magnitude (LM), largest (LA), smallest (SA).
+        vectors: bool = False,
+    ) -> Eigenvalues | tuple[Eigenvalues, Tensor]:
+        """The eigenvalues of a symmetric block, in ascending order: exact, or by Lanczos.
 
-        `matvecs` and `tolerance` ask for the k as Estimates.
+        Args:
+            k: how many; None: all of them, from the entries.
+            which: the k of largest magnitude ("LM"), the largest ("LA") or the smallest ("SA").
+            matvecs: the budget of matrix-vector products of a Lanczos run.
+            tolerance: the error bar, relative to the largest eigenvalue found, at which a Lanczos run stops.
+            seed: of the starting vectors; by default that of `cv.settings`.
+            vectors: whether to return eigenvectors too.
+
+        Returns:
+            A tensor (k,) of Estimates with `.stderr`, `.exact`, `.matvecs`, `.method` and `.interval()`;
+            with `vectors`, the pair of it and the unit eigenvectors (n, k), its columns.
         """
         self._square("eigenvalues")
         if not self.symmetric:
@@ -268,9 +314,18 @@ class LinearOperator(ABC):
         if k is not None and not 1 <= k <= self.shape[0]:
             raise RangeError("k", f"got {k}, expected 1 to {self.shape[0]}")
         checks.choice("which", which, ("LM", "LA", "SA"))
-        if k is None or (matvecs is None and tolerance is None):
-            return _answered("eigenvalues", lambda: self._eigenvalues(k, which))
-        return estimate.lanczos(self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        if k is not None and self._estimated(matvecs, tolerance):
+            found = estimate.lanczos(self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, vectors=vectors)
+        elif vectors:
+            pairs = _answered("eigenvalues", lambda: self._eigenpairs(k, which))
+            found = Eigenvalues(pairs[0], vectors=pairs[1:])
+        else:
+            found = Eigenvalues(_answered("eigenvalues", lambda: self._eigenvalues(k, which)))
+        return found if found.vectors is None else (found, found.vectors)
+
+    def _estimated(self, matvecs: int | None, tolerance: float | None) -> bool:
+        """Whether an answer is to be an estimate: by default it is exact."""
+        return matvecs is not None or tolerance is not None
 
     def _spectral_norm(self) -> float:
         from curvoscope.operators.compositions import Gram
@@ -290,16 +345,29 @@ class LinearOperator(ABC):
         found = estimate.lanczos(operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed)[0]
         if isinstance(operator, Gram):
             return found.root().scaled(operator.unit)
-        return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
+        return Estimate(abs(found), found.stderr, found.matvecs, found.method)
 
     def _eigenvalues(self, k: int | None, which: str) -> Tensor:
-        size = self.shape[0]
-        if k is None or size <= _DENSE_EIGENVALUES or k >= size - 1 or self._spectrum_is_cheap():
+        if self._takes_all_eigenvalues(k) or self._spectrum_is_cheap():
             values = self._all_eigenvalues()
-            if k is None:
-                return values
-            order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
-            return values[order[:k]].sort().values
+            return values[_wanted(values, k, which)]
+        return self._krylov(k or 1, which, vectors=False)[0]
+
+    def _eigenpairs(self, k: int | None, which: str) -> Tensor:
+        """(1 + n, k): the eigenvalues, and below each its unit eigenvector."""
+        if self._takes_all_eigenvalues(k):
+            self._fits(_FACTORED + 1)
+            found = torch.cat([part.view(-1, self.shape[0]) for part in torch.linalg.eigh(self.dense())])
+            return found[:, _wanted(found[0], k, which)]
+        return self._krylov(k or 1, which, vectors=True)
+
+    def _takes_all_eigenvalues(self, k: int | None) -> bool:
+        """Whether k eigenvalues are found among all of them."""
+        return k is None or self.shape[0] <= _DENSE_EIGENVALUES or k >= self.shape[0] - 1
+
+    def _krylov(self, k: int, which: str, vectors: bool) -> Tensor:
+        """(1 + n, k) as `_eigenpairs`, or the eigenvalues (1, k) alone, by ARPACK."""
+        size = self.shape[0]
         checks.fits(
             8 * size * (max(2 * k + 1, 20) + _BESIDE),
             None,
@@ -310,10 +378,14 @@ class LinearOperator(ABC):
         operator = self.to_scipy()
         first = checks.finite("product", torch.from_numpy(operator.matvec(start.astype(operator.dtype))))
         if not bool(first.any()):  # eigsh cannot start on a zero matrix
-            return torch.zeros(k, dtype=self.dtype, device=self.device)
+            zero = torch.zeros(1, k, dtype=self.dtype, device=self.device)
+            return torch.cat([zero, torch.eye(size, k, dtype=self.dtype, device=self.device)]) if vectors else zero
         unit = power_of_two(first)  # the thresholds of eigsh are for norms near one
-        found = scipy.sparse.linalg.eigsh(operator * (1 / unit), k, which=which, v0=start, return_eigenvectors=False)
-        return torch.as_tensor(np.sort(found), dtype=self.dtype, device=self.device) * unit
+        found = scipy.sparse.linalg.eigsh(operator * (1 / unit), k, which=which, v0=start, return_eigenvectors=vectors)
+        values, *rest = found if vectors else (found,)
+        order = np.argsort(values)
+        table = np.concatenate([values[None, order] * unit, *(columns[:, order] for columns in rest)])
+        return torch.as_tensor(table, dtype=self.dtype, device=self.device)
 
     def norm_bound(self) -> float:
         """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size where possible."""
@@ -334,6 +406,12 @@ class LinearOperator(ABC):
     def __repr__(self) -> str:
         kind = "symmetric " if self.symmetric else ""
         return f"{type(self).__name__}({kind}{self.shape[0]} x {self.shape[1]}, {self.dtype})"
+
+
+def _wanted(values: Tensor, k: int | None, which: str) -> Tensor:
+    """Indices of the k wanted among ascending values, ascending."""
+    order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
+    return order[:k].sort().values
 
 
 def _answered(question: str, compute: Callable[[], checks.Answer]) -> checks.Answer:

@@ -5,11 +5,13 @@ import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvoscope.errors import BlockNameError
+from curvoscope.estimate import Density, DiagonalEstimate, Estimate
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
 from curvoscope.operators.compositions import summed
 
@@ -254,6 +256,30 @@ class BlockHessian:
     def dense(self) -> Tensor:
         """All entries of the total, in the order of `names`."""
         return self.total.dense()
+
+    def trace(self, **options: Any) -> Estimate:
+        """The trace of the total; options as for `LinearOperator.trace`."""
+        return self.total.trace(**options)
+
+    def diagonal(self, **options: Any) -> DiagonalEstimate:
+        """The diagonal of the total; options as for `LinearOperator.diagonal`."""
+        return self.total.diagonal(**options)
+
+    def frobenius_norm(self, **options: Any) -> Estimate:
+        """The Frobenius norm of the total; options as for `LinearOperator.frobenius_norm`."""
+        return self.total.frobenius_norm(**options)
+
+    def spectral_norm(self, **options: Any) -> Estimate:
+        """The largest singular value of the total; options as for `LinearOperator.spectral_norm`."""
+        return self.total.spectral_norm(**options)
+
+    def eigenvalues(self, k: int | None = None, which: str = "LM", **options: Any) -> Any:
+        """Eigenvalues of the total, and eigenvectors with `vectors=True`: see `LinearOperator.eigenvalues`."""
+        return self.total.eigenvalues(k, which, **options)
+
+    def density(self, **options: Any) -> Density:
+        """The density of the eigenvalues of the total; options as for `LinearOperator.density`."""
+        return self.total.density(**options)
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {a}x{p}" for name, (a, p) in self.shapes.items())
