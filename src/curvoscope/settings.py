@@ -36,8 +36,8 @@ def settings(
         seed: seed of every estimator that is called without `seed=`.
 
     Returns:
-        A context manager for the `Settings` in force. Their `predicted` is the largest peak, in bytes, that a
-        computation inside has predicted so far, even if it was refused.
+        A context manager. What it yields has the settings in force, `memory_limit`, `progress` and `seed`, and
+        `predicted`: the largest peak, in bytes, that a computation inside has predicted so far, even if refused.
 
     Example:
         >>> import torch, curvoscope as cv

@@ -43,10 +43,20 @@ def eigenvalues(
         which: "LM", "LA" or "SA".
         matvecs: the budget of products, kept by "eigsh" and "lobpcg" to within their last iteration.
         tolerance: the error bar, relative to the largest eigenvalue found, at which to stop.
-        seed: of the starting vectors.
+        seed: of the starting vectors; by default that of `cv.settings`.
         start: (n,) or (n, p) approximate eigenvectors.
         method: "lanczos", "eigsh" or "lobpcg".
         vectors: whether to return eigenvectors.
+
+    Returns:
+        The eigenvalues (k,) in ascending order, a tensor of Estimates; with their `vectors` (n, k) if asked for.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.eigenvalues(torch.diag(torch.arange(100.0)).double(), 1, "SA")
+        >>> abs(found[0]) < 1e-4
+        True
     """
     checks.choice("method", method, METHODS)
     if method == "lanczos":

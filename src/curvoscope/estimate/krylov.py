@@ -31,11 +31,25 @@ class Eigenvalues(EstimatedVector):
     with at least that probability, ten error bars hold it with 99.99 %. For the largest magnitudes (LM) this is said of
     the magnitude. Multiplicities above the number of starting vectors are not seen.
 
+    Args:
+        value: the eigenvalues.
+        stderr: their error bars (k,).
+        matvecs: matrix-vector products that they took together.
+        method: how they were found; "exact" for eigenvalues without an error.
+        others: the attributes below; by default those of exact eigenvalues.
+
     Attributes:
         converged: whether each error bar is within the tolerance, or within 1e-6 of the norm if none was given.
         vectors: unit eigenvectors (n, k), columns in the order of the values, if they were asked for.
         orthogonality: the largest entry of |V V^T - I| of the Lanczos basis: what is lost to rounding.
         residuals: |B x - θ x|, not below rounding.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double()]).hessian(torch.eye(2).double(), torch.sum)
+        >>> values = H.eigenvalues(3)
+        >>> values.tolist(), values[0], values.exact
+        ([0.0, 0.0, 0.0], Estimate(0.0, exact), True)
     """
 
     converged: tuple[bool, ...]
@@ -79,12 +93,22 @@ def lanczos(
         matvecs: the budget of products.
         tolerance: the error bar, relative to the largest eigenvalue found, at which to stop; 1e-6 when neither this nor
             a budget is given.
-        seed: of the starting vectors.
+        seed: of the starting vectors; by default that of `cv.settings`.
         start: (n,) or (n, p) approximate eigenvectors, of an earlier point in training for example. A random tenth is
             added, so that an eigenvalue that has overtaken theirs is found too. They make residuals small sooner; to
             rule out that an eigenvalue has overtaken takes as many products as without them.
         block: vectors a product; the number of starting vectors, or min(k, 8).
         vectors: whether to return eigenvectors.
+
+    Returns:
+        The eigenvalues (k,) in ascending order, a tensor of Estimates; with their `vectors` (n, k) if asked for.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.lanczos(torch.diag(torch.arange(100.0)).double(), 2, "LA")
+        >>> [round(value, 3) for value in found]
+        [98.0, 99.0]
     """
     check_symmetric(operator, "an eigenvalue")
     size = operator.shape[0]

@@ -30,6 +30,12 @@ class Matrix(Protocol):
 
     An attribute `symmetric` is believed. Where there is none, eigenvalues and densities take symmetry for granted, and
     the others do without it. Where vectors are spread over processes, an attribute `spaces` says how (see `space`).
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> isinstance(torch.eye(3), estimate.Matrix)
+        True
     """
 
     shape: tuple[int, int]

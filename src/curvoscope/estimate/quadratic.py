@@ -46,8 +46,18 @@ def trace(
         operator: (n, n), not necessarily symmetric.
         matvecs: the budget of products; 64 when neither this nor a tolerance is given.
         tolerance: the relative standard error at which to stop.
-        seed: of the probes.
+        seed: of the probes; by default that of `cv.settings`.
         method: "auto", "hutchinson", "hutch++" or "xtrace".
+
+    Returns:
+        The trace, with its standard error.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.trace(torch.eye(100).double(), matvecs=16)
+        >>> print(found.method, found.matvecs, round(found, 6))
+        hutchinson 16 100.0
     """
     check_square(operator, "a trace")
     question = _Question(operator, trace_form, "trace", signs=True)
@@ -66,6 +76,22 @@ def squared_frobenius_norm(
 
     The sketches of `hutch++` and `xtrace` are of the range of B, and what is wanted is that of B^T. So they are for
     operators that say they are `symmetric`. `hutchinson` with a budget spends it on probes, however small B is.
+
+    Args:
+        operator: (m, n).
+        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
+        tolerance: the relative standard error at which to stop.
+        seed: of the probes; by default that of `cv.settings`.
+        method: "auto", "hutchinson", "hutch++" or "xtrace".
+
+    Returns:
+        |B|_F², with its standard error.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> print(estimate.squared_frobenius_norm(2 * torch.eye(10).double()))
+        40.0
     """
     question = _Question(operator, norm_form, "Frobenius norm")
     square = question.answer(method, matvecs, tolerance, seed)
@@ -80,7 +106,24 @@ def frobenius_norm(
     seed: int | None = None,
     method: str = "auto",
 ) -> Estimate:
-    """|B|_F, the root of `squared_frobenius_norm`, with the standard error of the delta method."""
+    """|B|_F, the root of `squared_frobenius_norm`, with the standard error of the delta method.
+
+    Args:
+        operator: (m, n).
+        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
+        tolerance: the relative standard error at which to stop.
+        seed: of the probes; by default that of `cv.settings`.
+        method: "auto", "hutchinson", "hutch++" or "xtrace".
+
+    Returns:
+        |B|_F, with its standard error.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> print(estimate.frobenius_norm(torch.ones(5, 5).double()))
+        5.0
+    """
     check_budget(matvecs, tolerance)
     square = None if tolerance is None else min(2 * tolerance, 1 - 1e-9)  # of the square, for `tolerance` of its root
     question = _Question(operator, norm_form, "Frobenius norm")

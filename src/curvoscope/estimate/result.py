@@ -224,7 +224,22 @@ class EstimatedVector(Tensor):
 
 
 class DiagonalEstimate(EstimatedVector):
-    """The diagonal (n,) of a matrix, with a standard error for each entry."""
+    """The diagonal (n,) of a matrix, with a standard error for each entry.
+
+    Args:
+        value: the diagonal.
+        stderr: its standard errors (n,); by default those of an exact diagonal, 0.
+        matvecs: matrix-vector products that it took.
+        method: how it was found; "exact" for a diagonal without an error.
+        degrees: degrees of freedom of the standard errors.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.DiagonalEstimate(torch.ones(3), torch.full((3,), 0.5), 8, "hutchinson")
+        >>> print(found[0], found.sum(), found.stderr)
+        1 ± 0.5 tensor(3.) tensor([0.5000, 0.5000, 0.5000])
+    """
 
 
 def student(level: float, degrees: float) -> float:

@@ -31,7 +31,27 @@ _FACTORED = 2  # matrices in memory while LAPACK finds eigenvalues or singular v
 
 
 class LinearOperator(ABC):
-    """A real matrix known by its products. Subclasses give `_matmat` and, unless symmetric, `_transposed`."""
+    """A real matrix (R, C) known by its products; what a Hessian block can be asked.
+
+    `B @ v`, `B.T`, `B + C`, `2 * B`, `B.dense()`, `B.to_scipy()`; every number that it answers is an `Estimate`.
+    Subclasses give `_matmat` and, unless symmetric, `_transposed`.
+
+    Args:
+        row_shape: (a, p), the shape of the weight of the rows; R = a p.
+        column_shape: (b, q), that of the columns; C = b q.
+        like: a tensor of the operator's dtype, on its device.
+        symmetric: whether the matrix is symmetric.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.arange(6.0).double().view(3, 2)
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double()]).hessian(X, cv.losses.MSE(X))
+        >>> block = H.outer["W1"]
+        >>> block.shape, (block @ torch.ones(4).double()).shape
+        ((4, 4), torch.Size([4]))
+        >>> block.trace(), block.diagonal()[0]
+        (Estimate(36.666..., exact), Estimate(6.666..., exact))
+    """
 
     def __init__(self, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False) -> None:
         self.row_shape, self.column_shape = row_shape, column_shape

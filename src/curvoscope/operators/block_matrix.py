@@ -122,8 +122,19 @@ class Tiles(LinearOperator):
 class BlockMatrix(LinearOperator):
     """A symmetric matrix over named blocks. `M["Q", "K"]` is an operator, `M["Q"]` the diagonal block.
 
-    `entry(row, column)` makes the blocks on and above the diagonal, when they are first asked for. `product`, where
-    given, multiplies with the whole matrix at once; `entries`, where given, makes those of several blocks at once.
+    Args:
+        shapes: the shape (a, p) of each block's weight, by name, in the order of rows and columns.
+        entry: makes the block of a row and a column, on or above the diagonal, when it is first asked for.
+        like: a tensor of the dtype of the blocks, on their device.
+        product: multiplies with the whole matrix at once.
+        entries: makes the entries of several blocks at once.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.arange(6.0).double().view(3, 2)
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double(), torch.eye(2).double()]).hessian(X, cv.losses.MSE(X))
+        >>> H.outer.names, H.outer["W1", "W2"].shape, H.outer["W1"].symmetric
+        (['W1', 'W2'], (4, 4), True)
     """
 
     def __init__(
@@ -220,7 +231,25 @@ class BlockMatrix(LinearOperator):
 
 
 class BlockHessian:
-    """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names."""
+    """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names.
+
+    `H["Q", "K"]` is a block of the total, `H["Q"]` a diagonal block. What the blocks answer, `H` answers for the total.
+
+    Args:
+        outer: the outer-product (Gauss-Newton) part.
+        functional: the functional part.
+        product: multiplies with the whole total at once.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.arange(6.0).double().view(3, 2)
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double()]).hessian(X, cv.losses.MSE(X))
+        >>> H.names, H.shape, H.trace() == H["W1"].trace()
+        (['W1'], (4, 4), True)
+        >>> values, vectors = H.eigenvalues(1, vectors=True)
+        >>> values[0], vectors.shape
+        (Estimate(18.186..., exact), torch.Size([4, 1]))
+    """
 
     def __init__(self, outer: BlockMatrix, functional: BlockMatrix, product: Multiplication | None = None):
         self.outer, self.functional = outer, functional

@@ -20,8 +20,21 @@ from curvoscope.settings import settings
 class KroneckerSum(LinearOperator):
     """A sum of `Term`s and `Single`s: exact trace, diagonal, norms, eigenvalues, products and entries.
 
-    `symmetric` says that the terms add up to a symmetric matrix (by default: that each of them is one). `products`
-    multiply with the block and with its transpose in another way, taken when the cores are too large to be kept.
+    Args:
+        row_shape: (r0, r1), the shape of the weight of the rows.
+        column_shape: (c0, c1), that of the columns.
+        terms: the summands.
+        like: a tensor of the dtype of the terms, on their device.
+        symmetric: whether the terms add up to a symmetric matrix; by default whether each of them is one.
+        products: products with the block and with its transpose, used when the cores are too large to be kept.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> from curvoscope.operators import Single
+        >>> a, b = torch.eye(2).double(), torch.full((3, 3), 2.0).double()
+        >>> block = cv.KroneckerSum((2, 3), (2, 3), [Single(a, b)], a)
+        >>> bool((block.dense() == torch.kron(a, b)).all()), block.trace().value
+        (True, 12.0)
     """
 
     def __init__(
