@@ -174,10 +174,12 @@ def gpt2_layer(L: int, d: int) -> dict[str, object]:
         H = layer.hessian(X, cv.losses.MSE(Y), per_head=per_head)
         diagonal = [name for name in H.names if name[0] in "QVO"]
         start = time.perf_counter()
-        traces = {name: float(H[name].trace(memory_limit=limit)) for name in H.names}
+        with cv.settings(memory_limit=limit):
+            traces = {name: float(H[name].trace()) for name in H.names}
         seconds[f"traces of Q, K, V, O, {form}"] = time.perf_counter() - start
         start = time.perf_counter()
-        norms = {name: float(H[name].frobenius_norm(memory_limit=limit)) for name in diagonal}
+        with cv.settings(memory_limit=limit):
+            norms = {name: float(H[name].frobenius_norm()) for name in diagonal}
         seconds[f"norms of Q, V, O, {form}"] = time.perf_counter() - start
         if not per_head:
             values = {"traces": traces, "norms": norms}

@@ -21,6 +21,7 @@ from curvoscope.distributed.ranks import RankError
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments import StoreError
 from curvoscope.papers.networks import GPT2
+from matrices import within
 from reference import normal
 
 r = normal(0)
@@ -142,8 +143,8 @@ CALLS = {
     "hessian: vector of another size": (lambda: hessian() @ r(42), SHAPE, None),
     "hessian: vector with nan": (lambda: hessian() @ (r(43) * NAN), FINITE, None),
     "hessian: integer vector": (lambda: hessian() @ torch.ones(43, dtype=torch.int64), DTYPE, None),
-    "hessian: dense past the limit": (lambda: hessian().dense(memory_limit=100), MEMORY, "memory_limit"),
-    "hessian: memory_limit negative": (lambda: hessian().dense(memory_limit=-1), RANGE, "memory_limit"),
+    "hessian: dense past the limit": (lambda: within(100, hessian().dense), MEMORY, "memory_limit"),
+    "hessian: memory_limit negative": (lambda: within(-1, hessian().dense), RANGE, "memory_limit"),
     "hessian: uninitialised group": (lambda: hessian(process_group="world"), RankError, "process_group"),
     "blocks: nothing selected": (lambda: cv.blocks_of(NETWORK).select("attn"), NAME, None),
     # ---- estimates

@@ -16,6 +16,7 @@ from curvoscope.errors import BlockNameError, MemoryLimitError, ModelError
 from curvoscope.estimate import Estimate
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.papers.networks import GPT2
+from curvoscope.settings import current
 from family_cases import shaken
 from reference import normal, relative
 
@@ -328,7 +329,7 @@ class TestFallingBack:
 
     def test_memory(self, monkeypatch):
         model = GPT(2)
-        monkeypatch.setattr(closed_forms.checks, "memory_budget", lambda limit: 10_000 if limit is None else limit)
+        monkeypatch.setattr(closed_forms.checks, "memory_budget", lambda: current().memory_limit or 10_000)
         assert hessian(model, CrossEntropy(), [tokens()]).method_of("h.0.attn.Q") == "autodiff"
         H = hessian(model, CrossEntropy(), [tokens()], blocks_of(model).select("h.0.mlp.up"), method="exact")
         with pytest.raises(MemoryLimitError, match="fewer tokens"):

@@ -146,7 +146,7 @@ def test_nearly_degenerate_eigenvalues(gap):
     values = torch.tensor([0.0, 0.0, 1.0, 2.0, 5.0, 5.0 + gap, 5.0 - gap], dtype=torch.float64)
     Q = torch.linalg.qr(normal(2)(7, 7)).Q
     operator = _product(Q @ values.diag() @ Q.T, 1.0, torch.float64)
-    for found in (operator.eigenvalues(3, "LA"), estimate.lanczos(operator, 3, "LA").tensor()):
+    for found in (operator.eigenvalues(3, "LA"), estimate.lanczos(operator, 3, "LA").value):
         assert torch.allclose(found, values.sort().values[-3:], rtol=0, atol=1e-12)
     assert torch.allclose(operator.eigenvalues(), values.sort().values, rtol=0, atol=1e-13)
     assert operator.density().wasserstein(values) < 1e-13

@@ -13,6 +13,7 @@ import curvoscope as cv
 from curvoscope import checks
 from curvoscope.autodiff.snapshot import Written
 from curvoscope.errors import MemoryLimitError, RangeError
+from matrices import within
 from memory_cases import CASES, CHUNKED, ENVIRONMENT
 
 QUICK = [
@@ -66,28 +67,28 @@ def test_a_byte_less_is_refused_and_the_least_suffices(H):
         for column in H.names:
             block = H[row, column]
             with pytest.raises(MemoryLimitError) as first:
-                block.dense(memory_limit=1)
+                within(1, block.dense)
             needed = first.value.needed
             assert needed >= 8 * block.shape[0] * block.shape[1]
             with pytest.raises(MemoryLimitError) as second:
-                block.dense(memory_limit=needed - 1)
+                within(needed - 1, block.dense)
             assert second.value.needed == needed
             part = truth[H.total.ranges[row], H.total.ranges[column]]
-            assert (block.dense(memory_limit=needed) - part).abs().max() <= 1e-15 * part.abs().max()
+            assert (within(needed, block.dense) - part).abs().max() <= 1e-15 * part.abs().max()
 
 
 def test_a_scope_limits_what_has_no_argument_and_tells_what_was_predicted():
     layer = cv.exact.LinearMLP([torch.eye(4, dtype=torch.float64)])
     X = torch.ones(3, 4, dtype=torch.float64)
-    with checks.limited() as memory:
+    with cv.settings() as memory:
         layer.jacobian(X)
     assert memory.predicted == 12 * (16 + 12) * 8
-    with checks.limited(memory.predicted) as inner:
+    with cv.settings(memory_limit=memory.predicted) as inner:
         layer.jacobian(X)
     assert inner.predicted == memory.predicted
-    with checks.limited(memory.predicted - 1), pytest.raises(MemoryLimitError, match="the Jacobian in"):
+    with cv.settings(memory_limit=memory.predicted - 1), pytest.raises(MemoryLimitError, match="the Jacobian in"):
         layer.jacobian(X)
-    with pytest.raises(RangeError, match="memory_limit: got 0"), checks.limited(0):
+    with pytest.raises(RangeError, match="memory_limit: got 0"), cv.settings(memory_limit=0):
         pass
 
 
@@ -104,16 +105,19 @@ def test_bytes_of_new_tensors_are_counted_and_those_of_views_are_not():
 
 
 def test_scopes_nest():
-    with checks.limited(100) as outer:
-        with checks.limited(10), pytest.raises(MemoryLimitError):
+    with cv.settings(memory_limit=100) as outer:
+        with cv.settings(memory_limit=10), pytest.raises(MemoryLimitError):
             checks.fits(20, None, "this", "take less")
         checks.fits(50, None, "this", "take less")
-        with checks.limited():  # none of its own
-            assert checks.memory_budget(None) == 100
-    assert outer.predicted == 50 and checks.memory_budget(7) == 7
+        with cv.settings():  # none of its own
+            assert checks.memory_budget() == 100
+    assert outer.predicted == 50
 
 
 def test_a_single_token_that_does_not_fit_is_refused():
-    with checks.limited(2**21), pytest.raises(MemoryLimitError, match="a single token needs 4 MiB") as refused:
+    with (
+        cv.settings(memory_limit=2**21),
+        pytest.raises(MemoryLimitError, match="a single token needs 4 MiB") as refused,
+    ):
         list(checks.chunks(5, 1, 2**22, 2**20))
     assert refused.value.needed == 2**22

@@ -7,6 +7,7 @@ from curvoscope.errors import CurvoscopeError
 from curvoscope.estimate import Estimate
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.operators import BlockHessian, BlockMatrix, KroneckerSum, LinearOperator
+from curvoscope.settings import settings
 
 __version__ = "0.1.0"
 
@@ -24,5 +25,6 @@ __all__ = [
     "exact",
     "hessian",
     "losses",
+    "settings",
     "training",
 ]

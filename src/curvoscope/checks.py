@@ -3,9 +3,6 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
@@ -21,21 +18,11 @@ from curvoscope.errors import (
     NonFiniteError,
     RangeError,
 )
+from curvoscope.settings import current
 
 _SHARE_OF_FREE_MEMORY = 0.4
 _SHARE_OF_EXPONENTS = 0.2  # 5e7 in float32, 4e61 in float64: five such factors still have a product
 LEAST_CHUNK = 2**20  # bytes that a chunk may always have
-
-
-@dataclass
-class Memory:
-    """Bytes that the computations of a scope may use, and the largest peak that one of them predicted."""
-
-    limit: int | None = None
-    predicted: int = 0
-
-
-_scope: ContextVar[Memory | None] = ContextVar("memory", default=None)
 
 
 def floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -96,40 +83,16 @@ def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-@contextmanager
-def limited(memory_limit: int | None = None) -> Iterator[Memory]:
-    """Inside, computations may use `memory_limit` bytes where they are not told otherwise; None changes nothing.
-
-    What it yields tells the largest peak that was predicted so far, also that of a computation that was refused.
-    """
-    around = _scope.get()
-    limit = around.limit if memory_limit is None and around is not None else memory_limit
-    here = Memory(None if limit is None else memory_budget(limit))
-    token = _scope.set(here)
-    try:
-        yield here
-    finally:
-        _scope.reset(token)
-        predict(here.predicted)
-
-
 def predict(peak: int) -> None:
     """Say how many bytes a computation will use."""
-    here = _scope.get()
-    if here is not None:
-        here.predicted = max(here.predicted, peak)
+    here = current()
+    here.predicted = max(here.predicted, peak)
 
 
-def memory_budget(memory_limit: int | None) -> int:
-    """Bytes that a computation may use: the limit given, else that of the scope, else a part of what is free."""
-    here = _scope.get()
-    if memory_limit is None and here is not None:
-        memory_limit = here.limit
-    if memory_limit is None:
-        return int(_SHARE_OF_FREE_MEMORY * _free_memory(int(time.monotonic())))
-    if memory_limit <= 0:
-        raise RangeError("memory_limit", f"got {memory_limit}, expected a positive number of bytes")
-    return memory_limit
+def memory_budget() -> int:
+    """Bytes that a computation may use: the memory limit in force, or a part of what is free."""
+    limit = current().memory_limit
+    return int(_SHARE_OF_FREE_MEMORY * _free_memory(int(time.monotonic()))) if limit is None else limit
 
 
 @lru_cache(maxsize=1)
@@ -138,9 +101,9 @@ def _free_memory(second: int) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def fits(needed: int, memory_limit: int | None, what: str, instead: str) -> None:
-    """Raise `MemoryLimitError` when `needed` bytes are more than the budget."""
-    budget = memory_budget(memory_limit)
+def fits(needed: int, budget: int | None, what: str, instead: str) -> None:
+    """Raise `MemoryLimitError` when `needed` bytes are more than the budget: None is `memory_budget()`."""
+    budget = memory_budget() if budget is None else budget
     predict(needed)
     if needed > budget:
         message = f"{what} needs {_size(needed)}, the limit is {_size(budget)}; {instead}"

@@ -26,6 +26,7 @@ from curvoscope.errors import BlockNameError, EmptyError, ModelError
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
 from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.settings import settings
 
 __all__ = [
     "BatchError",
@@ -150,6 +151,8 @@ def hessian(
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
     mesh = mesh_of(model)
     ranks = ranks_of(process_group) if mesh is None else sharded_ranks(mesh, process_group)
+    with ranks.together(), settings(memory_limit=memory_limit):
+        budget = checks.memory_budget()
     with ranks.together():
         everything = blocks_of(model)
         if blocks is None:
@@ -163,7 +166,7 @@ def hessian(
                 "method", "got 'exact', but for sharded models, or with differences, there are products only"
             )
     walked = Aligned(found, ranks) if isinstance(ranks, Mesh) else found
-    arguments = model, objective, walked, blocks, split, device, memory_limit, layers.sites, ranks
+    arguments = model, objective, walked, blocks, split, device, budget, layers.sites, ranks
     coupled = objective is not None and objective.couples_rows and micro_batch is not None
     if coupled and products_only:
         raise ModelError("micro_batch", "rows meet in the loss: sharded models and differences take whole batches only")

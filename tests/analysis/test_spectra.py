@@ -144,10 +144,10 @@ class TestSpectra:
     def test_the_whole_where_memory_is_short(self, network, monkeypatch):
         H, _ = network
         H @ torch.zeros(H.shape[0], dtype=H.total.dtype)  # its graphs are kept, and need no memory any more
-        monkeypatch.setattr(checks, "memory_budget", lambda limit: 8 * H.shape[0] * 25)
+        monkeypatch.setattr(checks, "memory_budget", lambda: 8 * H.shape[0] * 25)
         one = whole_spectrum(H, matvecs=64)
         assert one is not None and one.density.nodes.shape[1] <= 20
-        monkeypatch.setattr(checks, "memory_budget", lambda limit: 8 * H.shape[0] * 10)
+        monkeypatch.setattr(checks, "memory_budget", lambda: 8 * H.shape[0] * 10)
         assert whole_spectrum(H, matvecs=64) is None
 
 

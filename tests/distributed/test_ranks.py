@@ -235,7 +235,7 @@ def _norm(operator):
 
 
 def _largest(operator):
-    return operator.eigenvalues(k=2).tensor()
+    return operator.eigenvalues(k=2).value
 
 
 def _nodes(operator):

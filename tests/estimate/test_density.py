@@ -6,7 +6,7 @@ import torch
 from curvoscope.errors import MemoryLimitError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Density, density
 from curvoscope.operators.compositions import Product
-from matrices import SPECTRA, Dense, flat, outliers, rotated
+from matrices import SPECTRA, Dense, flat, outliers, rotated, within
 from reference import normal
 
 
@@ -189,11 +189,11 @@ class TestBudget:
 
     def test_memory(self):
         operator = Dense(rotated(flat(300)))
-        whole, little = (density(operator, matvecs=80, steps=10, memory_limit=m) for m in (None, 8 * 300 * 14))
+        whole, little = (within(m, density, operator, matvecs=80, steps=10) for m in (None, 8 * 300 * 14))
         assert whole.probes == little.probes == 8
         assert abs(whole.moment(1).value - little.moment(1).value) < 4 * (whole.moment(1).stderr)
         with pytest.raises(MemoryLimitError, match=r"10 Lanczos vectors of length 300.*fewer steps"):
-            density(operator, matvecs=80, steps=10, memory_limit=8 * 300 * 13)
+            within(8 * 300 * 13, density, operator, matvecs=80, steps=10)
 
     def test_bad_input(self):
         operator = Dense(rotated(flat(40)))
@@ -229,7 +229,7 @@ def test_seeds():
 def test_single_precision(memory):
     """Also with the Lanczos vectors in single precision, when double does not fit."""
     eigenvalues = outliers(600)
-    found = density(Dense(rotated(eigenvalues).float()), matvecs=320, steps=40, memory_limit=memory)
+    found = within(memory, density, Dense(rotated(eigenvalues).float()), matvecs=320, steps=40)
     assert found.nodes.dtype == torch.float64
     assert found.wasserstein(eigenvalues) < 0.005 * 28
     assert torch.equal(((found.nodes - 20).abs() < 0.5).sum(1), torch.ones(8, dtype=torch.int64))

@@ -10,7 +10,7 @@ from curvoscope.estimate import density, eigenvalues, krylov, lanczos
 from curvoscope.estimate.missed import LEVELS, Projection, Starts
 from curvoscope.estimate.products import Probes, Products
 from curvoscope.operators.compositions import Product
-from matrices import Dense, decaying, flat, outliers, rotated
+from matrices import Dense, decaying, flat, outliers, rotated, within
 from reference import normal
 from spectrum_ends import KINDS, WAYS, LowRank, draw, outcome
 
@@ -122,7 +122,7 @@ class TestBound:
         with Products(Dense(matrix), "eigenvalues") as products:
             probes = Probes(products, 4)
             first, lengths = krylov._first_block(products, probes, None, block)
-            run = krylov._Run(products, probes, 1, which, first, lengths, None, 8 * 120 * (16 + 6 * block))
+            run = within(8 * 120 * (16 + 6 * block), krylov._Run, products, probes, 1, which, first, lengths, None)
             run.go(60, 0.0)  # all products are made, on any CPU
             assert len(run._starts._events) > 2  # it was restarted
             overlap = run._starts._overlap(run._project(), (1,), eigenvalues)
@@ -164,10 +164,9 @@ class TestBound:
     def test_records_of_restarts_are_limited(self, monkeypatch):
         """Once they would take too much memory, the last bound holds on."""
         operator = Dense(rotated(torch.linspace(-1, 2, 300, dtype=torch.float64)))
-        options = {"matvecs": 150, "memory_limit": 8 * 300 * 24}
-        kept = lanczos(operator, 1, "LA", **options)[0]
+        kept = within(8 * 300 * 24, lanczos, operator, 1, "LA", matvecs=150)[0]
         monkeypatch.setattr(krylov, "_RECORDS", 10_000)
-        dropped = lanczos(operator, 1, "LA", **options)[0]
+        dropped = within(8 * 300 * 24, lanczos, operator, 1, "LA", matvecs=150)[0]
         assert kept.value == dropped.value and kept.stderr < dropped.stderr
         assert abs(dropped.value - 2) <= 1.96 * dropped.stderr
 
@@ -180,4 +179,4 @@ def test_blocks_stay_orthogonal():
         found = lanczos(LowRank(values, 3_000, torch.float64, generator), 3, "LA", seed=seed)
         assert found.orthogonality < 1e-12
         truth = torch.cat([values, torch.zeros(3).double()]).sort().values[-3:]
-        assert torch.allclose(found.tensor(), truth, atol=1e-10)
+        assert torch.allclose(found.value, truth, atol=1e-10)

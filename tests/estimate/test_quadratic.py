@@ -210,7 +210,7 @@ class TestChoice:
 
     def test_without_memory_for_a_sketch(self, monkeypatch):
         operator = Dense(rotated(decaying(200)))
-        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda limit: 200 * 8 * 20)
+        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda: 200 * 8 * 20)
         assert estimate.trace(operator, matvecs=48).method == "hutchinson"
         e = estimate.trace(operator, tolerance=0.2)
         assert e.method == "hutchinson" and e.stderr <= 0.2 * e.value

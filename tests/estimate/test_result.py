@@ -1,4 +1,7 @@
+import copy
+import json
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -13,8 +16,46 @@ def test_is_a_number():
     e = Estimate(3.14159, 0.02, 64, "hutchinson")
     assert float(e) == 3.14159
     assert str(e) == "3.142 ± 0.02"
-    with pytest.raises(AttributeError):
-        e.value = 1.0
+    for name in ("value", "stderr", "colour"):
+        with pytest.raises(AttributeError):
+            setattr(e, name, 1.0)
+
+
+def test_is_a_float():
+    e = Estimate(0.1 + 0.2, 0.02, 64, "hutchinson", 7.0, 0.5, 2.0)
+    assert isinstance(e, float) and e == 0.1 + 0.2 and hash(e) == hash(0.1 + 0.2) and e in {0.1 + 0.2}
+    assert e < 1 and max(e, 1.0) == 1.0 and sorted([1.0, e])[0] is e
+    assert type(e + 1) is float and 2 * e == 0.6000000000000001 and e**2 == (0.1 + 0.2) ** 2 and -e == -(0.1 + 0.2)
+    assert math.sqrt(e) == math.sqrt(0.1 + 0.2) and round(e, 1) == 0.3 and bool(e) and not Estimate(0.0)
+    assert f"{e:.3g}" == "0.3" and f"{e:>8.2f}" == "    0.30" and f"{e}" == str(e) == "0.3 ± 0.02"
+    assert json.loads(json.dumps({"norm": e, "all": [e]})) == {"norm": 0.1 + 0.2, "all": [0.1 + 0.2]}
+    array = np.array([e, 1.0])
+    assert array.dtype == np.float64 and array[0] == e and np.float64(2) * e == 2 * (0.1 + 0.2)
+    assert torch.equal(torch.ones(2).double() * e, torch.tensor([e, e], dtype=torch.float64))
+    for other in (pickle.loads(pickle.dumps(e)), copy.copy(e), copy.deepcopy(e), Estimate(**e.facts())):
+        assert type(other) is Estimate and other.facts() == e.facts()
+
+
+def test_exact_numbers():
+    e = Estimate(0.1 + 0.2)
+    assert (e.stderr, e.exact, e.matvecs, e.method) == (0.0, True, 0, "exact")
+    assert e.interval() == (e, e) and str(e) == str(0.1 + 0.2) and repr(e) == "Estimate(0.30000000000000004, exact)"
+    assert not Estimate(1.0, 0.0, 4, "lanczos").exact
+    assert e.root().exact and e.scaled(2).exact and e.scaled(2) == 2 * (0.1 + 0.2)
+
+
+def test_a_vector_is_a_tensor_of_estimates():
+    numbers, errors = torch.arange(3.0), torch.tensor([0.1, 0.2, 0.3])
+    found = DiagonalEstimate(numbers, errors, 8, "hutchinson", 7.0)
+    assert isinstance(found, torch.Tensor) and torch.equal(found, numbers) and torch.equal(found.stderr, errors)
+    assert type(found.value) is type(found + 1) is type(found[1:]) is type(found[found > 0]) is torch.Tensor
+    assert found.sum() == 3 and torch.allclose(found @ numbers, torch.tensor(5.0)) and len(found) == 3
+    assert found[-1].facts() == Estimate(2.0, float(errors[2]), 8, "hutchinson", 7.0).facts()
+    assert [float(one) for one in found] == found.tolist() and list(found)[1].stderr == float(errors[1])
+    for other in (pickle.loads(pickle.dumps(found)), copy.copy(found), copy.deepcopy(found)):
+        assert type(other) is DiagonalEstimate and torch.equal(other, found) and other.method == "hutchinson"
+    exact = DiagonalEstimate(numbers)
+    assert exact.exact and not exact.stderr.any() and exact[1].exact and not found.exact
 
 
 def test_normal_interval():

@@ -5,6 +5,7 @@ import torch
 
 import curvoscope as cv
 from curvoscope import errors
+from matrices import within
 from reference import normal
 
 r = normal(0)
@@ -87,7 +88,7 @@ CASES = {
     "loss is detached": (lambda: hessian(loss=lambda F: F.detach().sum()), errors.LossError, "loss"),
     "loss is nan": (lambda: hessian(loss=lambda F: (F * torch.nan).sum()), errors.NonFiniteError, "loss"),
     "unknown block": (lambda: hessian()["W"], errors.BlockNameError, "block"),
-    "dense too large": (lambda: hessian().dense(memory_limit=100), errors.MemoryLimitError, "memory_limit"),
+    "dense too large": (lambda: within(100, hessian().dense), errors.MemoryLimitError, "memory_limit"),
 }  # fmt: skip
 
 

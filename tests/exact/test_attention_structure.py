@@ -12,6 +12,7 @@ import curvoscope as cv
 from curvoscope import checks
 from curvoscope.errors import RangeError
 from curvoscope.papers import theorems
+from matrices import within
 from reference import attention, dense_hessian, normal, relative
 
 
@@ -325,11 +326,11 @@ def test_contractions_in_small_memory(loss_kind, options, monkeypatch):
     pairs = itertools.product(H.names, H.names)
     for (row, column), limit in zip(pairs, itertools.cycle(limits), strict=False):
         expected = truth[H.total.ranges[row], H.total.ranges[column]]
-        assert abs(H[row, column].frobenius_norm(memory_limit=limit) - float(expected.norm())) < 1e-12
+        assert abs(within(limit, H[row, column].frobenius_norm) - float(expected.norm())) < 1e-12
     for name, limit in itertools.product(H.names, limits):
         expected = truth[H.total.ranges[name], H.total.ranges[name]]
-        assert abs(H[name, name].trace(memory_limit=limit) - float(expected.trace())) < 1e-12
-        assert torch.allclose(H[name, name].diagonal(memory_limit=limit), expected.diagonal(), rtol=0, atol=1e-12)
+        assert abs(within(limit, H[name, name].trace) - float(expected.trace())) < 1e-12
+        assert torch.allclose(within(limit, H[name, name].diagonal), expected.diagonal(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("limit", [None, 1])  # from the cores, and where these are too large in closed form
@@ -341,6 +342,6 @@ def test_products_with_transposed_blocks(options, limit):
     for part, (row, column) in itertools.product((H.total, H.outer, H.functional), itertools.permutations(H.names, 2)):
         block = part[row, column]
         expected, v = block.dense().T, r(block.shape[0], 2)
-        with checks.limited(limit):
+        with cv.settings(memory_limit=limit):
             assert relative(block.T @ v, expected @ v, scale) < 1e-12
             assert relative(block @ (expected @ v), expected.T @ (expected @ v), scale) < 1e-12

@@ -9,6 +9,7 @@ from curvoscope.errors import BlockNameError, DtypeError, EmptyError, MemoryLimi
 from curvoscope.operators.block_matrix import Tiles
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.papers.theorems.calculus import assemble
+from matrices import within
 from network_cases import BlockCase, Compared, Draw, assert_close
 from network_cases import block_cases as cases
 
@@ -233,4 +234,4 @@ class TestErrors:
         with pytest.raises(BlockNameError, match=r"attn\.q.*attn\.Q"):
             H["attn.q"]
         with pytest.raises(MemoryLimitError, match="dense"):
-            H.dense(memory_limit=1000)
+            within(1000, H.dense)

@@ -311,7 +311,7 @@ class TestQuantised:
 
 def test_a_model_larger_than_the_memory(tmp_path, monkeypatch):
     saved(tmp_path)
-    monkeypatch.setattr(loading.checks, "memory_budget", lambda limit: 1000)
+    monkeypatch.setattr(loading.checks, "memory_budget", lambda: 1000)
     with pytest.raises(MemoryLimitError, match=r"the model in .* needs"):
         load(tmp_path)
 

@@ -67,7 +67,7 @@ def test_cheapest_route_is_taken(sizes, expected, monkeypatch):
     taken = []
     monkeypatch.setattr(inner_products, "inner_by_tokens", lambda *a: taken.append("tokens") or (1.0, 0))
     monkeypatch.setattr(inner_products, "_gram_inner", lambda *a: taken.append("gram") or (1.0, 0))
-    monkeypatch.setattr(type(block), "dense", lambda self, memory_limit=None: taken.append("entries") or torch.ones(1))
+    monkeypatch.setattr(type(block), "dense", lambda self: taken.append("entries") or torch.ones(1))
     block.frobenius_norm()
     assert taken == [expected]
 

@@ -21,6 +21,7 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
 from curvoscope.distributed import rank_sum
 from curvoscope.errors import CurvoscopeError
+from matrices import within
 
 ROWS = 7  # of the data of all ranks; row 5 has no target that counts
 
@@ -100,7 +101,7 @@ def summary(H):
         "norm": torch.tensor(float(H.total.frobenius_norm(matvecs=20))),
         "diagonal": block.diagonal(matvecs=10).value,
         "spectral norm": torch.tensor(float(H.total.spectral_norm())),
-        "eigenvalues": torch.tensor([float(e) for e in H.total.eigenvalues(k=3).values]),
+        "eigenvalues": H.total.eigenvalues(k=3).value.float(),
         "density": H.total.density(matvecs=60, seed=3).nodes,
     }
 
@@ -275,10 +276,10 @@ def closed(rank, cuts):
     rank_sum._FEW = 0  # as if there were too many entries
     found |= {f"gathered {name}": torch.tensor(H[name].frobenius_norm(), dtype=torch.float64) for name in H.names}
     query = H["h.0.attn.Q"]
-    estimate = query.frobenius_norm(memory_limit=1)
+    estimate = within(1, query.frobenius_norm)
     found["estimate"] = torch.tensor([estimate.value, estimate.stderr], dtype=torch.float64)
     entries = query.shape[0] * query.shape[1] * 8  # room for a rank without tokens, not for the others
-    return found | {"refused": caught(lambda: query.dense(memory_limit=3 * entries))}
+    return found | {"refused": caught(lambda: within(3 * entries, query.dense))}
 
 
 def closed_summary(H):

@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
+import curvoscope as cv
 from reference import normal
+
+
+def within(memory_limit, question, *arguments, **options):
+    """What a call answers under a memory limit."""
+    with cv.settings(memory_limit=memory_limit):
+        return question(*arguments, **options)
 
 
 class Dense:

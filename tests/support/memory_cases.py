@@ -12,9 +12,9 @@ import torch
 from benchmarks.measure import peak_gib, resident_peak_starts_anew
 
 import curvoscope as cv
-from curvoscope import checks
 from curvoscope.errors import MemoryLimitError
 from curvoscope.papers.networks import GPT2
+from matrices import within
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 LIMIT = 2**28  # of what is cut into chunks
@@ -73,12 +73,12 @@ def dense_transformer_block():
 
 def diagonal_in_chunks():
     block = attention(96, 64, 32, words=50)["K"]
-    return lambda: block.diagonal(memory_limit=2 * LIMIT)
+    return lambda: within(2 * LIMIT, block.diagonal)
 
 
 def norm_in_chunks():
     block = attention(64, 32, 64).functional["K"]
-    return lambda: block.frobenius_norm(memory_limit=LIMIT)
+    return lambda: within(LIMIT, block.frobenius_norm)
 
 
 def norm_by_tokens():
@@ -156,8 +156,7 @@ CASES = {
 def refused(call, limit):
     """The bytes that a computation would need, which is refused at a limit."""
     try:
-        with checks.limited(limit):
-            call()
+        within(limit, call)
     except MemoryLimitError as error:
         return error.needed
     return None
@@ -173,7 +172,7 @@ def measured(name):
         least = refused(call, 1)
         found |= {"least": least, "again": refused(call, least - 1), "by then": round((peak_gib() - base) * 2**30)}
     base = resident_peak_starts_anew()
-    with checks.limited() as memory:
+    with cv.settings() as memory:
         held = call()
     found |= {"predicted": memory.predicted, "taken": round((peak_gib() - base) * 2**30)}
     del held

@@ -102,7 +102,7 @@ def estimates(H):
     return {
         "xtrace": _numbers(H.total.trace(matvecs=16)),
         "norm": _numbers(H.outer.frobenius_norm(matvecs=4)),
-        "largest": [number for e in H.total.eigenvalues(k=2, matvecs=10).values for number in _numbers(e)],
+        "largest": [number for e in H.total.eigenvalues(k=2, matvecs=10) for number in _numbers(e)],
         "smallest": _numbers(H.total.eigenvalues(k=1, which="SA", matvecs=8)[0]),
         "density": H.total.density(matvecs=12, steps=6, seed=3).nodes.flatten().tolist(),
         "exact": _numbers(small.trace()),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from matrices import within
+
 KINDS = ("indefinite", "clustered", "one-sided", "decaying")
 WAYS = ("tolerance", "budget", "warm", "restarts")
 
@@ -50,6 +52,7 @@ class Draw:
     options: dict
     truth: Tensor
     name: str
+    memory_limit: int | None
 
 
 def draw(seed: int, largest: int) -> Draw:
@@ -69,7 +72,7 @@ def draw(seed: int, largest: int) -> Draw:
     single = choice(False, False, True)
     operator = LowRank(values, size, torch.float32 if single else torch.float64, generator)
     tolerance = choice(0.05, 0.005, 1e-5 if single else 1e-6)
-    options = {"tolerance": tolerance, "seed": seed}
+    options, limit = {"tolerance": tolerance, "seed": seed}, None
     if way == "budget":
         options = {"matvecs": choice(3, 6, 12, 30), "seed": seed}
     elif way == "warm":
@@ -77,11 +80,11 @@ def draw(seed: int, largest: int) -> Draw:
         known = operator.vector(int(torch.randint(rank, (1,), generator=generator)))  # not the end, as a rule
         options["start"] = known + choice(0.0, 0.1) * noise
     elif way == "restarts":
-        options["memory_limit"] = 8 * size * (4 * k + 2 * k + choice(8, 12, 20))
+        limit = 8 * size * (4 * k + 2 * k + choice(8, 12, 20))
     everything = torch.cat([values, torch.zeros(min(k, size - rank), dtype=torch.float64)])
     order = {"LM": -everything.abs(), "LA": -everything, "SA": everything}[which].argsort(stable=True)
     name = f"{seed}: {kind}, {way}, rank {rank}, n {size}, {which}, k {k}, {operator.dtype}"
-    return Draw(operator, k, which, options, everything[order[:k]].sort().values, name)
+    return Draw(operator, k, which, options, everything[order[:k]].sort().values, name, limit)
 
 
 def _values(kind: str, rank: int, generator: torch.Generator) -> Tensor:
@@ -108,7 +111,7 @@ class Outcome:
 
 def outcome(one: Draw, solve) -> Outcome:
     """Of `solve` on a draw. For the largest magnitudes the magnitude counts."""
-    found = solve(one.operator, one.k, one.which, **one.options)
+    found = within(one.memory_limit, solve, one.operator, one.k, one.which, **one.options)
     size = abs if one.which == "LM" else float
     pairs = list(zip(found, found.converged, strict=True))
     truths = one.truth.tolist()

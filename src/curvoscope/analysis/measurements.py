@@ -111,7 +111,7 @@ def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int) 
         norm = operator.frobenius_norm(tolerance=effort.tolerance, matvecs=effort.matvecs, seed=seed)
         trace = operator.trace(matvecs=effort.matvecs or max(_LEAST, norm.matvecs), seed=seed)
     else:
-        norm, trace = (_known(float(number)) for number in (operator.frobenius_norm(), operator.trace()))
+        norm, trace = operator.frobenius_norm(), operator.trace()
     top = _eigenvalue(operator, "LA", effort, seed)
     return Measurement(name, part, H.shapes[name], H.method_of(name), norm, trace, top)
 
@@ -120,13 +120,9 @@ def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int)
     """By Lanczos, unless the entries have a closed form and are few."""
     size = operator.shape[0]
     if not isinstance(operator, MatrixFree) and size <= _ALL_EIGENVALUES:
-        return _known(float(operator.eigenvalues(1, which)[0]))
+        return operator.eigenvalues(1, which)[0]
     if effort.matvecs is not None and size <= effort.matvecs:
         return estimate.eigenvalues(operator, 1, which, seed=seed)[0]
     return estimate.eigenvalues(
         operator, 1, which, tolerance=effort.eigenvalue_tolerance, matvecs=effort.matvecs, seed=seed
     )[0]
-
-
-def _known(value: float) -> Estimate:
-    return Estimate(value, 0.0, 0, "exact")

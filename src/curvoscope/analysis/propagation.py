@@ -152,11 +152,10 @@ def _norms(operator: LinearOperator, tolerance: float, seed: int) -> tuple[Estim
 def _spectral(operator: LinearOperator, tolerance: float, seed: int) -> Estimate:
     if isinstance(operator, MatrixFree):
         return operator.spectral_norm(tolerance=tolerance, seed=seed)
-    return Estimate(float(operator.spectral_norm()), 0.0, 0, "exact")
+    return operator.spectral_norm()
 
 
 def _frobenius(operator: LinearOperator, tolerance: float, seed: int) -> Estimate:
     if isinstance(operator, MatrixFree):
         return operator.frobenius_norm(tolerance=tolerance, seed=seed)
-    found = operator.frobenius_norm()
-    return found if isinstance(found, Estimate) else Estimate(float(found), 0.0, 0, "exact")
+    return operator.frobenius_norm()

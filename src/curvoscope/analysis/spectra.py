@@ -73,7 +73,7 @@ def spectra(H: ModelHessian, matvecs: int, seed: int = 0) -> Iterator[BlockSpect
 def whole_spectrum(H: ModelHessian, matvecs: int, seed: int = 0) -> BlockSpectrum | None:
     """The spectrum of the total over all blocks of `H`; None where not even short Lanczos runs fit in memory."""
     size = H.shape[0]
-    room = checks.memory_budget(None) // (H.total.dtype.itemsize * size) - _BESIDE
+    room = checks.memory_budget() // (H.total.dtype.itemsize * size) - _BESIDE
     if room < min(size, _LEAST_STEPS):
         return None
     steps = min(room, matvecs // 4) if room < 64 else None
@@ -84,9 +84,7 @@ def _spectrum(
     operator: LinearOperator, name: str, method: str, matvecs: int, seed: int, steps: int | None
 ) -> BlockSpectrum:
     if method == "exact" and operator.shape[0] <= _MOST_EXACT:
-        values = operator.eigenvalues()
-        assert isinstance(values, Tensor)  # no budget was given
-        density = Density.exact(values)
+        density = Density.exact(operator.eigenvalues())
     else:
         density = operator.density(matvecs=matvecs, seed=seed, steps=steps)
     return BlockSpectrum(name, operator.shape[0], method, density, density.log_spectrum())

@@ -220,7 +220,7 @@ class Surface:
         vector = vector / vector.norm()
         if float(self.gradient() @ vector) > 0:
             vector = -vector
-        return Direction(name, vector, 1.0, found.values[column])
+        return Direction(name, vector, 1.0, found[column])
 
 
 def positions(argument: str, values: Iterable[float] | Tensor) -> Tensor:

@@ -51,11 +51,13 @@ class Autodiff:
         blocks: Blocks,
         split: str = "model",
         device: torch.device | str | None = None,
-        memory_limit: int | None = None,
+        budget: int | None = None,
         sites: Mapping[str, Site] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`sites`: where split="layer" cuts, by parameter; those not named are cut where `layer_of` says.
+        """`budget`: bytes for the graphs kept between products.
+
+        `sites`: where split="layer" cuts, by parameter; those not named are cut where `layer_of` says.
 
         `ranks`: the processes whose batches count; this one's alone by default.
         """
@@ -68,7 +70,7 @@ class Autodiff:
         self._vouched: set[Operation] = set()  # operations that a test of products has passed
         with self.ranks.together():
             checks.choice("split", split, ("model", "layer"))
-            self._budget = checks.memory_budget(memory_limit)
+            self._budget = checks.memory_budget() if budget is None else budget
             check_mode(model)
             blocks.check(model)
             self.device = device_of(model, device)

@@ -247,7 +247,7 @@ class ClosedForms:
             widest = max(max(block.shape) for block in tail.layer.blocks.values()) if size > 1 else width
             tokens = sum(rows * length for rows, length, _ in seen.shapes)
             needed = 2 * len(self._chosen) * tokens * size * widest**2 * self._engine.dtype.itemsize
-            if needed > checks.memory_budget(None):
+            if needed > checks.memory_budget():
                 seen.reason = "the loss Hessian at its output does not fit into memory"
 
     def _too_many(self, products: int) -> str | None:

@@ -75,6 +75,6 @@ def _around(name: str, rebuilt: Rebuilt, gradient: Tensor) -> tuple[LinearOperat
 def _operator(tail: DownstreamLoss, part: str) -> LinearOperator:
     size, (sequences, length, width) = tail.coupled(part), tail.gradient.shape
     needed = 4 * sequences * length * size * width**2 * tail.gradient.element_size()
-    if size * width > _MOST_PRODUCTS or needed > checks.memory_budget(None):
+    if size * width > _MOST_PRODUCTS or needed > checks.memory_budget():
         return DownstreamCurvature(tail, part)
     return Grouped.of(tail.loss(part).curvature, tail.gradient)

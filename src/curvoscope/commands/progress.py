@@ -4,25 +4,13 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
+from curvoscope.settings import settings
+
 _PATIENCE = 1.0  # seconds without a bar
-
-
-class _NoTerminal:
-    """A stream that says it is no terminal, so that what runs inside draws no bar of its own."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def isatty(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @contextlib.contextmanager
@@ -44,7 +32,7 @@ def work(total: int) -> Iterator[Callable[[str], None]]:
         if shown and not progress.live.is_started and time.monotonic() - start > _PATIENCE:
             progress.start()
 
-    with contextlib.redirect_stderr(_NoTerminal(stream)):
+    with settings(progress=False):  # what runs inside draws no bar of its own
         try:
             yield step
         finally:

@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from curvoscope import checks, estimate
+from curvoscope import estimate
 from curvoscope.distributed.ranks import Group
 from curvoscope.errors import MemoryLimitError
 from curvoscope.estimate import Estimate
@@ -20,6 +20,7 @@ from curvoscope.operators.block_matrix import Tiles
 from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Term
+from curvoscope.settings import settings
 
 _FEW = 2048  # rows and columns up to which the entries are soon summed
 
@@ -62,27 +63,27 @@ class RankSum(LinearOperator):
         entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
         return 2 * entries + (0 if self._own is None else self._own._workspace(max(0, room - entries)))
 
-    def _fits(self, copies: int, memory_limit: int | None) -> int:
-        """As on the rank with the least room: all ranks go on, or none does."""
-        return super()._fits(copies, self._ranks.least(checks.memory_budget(memory_limit)))
+    def _budget(self) -> int:
+        """That of the rank with the least room: all ranks go on, or none does."""
+        return self._ranks.least(super()._budget())
 
     def _bytes(self, copies: int, budget: int) -> int:
         return int(max(self._ranks.exchange(super()._bytes(copies, budget))))
 
-    def _trace(self, memory_limit: int | None) -> float:
+    def _trace(self) -> float:
         with self._ranks.together():
-            mine = 0.0 if self._own is None else self._own._trace(memory_limit)
+            mine = 0.0 if self._own is None else self._own._trace()
         return float(sum(self._ranks.exchange(mine)))
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
+    def _diagonal(self) -> Tensor:
         with self._ranks.together():
             mine = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
             if self._own is not None:
-                mine += self._own._diagonal(memory_limit)
+                mine += self._own._diagonal()
         return self._ranks.add(mine)
 
-    def _norm(self, memory_limit: int | None) -> float:
-        budget = self._ranks.least(checks.memory_budget(memory_limit))
+    def _norm(self) -> float:
+        budget = self._budget()
         if max(self.shape) > _FEW:
             needed = self._ranks.exchange(0 if self._own is None else _core_bytes(self._own))
             if None not in needed and 2 * sum(needed) <= budget:
@@ -90,22 +91,22 @@ class RankSum(LinearOperator):
                     mine = None if self._own is None else _factors(self._own)
                 found = (other for other in self._ranks.exchange(mine) if other is not None)
                 total: LinearOperator = reduce(add, found)
-                return total._norm(budget)
-        return norm(self.dense(memory_limit=budget))
+                with settings(memory_limit=budget):
+                    return total._norm()
+        return norm(self.dense())
 
     def frobenius_norm(
         self,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
-    ) -> float | Estimate:
+        seed: int | None = None,
+    ) -> Estimate:
         """Exact, or an Estimate where one is asked for, or where neither the terms of all ranks nor the
         entries fit into memory."""
         asked = matvecs is not None or tolerance is not None
         try:
-            return super().frobenius_norm(matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit)
+            return super().frobenius_norm(matvecs=matvecs, tolerance=tolerance, seed=seed)
         except MemoryLimitError:
             if asked:
                 raise

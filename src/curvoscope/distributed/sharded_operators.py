@@ -1,7 +1,7 @@
 """Operators on vectors that are spread over ranks like the parameters of a model, and the space that they live in."""
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import RankError
 from curvoscope.distributed.sharded import Sharded
 from curvoscope.errors import CurvoscopeError, ShapeError
-from curvoscope.estimate import DiagonalEstimate, Eigenvalues, Estimate, lanczos
+from curvoscope.estimate import Estimate, lanczos
 from curvoscope.estimate.space import Space
 from curvoscope.operators.base import LinearOperator, ProductPair
 from curvoscope.operators.matrix_free import MatrixFree
@@ -121,11 +121,9 @@ class SpreadOperator(MatrixFree):
         products = (lambda x: factor * self._matmat(x)), (lambda x: factor * self.T._matmat(x))
         return _Derived(self, products, self.spaces, self.symmetric)
 
-    def _lanczos_norm(
-        self, memory_limit: int | None, matvecs: int | None, tolerance: float | None, seed: int
-    ) -> Estimate:
+    def _lanczos_norm(self, matvecs: int | None, tolerance: float | None, seed: int | None) -> Estimate:
         if self.symmetric:
-            return super()._lanczos_norm(memory_limit, matvecs, tolerance, seed)
+            return super()._lanczos_norm(matvecs, tolerance, seed)
 
         narrow = self if self.shape[1] <= self.shape[0] else self.T
         assert isinstance(narrow, SpreadOperator)
@@ -134,13 +132,11 @@ class SpreadOperator(MatrixFree):
             return narrow.T._matmat(narrow._matmat(x))
 
         squared = _Derived(narrow, (gram, gram), (narrow.spaces[1], narrow.spaces[1]), symmetric=True)
-        return lanczos(squared, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit)[
-            0
-        ].root()
+        return lanczos(squared, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed)[0].root()
 
     # ---- what would need whole vectors or all entries
 
-    def dense(self, memory_limit: int | None = None) -> NoReturn:
+    def dense(self) -> NoReturn:
         """Not here."""
         self._refuse("dense")
 
@@ -148,35 +144,16 @@ class SpreadOperator(MatrixFree):
         """Not here."""
         self._refuse("to_scipy")
 
-    def norm_bound(self, memory_limit: int | None = None) -> NoReturn:
+    def norm_bound(self) -> NoReturn:
         """Not here."""
         self._refuse("norm_bound")
 
-    def diagonal(
-        self,
-        memory_limit: int | None = None,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-    ) -> DiagonalEstimate:
+    def diagonal(self, **options: Any) -> NoReturn:
         """Not here."""
         self._refuse("diagonal")
 
-    def eigenvalues(
-        self,
-        k: int | None = None,
-        which: str = "LM",
-        memory_limit: int | None = None,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-    ) -> Tensor | Eigenvalues:
-        """The `k` of largest magnitude (LM), largest (LA) or smallest (SA), by Lanczos."""
-        if k is None:
-            self._refuse("eigenvalues without k")
-        return super().eigenvalues(k, which, memory_limit, matvecs=matvecs, tolerance=tolerance, seed=seed)
+    def _all_eigenvalues(self) -> NoReturn:
+        self._refuse("eigenvalues without k")
 
     def _refuse(self, question: str) -> NoReturn:
         raise RankError(

@@ -31,7 +31,7 @@ def diagonal(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> DiagonalEstimate:
     """The diagonal (n,) of a square operator, unbiased, with a standard error for each entry.
@@ -49,8 +49,18 @@ def diagonal(
         operator: (n, n).
         matvecs: the budget of products; 64 when neither this nor a tolerance is given.
         tolerance: the relative standard error of the diagonal as a whole, |stderr| / |value|, at which to stop.
-        seed: of the probes.
+        seed: of the probes; by default that of `cv.settings`.
         method: "auto", "hutchinson" or "deflated".
+
+    Returns:
+        The diagonal (n,), a tensor whose entries are Estimates.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.diagonal(torch.diag(torch.arange(100.0)), matvecs=16)
+        >>> print(found[99], found.method)
+        99 ± 0 hutchinson
     """
     check_square(operator, "a diagonal")
     checks.choice("method", method, METHODS)

@@ -11,8 +11,8 @@ from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError
 from curvoscope.estimate.krylov import DEFAULT_TOLERANCE, WHICH, Eigenvalues, lanczos
 from curvoscope.estimate.products import Matrix, check_budget, check_symmetric
-from curvoscope.estimate.result import Estimate
 from curvoscope.magnitudes import power_of_two
+from curvoscope.settings import current
 
 METHODS = ("lanczos", "eigsh", "lobpcg")
 _ITERATIONS = 1000
@@ -25,7 +25,7 @@ def eigenvalues(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     start: Tensor | None = None,
     method: str = "lanczos",
     vectors: bool = False,
@@ -43,10 +43,20 @@ def eigenvalues(
         which: "LM", "LA" or "SA".
         matvecs: the budget of products, kept by "eigsh" and "lobpcg" to within their last iteration.
         tolerance: the error bar, relative to the largest eigenvalue found, at which to stop.
-        seed: of the starting vectors.
+        seed: of the starting vectors; by default that of `cv.settings`.
         start: (n,) or (n, p) approximate eigenvectors.
         method: "lanczos", "eigsh" or "lobpcg".
         vectors: whether to return eigenvectors.
+
+    Returns:
+        The eigenvalues (k,) in ascending order, a tensor of Estimates; with their `vectors` (n, k) if asked for.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.eigenvalues(torch.diag(torch.arange(100.0)).double(), 1, "SA")
+        >>> abs(found[0]) < 1e-4
+        True
     """
     checks.choice("method", method, METHODS)
     if method == "lanczos":
@@ -65,6 +75,7 @@ def eigenvalues(
     checked = None if matvecs is None else max(2, k, matvecs // 3)
     left = None if matvecs is None or checked is None else matvecs - checked
     counted = _Counted(operator.to_scipy())
+    seed = current().seed if seed is None else seed
     first = _start(start, size, k, seed).astype(counted.dtype)
     if not counted.matmat(first).any():  # a zero matrix, on which neither can start
         found = first
@@ -170,26 +181,22 @@ def _rayleigh_ritz(
     norm = float(np.abs(values).max())
     residuals = np.maximum(residuals, np.finfo(operator.dtype).eps * norm)
     stderr = np.maximum(residuals, _missed(values, check, which, operator.unit))
-    matvecs = operator.products + check.matvecs
-    estimates = tuple(
-        Estimate(float(value), float(error), matvecs, method).scaled(operator.unit).checked("eigenvalues")
-        for value, error in zip(values, stderr, strict=True)
-    )
     return Eigenvalues(
-        estimates,
-        tuple(bool(error <= tolerance * norm) for error in stderr),
-        None if like is None else torch.as_tensor(vectors, dtype=like.dtype, device=like.device),
-        matvecs,
+        checks.finite("eigenvalues", torch.from_numpy(values * operator.unit)),
+        checks.finite("eigenvalues", torch.from_numpy(stderr * operator.unit)),
+        operator.products + check.matvecs,
         method,
-        float(np.abs(basis.T @ basis - np.eye(basis.shape[1])).max()),
-        tuple(float(residual) * operator.unit for residual in residuals),
+        converged=tuple((stderr <= tolerance * norm).tolist()),
+        vectors=None if like is None else torch.as_tensor(vectors, dtype=like.dtype, device=like.device),
+        orthogonality=float(np.abs(basis.T @ basis - np.eye(basis.shape[1])).max()),
+        residuals=tuple((residuals * operator.unit).tolist()),
     )
 
 
 def _missed(values: np.ndarray, check: Eigenvalues, which: str, unit: float) -> np.ndarray:
     """How much further out than `values` (k,), in `unit`, the eigenvalues may be that `check` bounds."""
     unit = unit or 1.0  # that of a zero matrix is 0
-    seen, bars = check.tensor().numpy() / unit, np.array([value.stderr for value in check]) / unit
+    seen, bars = check.value.numpy() / unit, check.stderr.numpy() / unit
     mine, theirs = (_outward(part, which) for part in (values, seen))
     found = np.empty_like(bars)
     order = theirs.argsort(kind="stable")  # of equal size and different signs, the two may not stand in one order

@@ -1,7 +1,6 @@
 """Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation done twice, thick restarts and their bounds."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.missed import Projection, Starts
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
-from curvoscope.estimate.result import Estimate
+from curvoscope.estimate.result import EstimatedVector
 
 DEFAULT_TOLERANCE = 1e-6
 WHICH = ("LM", "LA", "SA")
@@ -23,37 +22,48 @@ _RECORDS = 2**26  # bytes of records of restarts, if the basis itself does not t
 _SIGNS = {"LM": (1, -1), "LA": (1,), "SA": (-1,)}
 
 
-@dataclass(frozen=True, eq=False)
-class Eigenvalues:
-    """Eigenvalues in ascending order, each with an error bar: the larger of its residual and of what may be missed.
+class Eigenvalues(EstimatedVector):
+    """Eigenvalues (k,) in ascending order. An error bar is the larger of the residual and of what may be missed.
 
     A symmetric B has an eigenvalue within the residual |B x - θ x| of θ. It need not be the first, second, ... of its
     kind: an eigenvector nearly orthogonal to the random start is seen late. How far out its eigenvalue may be has a
     bound that holds with a given probability (`estimate.missed`): the 95 % interval of a value holds the eigenvalue
     with at least that probability, ten error bars hold it with 99.99 %. For the largest magnitudes (LM) this is said of
     the magnitude. Multiplicities above the number of starting vectors are not seen.
+
+    Args:
+        value: the eigenvalues.
+        stderr: their error bars (k,).
+        matvecs: matrix-vector products that they took together.
+        method: how they were found; "exact" for eigenvalues without an error.
+        others: the attributes below; by default those of exact eigenvalues.
+
+    Attributes:
+        converged: whether each error bar is within the tolerance, or within 1e-6 of the norm if none was given.
+        vectors: unit eigenvectors (n, k), columns in the order of the values, if they were asked for.
+        orthogonality: the largest entry of |V V^T - I| of the Lanczos basis: what is lost to rounding.
+        residuals: |B x - θ x|, not below rounding.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double()]).hessian(torch.eye(2).double(), torch.sum)
+        >>> values = H.eigenvalues(3)
+        >>> values.tolist(), values[0], values.exact
+        ([0.0, 0.0, 0.0], Estimate(0.0, exact), True)
     """
 
-    values: tuple[Estimate, ...]
-    converged: tuple[bool, ...]  # error bar within the tolerance, or within 1e-6 of the norm if none was given
-    vectors: Tensor | None  # (n, k), columns in the order of the values
-    matvecs: int
-    method: str
-    orthogonality: float  # the largest entry of |V V^T - I| of the basis: what is lost to rounding
-    residuals: tuple[float, ...]  # |B x - θ x|, not below rounding
+    converged: tuple[bool, ...]
+    vectors: Tensor | None
+    orthogonality: float
+    residuals: tuple[float, ...]
 
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __iter__(self) -> Iterator[Estimate]:
-        return iter(self.values)
-
-    def __getitem__(self, index: int) -> Estimate:
-        return self.values[index]
-
-    def tensor(self) -> Tensor:
-        """The values alone, (k,) in float64."""
-        return torch.tensor([float(value) for value in self.values], dtype=torch.float64)
+    def __new__(
+        cls, value: Tensor, stderr: Tensor | None = None, matvecs: int = 0, method: str = "exact", **others: Any
+    ) -> "Eigenvalues":
+        """By default those of exact eigenvalues."""
+        count = len(value)
+        exact = {"converged": (True,) * count, "vectors": None, "orthogonality": 0.0, "residuals": (0.0,) * count}
+        return super().__new__(cls, value, stderr, matvecs, method, **exact | others)
 
 
 def lanczos(
@@ -63,11 +73,10 @@ def lanczos(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     start: Tensor | None = None,
     block: int | None = None,
     vectors: bool = False,
-    memory_limit: int | None = None,
 ) -> Eigenvalues:
     """The k eigenvalues of largest magnitude (LM), largest (LA) or smallest (SA) of a symmetric operator.
 
@@ -84,13 +93,22 @@ def lanczos(
         matvecs: the budget of products.
         tolerance: the error bar, relative to the largest eigenvalue found, at which to stop; 1e-6 when neither this nor
             a budget is given.
-        seed: of the starting vectors.
+        seed: of the starting vectors; by default that of `cv.settings`.
         start: (n,) or (n, p) approximate eigenvectors, of an earlier point in training for example. A random tenth is
             added, so that an eigenvalue that has overtaken theirs is found too. They make residuals small sooner; to
             rule out that an eigenvalue has overtaken takes as many products as without them.
         block: vectors a product; the number of starting vectors, or min(k, 8).
         vectors: whether to return eigenvectors.
-        memory_limit: bytes for the basis.
+
+    Returns:
+        The eigenvalues (k,) in ascending order, a tensor of Estimates; with their `vectors` (n, k) if asked for.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.lanczos(torch.diag(torch.arange(100.0)).double(), 2, "LA")
+        >>> [round(value, 3) for value in found]
+        [98.0, 99.0]
     """
     check_symmetric(operator, "an eigenvalue")
     size = operator.shape[0]
@@ -104,7 +122,7 @@ def lanczos(
         first, lengths = _first_block(products, probes, start, min(block or min(k, COLUMNS), size))
         check_budget(matvecs, tolerance, least=max(2, -(-k // len(first)) * len(first)))
         rounding = _ROUNDING * products.epsilon
-        run = _Run(products, probes, k, which, first, lengths, matvecs, memory_limit)
+        run = _Run(products, probes, k, which, first, lengths, matvecs)
         run.go(matvecs or MOST, max(rounding, tolerance or (0.0 if matvecs else DEFAULT_TOLERANCE)))
         return run.result(max(rounding, tolerance or DEFAULT_TOLERANCE), vectors)
 
@@ -139,12 +157,11 @@ class _Run:
         first: Tensor,
         lengths: Tensor,
         matvecs: int | None,
-        memory_limit: int | None,
     ) -> None:
         self._products, self._probes, self._k, self._which = products, probes, k, which
         self._size, self._block, self._space = products.size, len(first), products.space
         wanted = min(self._size, matvecs or max(256, 8 * (k + self._block)))
-        self._limit, dtype = self._room(wanted, memory_limit)
+        self._limit, dtype = self._room(wanted)
         rows = self._limit + 2 * self._block
         self._V = torch.empty(rows, self._space.length, dtype=dtype, device=products.device)
         self._H = torch.zeros(rows, rows, dtype=torch.float64, device=products.device)
@@ -157,9 +174,9 @@ class _Run:
         # B V_last = (H V)_last + coupling^T V_new: the rows of V not yet multiplied, against the last that were
         self._coupling = self._H[:0, :0]
 
-    def _room(self, wanted: int, memory_limit: int | None) -> tuple[int, torch.dtype]:
+    def _room(self, wanted: int) -> tuple[int, torch.dtype]:
         """Rows that V may have, and in which precision: float64, unless the operator has less and memory is short."""
-        length, budget = self._space.longest, self._products.budget(memory_limit)
+        length, budget = self._space.longest, self._products.budget()
         beside = 4 * self._block  # new rows, their products and projections
         least = min(self._size, self._k + 2 * self._block + 2)
         short = 8 * length * (4 * least + beside) > budget
@@ -331,12 +348,7 @@ class _Run:
         basis, norm = self._V[: self._done], self._norm(values)
         matvecs, rounding = self._products.matvecs, _ROUNDING * self._products.epsilon * norm
         residuals = self._residuals(projection, wanted).clamp_min(rounding).tolist()
-        estimates = [
-            Estimate(value, max(residual, bar), matvecs, "lanczos")
-            for value, residual, bar in zip(
-                values.tolist(), residuals, self._missed(projection, wanted).tolist(), strict=True
-            )
-        ]
+        stderr = torch.tensor(residuals, dtype=torch.float64).maximum(self._missed(projection, wanted).cpu())
         unit = self._products.unit
         found: Tensor | None = None
         if vectors:
@@ -344,13 +356,14 @@ class _Run:
             found = (turn.T.to(basis.dtype) @ basis).T.to(operator.device, operator.dtype)
         loss = self._space.total(basis @ basis.T) - torch.eye(self._done, dtype=basis.dtype, device=basis.device)
         return Eigenvalues(
-            tuple(estimate.scaled(unit).checked("eigenvalues") for estimate in estimates),
-            tuple(bool(estimate.stderr <= tolerance * norm) for estimate in estimates),
-            found,
+            checks.finite("eigenvalues", values.cpu() * unit),
+            checks.finite("eigenvalues", stderr * unit),
             matvecs,
             "lanczos",
-            float(loss.abs().max()),
-            tuple(residual * unit for residual in residuals),
+            converged=tuple((stderr <= tolerance * norm).tolist()),
+            vectors=found,
+            orthogonality=float(loss.abs().max()),
+            residuals=tuple(residual * unit for residual in residuals),
         )
 
 

@@ -13,6 +13,7 @@ from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
 from curvoscope.estimate.space import Space
 from curvoscope.magnitudes import exponent_of
+from curvoscope.settings import current
 
 COLUMNS = 8  # vectors a product, at most
 LEAST = 16  # products before a tolerance may end the work
@@ -29,6 +30,12 @@ class Matrix(Protocol):
 
     An attribute `symmetric` is believed. Where there is none, eigenvalues and densities take symmetry for granted, and
     the others do without it. Where vectors are spread over processes, an attribute `spaces` says how (see `space`).
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> isinstance(torch.eye(3), estimate.Matrix)
+        True
     """
 
     shape: tuple[int, int]
@@ -58,9 +65,9 @@ class Products:
         self.matvecs = 0
         self._exponent: int | None = None  # that of the unit, once known
         needed = _COPIES * 8 * max(1, self._longest)
-        self.columns = max(1, min(COLUMNS, self.budget(None) // needed))  # vectors a product
+        self.columns = max(1, min(COLUMNS, self.budget() // needed))  # vectors a product
         what = f"a product with a vector of length {self._longest}"
-        checks.fits(self.columns * needed, self.budget(None), what, "give a larger memory_limit")
+        checks.fits(self.columns * needed, self.budget(), what, "give a larger memory_limit")
         self._ticker = Ticker(label, total)
 
     def __enter__(self) -> "Products":
@@ -122,22 +129,23 @@ class Products:
 
     def fits(self, columns: int) -> bool:
         """Whether so many float64 vectors of the operator's size fit in the memory at hand."""
-        fit = 8 * self._longest * columns <= self.budget(None)
+        fit = 8 * self._longest * columns <= self.budget()
         checks.predict(8 * self._longest * columns if fit else 0)
         return fit
 
-    def budget(self, memory_limit: int | None) -> int:
+    def budget(self) -> int:
         """Bytes that may be used in this process, the same in all."""
-        return self.space.least(checks.memory_budget(memory_limit))
+        return self.space.least(checks.memory_budget())
 
 
 class Probes:
     """Random columns from a generator of one's own, so that torch's global one is neither read nor moved."""
 
-    def __init__(self, products: Products, seed: int) -> None:
+    def __init__(self, products: Products, seed: int | None) -> None:
         self._space, self._device = products.space, products.device
         # mixed, so that the probes of seeds 0, 1, 2, ... have nothing in common
-        mixed = int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
+        chosen = current().seed if seed is None else seed
+        mixed = int(np.random.SeedSequence(chosen % 2**64).generate_state(1)[0])
         self._generator = torch.Generator(device="cpu").manual_seed(mixed)
 
     def signs(self, count: int) -> Tensor:

@@ -6,6 +6,8 @@ import time
 from rich.console import Console
 from rich.progress import Progress
 
+from curvoscope.settings import current
+
 _PATIENCE = 1.0  # seconds without a bar
 
 
@@ -22,7 +24,7 @@ class Ticker:
         """`amount` more units are done."""
         self._done += amount
         if self._bar is None:
-            if time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty():
+            if not current().progress or time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty():
                 return
             self._bar = Progress(console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(self._label, total=self._total)

@@ -32,7 +32,7 @@ def trace(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> Estimate:
     """The trace of a square operator.
@@ -46,8 +46,18 @@ def trace(
         operator: (n, n), not necessarily symmetric.
         matvecs: the budget of products; 64 when neither this nor a tolerance is given.
         tolerance: the relative standard error at which to stop.
-        seed: of the probes.
+        seed: of the probes; by default that of `cv.settings`.
         method: "auto", "hutchinson", "hutch++" or "xtrace".
+
+    Returns:
+        The trace, with its standard error.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.trace(torch.eye(100).double(), matvecs=16)
+        >>> print(found.method, found.matvecs, round(found, 6))
+        hutchinson 16 100.0
     """
     check_square(operator, "a trace")
     question = _Question(operator, trace_form, "trace", signs=True)
@@ -59,13 +69,29 @@ def squared_frobenius_norm(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> Estimate:
     """|B|_F² = tr B^T B = E |B z|² of an operator of any shape, by the methods of `trace`.
 
     The sketches of `hutch++` and `xtrace` are of the range of B, and what is wanted is that of B^T. So they are for
     operators that say they are `symmetric`. `hutchinson` with a budget spends it on probes, however small B is.
+
+    Args:
+        operator: (m, n).
+        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
+        tolerance: the relative standard error at which to stop.
+        seed: of the probes; by default that of `cv.settings`.
+        method: "auto", "hutchinson", "hutch++" or "xtrace".
+
+    Returns:
+        |B|_F², with its standard error.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> print(estimate.squared_frobenius_norm(2 * torch.eye(10).double()))
+        40.0
     """
     question = _Question(operator, norm_form, "Frobenius norm")
     square = question.answer(method, matvecs, tolerance, seed)
@@ -77,10 +103,27 @@ def frobenius_norm(
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     method: str = "auto",
 ) -> Estimate:
-    """|B|_F, the root of `squared_frobenius_norm`, with the standard error of the delta method."""
+    """|B|_F, the root of `squared_frobenius_norm`, with the standard error of the delta method.
+
+    Args:
+        operator: (m, n).
+        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
+        tolerance: the relative standard error at which to stop.
+        seed: of the probes; by default that of `cv.settings`.
+        method: "auto", "hutchinson", "hutch++" or "xtrace".
+
+    Returns:
+        |B|_F, with its standard error.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> print(estimate.frobenius_norm(torch.ones(5, 5).double()))
+        5.0
+    """
     check_budget(matvecs, tolerance)
     square = None if tolerance is None else min(2 * tolerance, 1 - 1e-9)  # of the square, for `tolerance` of its root
     question = _Question(operator, norm_form, "Frobenius norm")
@@ -100,7 +143,7 @@ class _Question:
         """That of the products: a trace is in units, the trace of B^T B in their squares."""
         return self._products.unit
 
-    def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int) -> Estimate:
+    def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int | None) -> Estimate:
         """The estimate, in units."""
         checks.choice("method", method, METHODS)
         check_budget(matvecs, tolerance)
@@ -120,7 +163,7 @@ class _Question:
             if deflated and budget is not None:
                 checks.fits(
                     8 * _COPIES * self._space.longest * (budget // 2),
-                    self._products.budget(None),
+                    self._products.budget(),
                     f"a sketch of {budget // 2} columns of length {self._space.longest}",
                     "give fewer matvecs, or method='hutchinson', which keeps none",
                 )

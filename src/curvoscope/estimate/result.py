@@ -2,8 +2,10 @@
 
 import html
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
+import torch
 from scipy import special
 from torch import Tensor
 
@@ -11,33 +13,86 @@ from curvoscope import checks
 from curvoscope.errors import RangeError
 
 _SYMMETRIC = 1e-4  # a skewness below this is none
+_FIELDS = ("stderr", "matvecs", "method", "degrees", "skewness", "power")
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A number that was estimated: its value, standard error, cost in matrix-vector products, and method.
+class Estimate(float):
+    """A number with its standard error, its cost in matrix-vector products, and its method.
+
+    It is a `float`: arithmetic, comparison, formatting, `json` and numpy treat it as one, and give plain numbers. Every
+    number that a block answers is an Estimate; an exact one has `stderr` 0 and `exact` True.
 
     The last three fields give `interval` its shape when the sample is small. `degrees` are the degrees of freedom of
     the standard error; `skewness` is that of the distribution of the estimate (quadratic forms of few large eigenvalues
     are as skew as χ²); `power` is 2 for the root of an estimated square, whose interval is the root of the square's.
+
+    Args:
+        value: the number.
+        stderr: its standard error.
+        matvecs: matrix-vector products that it took.
+        method: how it was found; "exact" for a number without an error.
+        degrees: degrees of freedom of `stderr`.
+        skewness: of the distribution of the estimate.
+        power: 2 for a square root, otherwise 1.
+
+    Example:
+        >>> import curvoscope as cv
+        >>> norm = cv.Estimate(2.0, 0.1, 64, "hutchinson")
+        >>> print(norm, norm.exact, norm + 1, f"{norm:.2f}")
+        2 ± 0.1 False 3.0 2.00
+        >>> [round(end, 3) for end in norm.interval(0.95)]
+        [1.804, 2.196]
     """
 
-    value: float
+    __slots__ = _FIELDS
+
     stderr: float
     matvecs: int
     method: str
-    degrees: float = math.inf
-    skewness: float = 0.0
-    power: float = 1.0
+    degrees: float
+    skewness: float
+    power: float
 
-    def __float__(self) -> float:
-        return self.value
+    def __new__(
+        cls,
+        value: float,
+        stderr: float = 0.0,
+        matvecs: int = 0,
+        method: str = "exact",
+        degrees: float = math.inf,
+        skewness: float = 0.0,
+        power: float = 1.0,
+    ) -> "Estimate":
+        """By default an exact number."""
+        self = super().__new__(cls, value)
+        for name, field in zip(_FIELDS, (stderr, matvecs, method, degrees, skewness, power), strict=True):
+            object.__setattr__(self, name, field)
+        return self
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"cannot set {name!r}: an Estimate does not change")
+
+    def __reduce__(self) -> tuple[type["Estimate"], tuple[Any, ...]]:
+        return Estimate, (self.value, *(getattr(self, name) for name in _FIELDS))
+
+    @property
+    def value(self) -> float:
+        """The number as a plain float."""
+        return float(self)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the number has no error but rounding."""
+        return self.method == "exact"
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} ± {self.stderr:.1g}"
+        return float.__repr__(self) if self.exact else f"{self.value:.4g} ± {self.stderr:.1g}"
+
+    def __repr__(self) -> str:
+        return f"Estimate({self}, {self._cost()})"
 
     def __format__(self, spec: str) -> str:
-        """The value in the format of a number, so that what prints an exact one prints an estimate too."""
+        """The value in the format of a number; without a format, the value and its standard error."""
         return format(self.value, spec) if spec else str(self)
 
     def __rich__(self) -> object:
@@ -50,6 +105,10 @@ class Estimate:
 
     def _cost(self) -> str:
         return f"{self.method}, {self.matvecs:,} products" if self.matvecs else self.method
+
+    def facts(self) -> dict[str, Any]:
+        """All fields by name, the value first: `Estimate(**facts)` is the same Estimate."""
+        return {"value": self.value, **{name: getattr(self, name) for name in _FIELDS}}
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
         """The two ends of the confidence interval.
@@ -84,18 +143,57 @@ class Estimate:
 
     def scaled(self, factor: float) -> "Estimate":
         """The estimate of a positive multiple."""
-        return replace(self, value=self.value * factor, stderr=self.stderr * factor)
+        return Estimate(**self.facts() | {"value": self * factor, "stderr": self.stderr * factor})
 
 
-@dataclass(frozen=True, eq=False)
-class DiagonalEstimate:
-    """The diagonal (n,) of a matrix, with a standard error (n,) for each entry."""
+Vector = TypeVar("Vector", bound="EstimatedVector")
 
-    value: Tensor
+
+class EstimatedVector(Tensor):
+    """A vector (n,) of numbers, each with a standard error.
+
+    It is a tensor: operations treat it as one, and give plain tensors. An index or a loop gives an `Estimate`.
+
+    Attributes:
+        value: the numbers as a plain tensor (n,).
+        stderr: their standard errors (n,); 0 if exact.
+        matvecs: matrix-vector products that they took together.
+        method: how they were found; "exact" for numbers without an error.
+        degrees: degrees of freedom of the standard errors.
+    """
+
     stderr: Tensor
     matvecs: int
     method: str
-    degrees: float = math.inf
+    degrees: float
+
+    # as for nn.Parameter: results of operations are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(
+        cls: type[Vector],
+        value: Tensor,
+        stderr: Tensor | None = None,
+        matvecs: int = 0,
+        method: str = "exact",
+        degrees: float = math.inf,
+        **others: Any,
+    ) -> Vector:
+        """By default exact numbers; `others` are attributes of a subclass."""
+        self = Tensor._make_subclass(cls, value.detach())
+        known = {"stderr": torch.zeros_like(self.value) if stderr is None else stderr, "matvecs": matvecs}
+        vars(self).update(known, method=method, degrees=degrees, **others)
+        return self
+
+    @property
+    def value(self) -> Tensor:
+        """The numbers as a plain tensor (n,)."""
+        return self.as_subclass(Tensor)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the numbers have no error but rounding."""
+        return self.method == "exact"
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The two ends (n,) of the confidence interval of each entry, by Student's distribution."""
@@ -103,6 +201,45 @@ class DiagonalEstimate:
             raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
         reach = student(level, self.degrees) * self.stderr
         return self.value - reach, self.value + reach
+
+    def __getitem__(self, index: Any) -> Any:
+        """An `Estimate` for a number, a plain tensor for anything else."""
+        if isinstance(index, SupportsIndex) and not isinstance(index, Tensor | bool):
+            return Estimate(float(self.value[index]), float(self.stderr[index]), **self._origin())
+        return self.value[index]
+
+    def __iter__(self) -> Iterator[Estimate]:
+        origin = self._origin()
+        for value, stderr in zip(self.value.tolist(), self.stderr.tolist(), strict=True):
+            yield Estimate(value, stderr, **origin)
+
+    def _origin(self) -> dict[str, Any]:
+        return {"matvecs": self.matvecs, "method": self.method, "degrees": self.degrees}
+
+    def __deepcopy__(self: Vector, memo: dict[int, Any]) -> Vector:
+        return type(self)(self.value.clone(), **vars(self))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.value!r}, {self.method})"
+
+
+class DiagonalEstimate(EstimatedVector):
+    """The diagonal (n,) of a matrix, with a standard error for each entry.
+
+    Args:
+        value: the diagonal.
+        stderr: its standard errors (n,); by default those of an exact diagonal, 0.
+        matvecs: matrix-vector products that it took.
+        method: how it was found; "exact" for a diagonal without an error.
+        degrees: degrees of freedom of the standard errors.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.DiagonalEstimate(torch.ones(3), torch.full((3,), 0.5), 8, "hutchinson")
+        >>> print(found[0], found.sum(), found.stderr)
+        1 ± 0.5 tensor(3.) tensor([0.5000, 0.5000, 0.5000])
+    """
 
 
 def student(level: float, degrees: float) -> float:

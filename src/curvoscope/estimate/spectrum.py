@@ -17,7 +17,21 @@ _ZERO = 10  # times sqrt(n) units of rounding: eigenvalues that small are zero
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """A function of x with a pointwise confidence band, all of the shape of x, in float64."""
+    """A function of x with a pointwise confidence band, all of the shape of x, in float64.
+
+    Args:
+        x: where.
+        value: of the function.
+        low: the lower end of the band.
+        high: the upper end.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> band = estimate.Density.exact(torch.arange(4.0)).cdf(torch.tensor([1.5]))
+        >>> band.low.tolist(), band.value.tolist(), band.high.tolist()
+        ([0.5], [0.5], [0.5])
+    """
 
     x: Tensor
     value: Tensor
@@ -31,16 +45,33 @@ class Density:
 
     The mean over the probes estimates (1/n) sum_i δ(λ - λ_i). As long as nothing is smoothed, it is a measure: it has a
     cumulative function, moments and Wasserstein distances, and no kernel width to choose.
+
+    Args:
+        nodes: θ (probes, m) in float64, ascending in each row.
+        weights: w (probes, m) in float64.
+        residuals: (probes, m) in float64: within so much of a node there is an eigenvalue.
+        size: n.
+        matvecs: matrix-vector products that the density took.
+        method: "slq", or "exact".
+        quadrature: whether the masses are Gauss weights, which bound the cumulative function of their probe.
+        missed: error bars for eigenvalues below all nodes, and above all.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.Density.exact(torch.tensor([0.0, 1.0, 1.0, 4.0]))
+        >>> found.support, found.moment(1).value
+        ((0.0, 4.0), 1.5)
     """
 
-    nodes: Tensor  # (probes, m) float64, ascending in each row
-    weights: Tensor  # (probes, m) float64
-    residuals: Tensor  # (probes, m) float64: within so much of a node there is an eigenvalue
-    size: int  # n
+    nodes: Tensor
+    weights: Tensor
+    residuals: Tensor
+    size: int
     matvecs: int
     method: str
-    quadrature: bool = False  # masses are Gauss weights: they bound the cumulative function of their probe
-    missed: tuple[float, float] = (0.0, 0.0)  # error bars for eigenvalues below all nodes, and above all
+    quadrature: bool = False
+    missed: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def exact(cls, eigenvalues: Tensor, matvecs: int = 0) -> "Density":
@@ -204,13 +235,28 @@ class Density:
 
 @dataclass(frozen=True, eq=False)
 class LogSpectrum:
-    """Densities in log10 |λ|. Their masses, `zero` and `unresolved` add to one."""
+    """Densities in log10 |λ|. Their masses, `zero` and `unresolved` add to one.
+
+    Args:
+        positive: the density of the positive eigenvalues.
+        negative: that of the negative ones.
+        zero: the share of eigenvalues that are zero to rounding.
+        unresolved: the share too near zero for their sign and decade to be known.
+        reach: what is unresolved lies between -reach and reach.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope import estimate
+        >>> found = estimate.Density.exact(torch.tensor([-1.0, 0.0, 10.0, 100.0])).log_spectrum()
+        >>> found.zero.value, found.positive.support
+        (0.25, (1.0, 2.0))
+    """
 
     positive: Density
     negative: Density
-    zero: Estimate  # the share of eigenvalues that are zero to rounding
-    unresolved: Estimate  # the share too near zero for their sign and decade to be known
-    reach: float  # what is unresolved lies between -reach and reach
+    zero: Estimate
+    unresolved: Estimate
+    reach: float
 
 
 def gauss(nodes: Tensor, weights: Tensor, residuals: Tensor, size: int, matvecs: int, epsilon: float) -> Density:

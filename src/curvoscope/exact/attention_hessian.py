@@ -249,7 +249,7 @@ class TFunctional(BlockMatrix):
     def _spectrum_is_cheap(self) -> bool:
         return True
 
-    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+    def _all_eigenvalues(self) -> Tensor:
         """+-s sigma_j(B), each d_k times, and zeros."""
         values = torch.cat([torch.linalg.svdvals(gradient) for gradient in self.gradients])
         values = torch.cat([values, -values]).repeat_interleave(self._d_k)

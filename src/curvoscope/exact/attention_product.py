@@ -125,7 +125,7 @@ class AttentionProduct:
     def chunks(self, columns: int) -> list[tuple[int, int]]:
         """Ranges of columns whose intermediate tensors fit into the memory at hand."""
         tensors = 8 * self._A.numel() + 12 * self.passed.query.numel() + 4 * self.passed.X.numel()
-        budget = min(_CHUNK, checks.memory_budget(None) // 8)
+        budget = min(_CHUNK, checks.memory_budget() // 8)
         return list(checks.chunks(columns, 1, tensors * self._A.element_size(), budget))
 
     def _push(self, directions: Directions) -> Moved:

@@ -73,19 +73,19 @@ class LowRank(LinearOperator):
     def _matmat(self, columns: Tensor) -> Tensor:
         return self.vectors @ (self.values[:, None] * (self.vectors.T @ columns))
 
-    def _trace(self, memory_limit: int | None) -> float:
+    def _trace(self) -> float:
         return float(self.values.sum())
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
+    def _diagonal(self) -> Tensor:
         return self.vectors.square() @ self.values
 
-    def _norm(self, memory_limit: int | None) -> float:
+    def _norm(self) -> float:
         return norm(self.values)
 
     def _spectrum_is_cheap(self) -> bool:
         return True
 
-    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+    def _all_eigenvalues(self) -> Tensor:
         return torch.cat([self.values, self.values.new_zeros(self.shape[0] - len(self.values))]).sort().values
 
 
@@ -118,7 +118,7 @@ def low_rank(
         raise RangeError("operator", "is not symmetric; only a symmetric one has eigenpairs to keep")
     found = estimate.lanczos(operator, k, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, vectors=True)
     assert found.vectors is not None
-    values = found.tensor().to(operator.dtype).to(operator.device)
+    values = found.value.to(operator.dtype).to(operator.device)
     errors = torch.tensor(found.residuals, dtype=operator.dtype, device=operator.device)
     rest = _Remainder(operator, values, found.vectors)
     remainder = estimate.frobenius_norm(rest, matvecs=samples, seed=seed + 1)
@@ -189,8 +189,6 @@ def backpropagate(
     layers: Stack | Sequence[TransformerBlock | Layer],
     X: Tensor,
     loss: losses.LossFunction,
-    *,
-    memory_limit: int | None = None,
 ) -> list[OutputCurvature]:
     """G and S at the input and at the output of every layer and sublayer, in the order of the forward pass.
 
@@ -198,11 +196,10 @@ def backpropagate(
         layers: a `Stack`, or what it is made of.
         X: (L, d) or (N, L, d).
         loss: of the last output; with `CrossEntropy(targets, unembedding)` the unembedding comes with the loss.
-        memory_limit: bytes for all S together, by default a part of what is free; what needs more is matrix-free.
     """
     network = layers if isinstance(layers, Stack) else Stack(layers)
     chain = network.chain(X, loss)
-    descent = Descent(chain, max(1, checks.memory_budget(memory_limit) // (len(chain.links) + 1)))
+    descent = Descent(chain, max(1, checks.memory_budget() // (len(chain.links) + 1)))
     records = [_record(chain, descent, number) for number in reversed(range(-1, len(chain.links)))]
     return records[::-1]
 

@@ -49,7 +49,7 @@ def curvature_norm(curvature: losses.Curvature, F: Tensor) -> float:
         return norm(curvature.blocks.reshape(groups, size * width, size * width))
     assert isinstance(curvature, losses.PerToken)
     needed = (curvature.workspace(None, None) + 2 * F.shape[2] ** 2) * F.element_size()
-    parts = checks.chunks(F[..., 0].numel(), F.shape[1], needed, checks.memory_budget(None) // 4)
+    parts = checks.chunks(F[..., 0].numel(), F.shape[1], needed, checks.memory_budget() // 4)
     return max(norm(curvature.between(None, None, start, stop)) for start, stop in parts)
 
 

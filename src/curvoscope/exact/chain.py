@@ -194,7 +194,7 @@ class Chain:
     def chunks(self, columns: int) -> list[tuple[int, int]]:
         """Ranges of columns whose intermediate tensors fit into the memory at hand."""
         numbers = sum(each.workspace for each in self.links)
-        budget = min(_CHUNK, checks.memory_budget(None) // 8)
+        budget = min(_CHUNK, checks.memory_budget() // 8)
         return list(checks.chunks(columns, 1, numbers * self.X.element_size(), budget))
 
     def _applied(self, dZ: Tensor) -> Tensor:

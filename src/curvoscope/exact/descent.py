@@ -19,8 +19,8 @@ Parts = tuple[Grouped, Grouped | None]  # Gauss-Newton and functional; None wher
 class Descent:
     """S at the output of every link of a chain (-1: at its input), computed from the top as far down as asked."""
 
-    def __init__(self, chain: Chain, memory_limit: int | None = None) -> None:
-        self._chain, self._memory_limit = chain, memory_limit
+    def __init__(self, chain: Chain, budget: int | None = None) -> None:
+        self._chain, self._budget = chain, budget
         self._known: dict[int, Parts] = {}
         self._steps = self._descend()
         self._too_large: MemoryLimitError | None = None
@@ -77,4 +77,4 @@ class Descent:
         tokens, length = self._chain.tokens, each.X.shape[1]
         size = max(curvature.size, length if isinstance(each, AttentionLink) else 1)
         width = max(each.X.shape[2], each.output.shape[2])
-        fits(tokens, size, width, width, each.X, self._memory_limit)
+        fits(tokens, size, width, width, each.X, self._budget)

@@ -111,16 +111,16 @@ class Grouped(LinearOperator):
     def _workspace(self, room: int) -> int:
         return 0
 
-    def _trace(self, memory_limit: int | None) -> float:
-        return float(self._diagonal(memory_limit).sum())
+    def _trace(self) -> float:
+        return float(self._diagonal().sum())
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
+    def _diagonal(self) -> Tensor:
         return self.blocks.diagonal(dim1=1, dim2=2).flatten()
 
-    def _norm(self, memory_limit: int | None) -> float:
+    def _norm(self) -> float:
         return norm(self.blocks)
 
-    def _spectral_norm(self, memory_limit: int | None) -> float:
+    def _spectral_norm(self) -> float:
         if self.symmetric:
             return float(torch.linalg.eigvalsh(self.blocks).abs().max())
         return float(torch.linalg.matrix_norm(self.blocks, 2).max())
@@ -128,15 +128,15 @@ class Grouped(LinearOperator):
     def _spectrum_is_cheap(self) -> bool:
         return True
 
-    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+    def _all_eigenvalues(self) -> Tensor:
         return torch.linalg.eigvalsh(self.blocks).flatten().sort().values
 
 
-def fits(tokens: int, size: int, rows: int, columns: int, like: Tensor, memory_limit: int | None = None) -> None:
+def fits(tokens: int, size: int, rows: int, columns: int, like: Tensor, budget: int | None = None) -> None:
     """Raise where matrices over groups of `size` tokens are larger than the memory at hand."""
     checks.fits(
         _ROUTES * tokens * size * rows * columns * like.element_size(),
-        memory_limit,
+        budget,
         f"a matrix between {tokens} tokens of width {rows} and {columns}, coupled in groups of {size}",
         "use fewer tokens, or products with @",
     )

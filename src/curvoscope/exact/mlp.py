@@ -220,7 +220,7 @@ class _Blocks:
 
         def multiply(columns: Tensor) -> Tensor:
             bytes_a_column = 4 * self._chain.tokens * widths * columns.element_size()
-            budget = checks.memory_budget(None) // 2
+            budget = checks.memory_budget() // 2
             parts = []
             for start, stop in checks.chunks(columns.shape[1], 1, bytes_a_column, budget):
                 pieces = columns[:, start:stop].T.split([a * p for a, p in shapes], 1)

@@ -7,6 +7,7 @@ A block maps the row-major vec of one weight (b, q) to that of another (a, p). I
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Literal, overload
 
 import numpy as np
 import scipy.sparse.linalg
@@ -17,6 +18,7 @@ from curvoscope import checks, estimate
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Density, DiagonalEstimate, Eigenvalues, Estimate
 from curvoscope.magnitudes import norm, power_of_two
+from curvoscope.settings import settings
 
 Shape = tuple[int, int]
 Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
@@ -29,7 +31,27 @@ _FACTORED = 2  # matrices in memory while LAPACK finds eigenvalues or singular v
 
 
 class LinearOperator(ABC):
-    """A real matrix known by its products. Subclasses give `_matmat` and, unless symmetric, `_transposed`."""
+    """A real matrix (R, C) known by its products; what a Hessian block can be asked.
+
+    `B @ v`, `B.T`, `B + C`, `2 * B`, `B.dense()`, `B.to_scipy()`; every number that it answers is an `Estimate`.
+    Subclasses give `_matmat` and, unless symmetric, `_transposed`.
+
+    Args:
+        row_shape: (a, p), the shape of the weight of the rows; R = a p.
+        column_shape: (b, q), that of the columns; C = b q.
+        like: a tensor of the operator's dtype, on its device.
+        symmetric: whether the matrix is symmetric.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.arange(6.0).double().view(3, 2)
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double()]).hessian(X, cv.losses.MSE(X))
+        >>> block = H.outer["W1"]
+        >>> block.shape, (block @ torch.ones(4).double()).shape
+        ((4, 4), torch.Size([4]))
+        >>> block.trace(), block.diagonal()[0]
+        (Estimate(36.666..., exact), Estimate(6.666..., exact))
+    """
 
     def __init__(self, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False) -> None:
         self.row_shape, self.column_shape = row_shape, column_shape
@@ -74,21 +96,21 @@ class LinearOperator(ABC):
         step = max(1, min(columns, 2**24 // max(rows, columns)))
         return self.dtype.itemsize * max(2 * step * (rows + columns), rows * columns if self.symmetric else 0)
 
-    def _trace(self, memory_limit: int | None) -> float:
-        return float(self._diagonal(memory_limit).sum())
+    def _trace(self) -> float:
+        return float(self._diagonal().sum())
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return torch.cat([part[start:].diagonal() for start, part in self._columns(memory_limit)])
+    def _diagonal(self) -> Tensor:
+        return torch.cat([part[start:].diagonal() for start, part in self._columns()])
 
-    def _norm(self, memory_limit: int | None) -> float:
-        return math.hypot(*(norm(part) for _, part in self._columns(memory_limit)))
+    def _norm(self) -> float:
+        return math.hypot(*(norm(part) for _, part in self._columns()))
 
-    def _columns(self, memory_limit: int | None) -> Iterator[tuple[int, Tensor]]:
+    def _columns(self) -> Iterator[tuple[int, Tensor]]:
         """The entries, (R, c) from a column on: all of them where they fit, else a few columns at a time."""
         rows, columns = self.shape
-        budget = checks.memory_budget(memory_limit)
+        budget = self._budget()
         if self._bytes(2, budget) <= budget:
-            yield 0, self.dense(memory_limit=budget)
+            yield 0, self.dense()
             return
         for start, stop in checks.chunks(columns, 1, 2 * (rows + columns) * self.dtype.itemsize, budget):
             yield start, self._matmat(self._units(start, stop))
@@ -140,19 +162,19 @@ class LinearOperator(ABC):
     def __sub__(self, other: "LinearOperator") -> "LinearOperator":
         return self + -other
 
-    def dense(self, memory_limit: int | None = None) -> Tensor:
+    def dense(self) -> Tensor:
         """All entries, (R, C)."""
         rows, columns = self.shape
-        room = self._fits(1, memory_limit)
+        room = self._fits(1)
         out = _empty(rows, columns, self.dtype, self.device)
-        with checks.limited(max(1, room)):
+        with settings(memory_limit=max(1, room)):
             self._write(out.view(*self.row_shape, *self.column_shape))
         return checks.finite("dense", out)
 
-    def _fits(self, copies: int, memory_limit: int | None) -> int:
+    def _fits(self, copies: int) -> int:
         """The bytes beside the entries, once it is known that `copies` of them fit, and one with what makes it."""
         rows, columns = self.shape
-        budget = checks.memory_budget(memory_limit)
+        budget = self._budget()
         checks.fits(
             self._bytes(copies, budget),
             budget,
@@ -160,6 +182,10 @@ class LinearOperator(ABC):
             "ask for trace(), diagonal(), frobenius_norm(), eigenvalues(k=...) or products with @ instead",
         )
         return budget - rows * columns * self.dtype.itemsize
+
+    def _budget(self) -> int:
+        """Bytes that an answer may take."""
+        return checks.memory_budget()
 
     def _bytes(self, copies: int, budget: int) -> int:
         """What the entries take while they are made, or `copies` of them, whichever is more."""
@@ -183,90 +209,124 @@ class LinearOperator(ABC):
             self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=numpy_dtype
         )
 
-    def trace(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
-    ) -> float | Estimate:
-        """The trace: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
+    def trace(self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None) -> Estimate:
+        """The trace of a square block, sum_i B_ii: exact, or estimated if `matvecs` or `tolerance` is given.
+
+        Args:
+            matvecs: the budget of matrix-vector products.
+            tolerance: the relative standard error at which to stop.
+            seed: of the random probes; by default that of `cv.settings`.
+
+        Returns:
+            An `Estimate`; `stderr` is 0 if it is exact. A block that is known by its products alone (a model's, if it
+            has no closed form) is always estimated.
+        """
         self._square("trace")
-        if matvecs is None and tolerance is None:
-            return _answered("trace", memory_limit, self._trace)
-        with checks.limited(memory_limit):
+        if self._estimated(matvecs, tolerance):
             return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return Estimate(_answered("trace", self._trace))
 
     def diagonal(
-        self,
-        memory_limit: int | None = None,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-    ) -> Tensor | DiagonalEstimate:
-        """The diagonal, (R,): exact, or a DiagonalEstimate when `matvecs` or `tolerance` ask for one."""
+        self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None
+    ) -> DiagonalEstimate:
+        """The diagonal (R,) of a square block: exact, or estimated if `matvecs` or `tolerance` is given.
+
+        Args:
+            matvecs: the budget of matrix-vector products.
+            tolerance: the relative standard error of the diagonal as a whole at which to stop.
+            seed: of the random probes; by default that of `cv.settings`.
+
+        Returns:
+            A tensor with `.stderr`, `.exact`, `.matvecs`, `.method` and `.interval()`; its entries are Estimates.
+        """
         self._square("diagonal")
-        if matvecs is None and tolerance is None:
-            return _answered("diagonal", memory_limit, self._diagonal)
-        with checks.limited(memory_limit):
+        if self._estimated(matvecs, tolerance):
             return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return DiagonalEstimate(_answered("diagonal", self._diagonal))
 
     def frobenius_norm(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
-    ) -> float | Estimate:
-        """The Frobenius norm: exact, or an Estimate when `matvecs` or `tolerance` ask for one."""
-        if matvecs is None and tolerance is None:
-            return _answered("frobenius_norm", memory_limit, self._norm)
-        with checks.limited(memory_limit):
+        self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None
+    ) -> Estimate:
+        """The Frobenius norm, sqrt(sum_ij B_ij²): exact, or estimated if `matvecs` or `tolerance` is given.
+
+        Args and returns as for `trace`.
+        """
+        if self._estimated(matvecs, tolerance):
             return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+        return Estimate(_answered("frobenius_norm", self._norm))
+
+    def spectral_norm(
+        self, *, matvecs: int | None = None, tolerance: float | None = None, seed: int | None = None
+    ) -> Estimate:
+        """The largest singular value: to machine precision, or estimated if `matvecs` or `tolerance` is given.
+
+        Args and returns as for `trace`; the error bar is that of Lanczos.
+        """
+        if self._estimated(matvecs, tolerance):
+            return self._lanczos_norm(matvecs, tolerance, seed)
+        return Estimate(_answered("spectral_norm", self._spectral_norm))
 
     def density(
         self,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         steps: int | None = None,
-        memory_limit: int | None = None,
     ) -> Density:
-        """The density of the eigenvalues, by stochastic Lanczos quadrature: exact where the budget reaches the size."""
-        return estimate.density(
-            self, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps, memory_limit=memory_limit
-        )
+        """The density of the eigenvalues, by stochastic Lanczos quadrature: exact if the budget reaches the size.
 
-    def spectral_norm(
+        Args and returns as for `curvoscope.estimate.density`.
+        """
+        return estimate.density(self, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps)
+
+    @overload
+    def eigenvalues(
         self,
-        memory_limit: int | None = None,
+        k: int | None = None,
+        which: str = "LM",
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
-    ) -> float | Estimate:
-        """The largest singular value: to machine precision, or an Estimate when `matvecs` or `tolerance` ask for it."""
-        if matvecs is None and tolerance is None:
-            return _answered("spectral_norm", memory_limit, self._spectral_norm)
-        return self._lanczos_norm(memory_limit, matvecs, tolerance, seed)
+        seed: int | None = None,
+        vectors: Literal[False] = False,
+    ) -> Eigenvalues: ...
+
+    @overload
+    def eigenvalues(
+        self,
+        k: int | None = None,
+        which: str = "LM",
+        *,
+        matvecs: int | None = None,
+        tolerance: float | None = None,
+        seed: int | None = None,
+        vectors: Literal[True],
+    ) -> tuple[Eigenvalues, Tensor]: ...
 
     def eigenvalues(
         self,
         k: int | None = None,
         which: str = "LM",
-        memory_limit: int | None = None,
         *,
         matvecs: int | None = None,
         tolerance: float | None = None,
-        seed: int = 0,
-    ) -> Tensor | Eigenvalues:
-        """Eigenvalues in ascending order: all, or the `k` of largest magnitude (LM), largest (LA), smallest (SA).
+        seed: int | None = None,
+        vectors: bool = False,
+    ) -> Eigenvalues | tuple[Eigenvalues, Tensor]:
+        """The eigenvalues of a symmetric block, in ascending order: exact, or by Lanczos.
 
-        `matvecs` and `tolerance` ask for the k as Estimates.
+        Args:
+            k: how many; None: all of them, from the entries.
+            which: the k of largest magnitude ("LM"), the largest ("LA") or the smallest ("SA").
+            matvecs: the budget of matrix-vector products of a Lanczos run.
+            tolerance: the error bar, relative to the largest eigenvalue found, at which a Lanczos run stops.
+            seed: of the starting vectors; by default that of `cv.settings`.
+            vectors: whether to return eigenvectors too.
+
+        Returns:
+            A tensor (k,) of Estimates with `.stderr`, `.exact`, `.matvecs`, `.method` and `.interval()`;
+            with `vectors`, the pair of it and the unit eigenvectors (n, k), its columns.
         """
         self._square("eigenvalues")
         if not self.symmetric:
@@ -274,47 +334,63 @@ class LinearOperator(ABC):
         if k is not None and not 1 <= k <= self.shape[0]:
             raise RangeError("k", f"got {k}, expected 1 to {self.shape[0]}")
         checks.choice("which", which, ("LM", "LA", "SA"))
-        if k is None or (matvecs is None and tolerance is None):
-            return _answered("eigenvalues", memory_limit, lambda limit: self._eigenvalues(k, which, limit))
-        return estimate.lanczos(
-            self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
-        )
+        if k is not None and self._estimated(matvecs, tolerance):
+            found = estimate.lanczos(self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, vectors=vectors)
+        elif vectors:
+            pairs = _answered("eigenvalues", lambda: self._eigenpairs(k, which))
+            found = Eigenvalues(pairs[0], vectors=pairs[1:])
+        else:
+            found = Eigenvalues(_answered("eigenvalues", lambda: self._eigenvalues(k, which)))
+        return found if found.vectors is None else (found, found.vectors)
 
-    def _spectral_norm(self, memory_limit: int | None) -> float:
+    def _estimated(self, matvecs: int | None, tolerance: float | None) -> bool:
+        """Whether an answer is to be an estimate: by default it is exact."""
+        return matvecs is not None or tolerance is not None
+
+    def _spectral_norm(self) -> float:
         from curvoscope.operators.compositions import Gram
 
         if self.symmetric:
-            return float(self._eigenvalues(1, "LM", memory_limit).abs().max())
+            return float(self._eigenvalues(1, "LM").abs().max())
         if min(self.shape) <= _DENSE_EIGENVALUES:
-            self._fits(_FACTORED, memory_limit)
-            return float(torch.linalg.matrix_norm(self.dense(memory_limit=memory_limit), 2))
+            self._fits(_FACTORED)
+            return float(torch.linalg.matrix_norm(self.dense(), 2))
         gram = Gram(self)
-        return float(gram._eigenvalues(1, "LM", memory_limit).clamp_min(0).sqrt().max()) * gram.unit
+        return float(gram._eigenvalues(1, "LM").clamp_min(0).sqrt().max()) * gram.unit
 
-    def _lanczos_norm(
-        self, memory_limit: int | None, matvecs: int | None, tolerance: float | None, seed: int
-    ) -> Estimate:
+    def _lanczos_norm(self, matvecs: int | None, tolerance: float | None, seed: int | None) -> Estimate:
         from curvoscope.operators.compositions import Gram
 
         operator = self if self.symmetric else Gram(self)
-        found = estimate.lanczos(
-            operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
-        )[0]
+        found = estimate.lanczos(operator, 1, "LM", matvecs=matvecs, tolerance=tolerance, seed=seed)[0]
         if isinstance(operator, Gram):
             return found.root().scaled(operator.unit)
-        return Estimate(abs(found.value), found.stderr, found.matvecs, found.method)
+        return Estimate(abs(found), found.stderr, found.matvecs, found.method)
 
-    def _eigenvalues(self, k: int | None, which: str, memory_limit: int | None) -> Tensor:
+    def _eigenvalues(self, k: int | None, which: str) -> Tensor:
+        if self._takes_all_eigenvalues(k) or self._spectrum_is_cheap():
+            values = self._all_eigenvalues()
+            return values[_wanted(values, k, which)]
+        return self._krylov(k or 1, which, vectors=False)[0]
+
+    def _eigenpairs(self, k: int | None, which: str) -> Tensor:
+        """(1 + n, k): the eigenvalues, and below each its unit eigenvector."""
+        if self._takes_all_eigenvalues(k):
+            self._fits(_FACTORED + 1)
+            found = torch.cat([part.view(-1, self.shape[0]) for part in torch.linalg.eigh(self.dense())])
+            return found[:, _wanted(found[0], k, which)]
+        return self._krylov(k or 1, which, vectors=True)
+
+    def _takes_all_eigenvalues(self, k: int | None) -> bool:
+        """Whether k eigenvalues are found among all of them."""
+        return k is None or self.shape[0] <= _DENSE_EIGENVALUES or k >= self.shape[0] - 1
+
+    def _krylov(self, k: int, which: str, vectors: bool) -> Tensor:
+        """(1 + n, k) as `_eigenpairs`, or the eigenvalues (1, k) alone, by ARPACK."""
         size = self.shape[0]
-        if k is None or size <= _DENSE_EIGENVALUES or k >= size - 1 or self._spectrum_is_cheap():
-            values = self._all_eigenvalues(memory_limit)
-            if k is None:
-                return values
-            order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
-            return values[order[:k]].sort().values
         checks.fits(
             8 * size * (max(2 * k + 1, 20) + _BESIDE),
-            memory_limit,
+            None,
             f"a Lanczos basis for {k} eigenvalues of a block of {size} x {size}",
             "ask for fewer, or for estimates with tolerance=",
         )
@@ -322,22 +398,26 @@ class LinearOperator(ABC):
         operator = self.to_scipy()
         first = checks.finite("product", torch.from_numpy(operator.matvec(start.astype(operator.dtype))))
         if not bool(first.any()):  # eigsh cannot start on a zero matrix
-            return torch.zeros(k, dtype=self.dtype, device=self.device)
+            zero = torch.zeros(1, k, dtype=self.dtype, device=self.device)
+            return torch.cat([zero, torch.eye(size, k, dtype=self.dtype, device=self.device)]) if vectors else zero
         unit = power_of_two(first)  # the thresholds of eigsh are for norms near one
-        found = scipy.sparse.linalg.eigsh(operator * (1 / unit), k, which=which, v0=start, return_eigenvectors=False)
-        return torch.as_tensor(np.sort(found), dtype=self.dtype, device=self.device) * unit
+        found = scipy.sparse.linalg.eigsh(operator * (1 / unit), k, which=which, v0=start, return_eigenvectors=vectors)
+        values, *rest = found if vectors else (found,)
+        order = np.argsort(values)
+        table = np.concatenate([values[None, order] * unit, *(columns[:, order] for columns in rest)])
+        return torch.as_tensor(table, dtype=self.dtype, device=self.device)
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size where possible."""
-        return self._spectral_norm(memory_limit)
+        return self._spectral_norm()
 
     def _spectrum_is_cheap(self) -> bool:
         """Whether all eigenvalues cost less than a Krylov method."""
         return False
 
-    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
-        self._fits(_FACTORED, memory_limit)
-        return torch.linalg.eigvalsh(self.dense(memory_limit=memory_limit))
+    def _all_eigenvalues(self) -> Tensor:
+        self._fits(_FACTORED)
+        return torch.linalg.eigvalsh(self.dense())
 
     def _square(self, question: str) -> None:
         if self.shape[0] != self.shape[1]:
@@ -348,11 +428,16 @@ class LinearOperator(ABC):
         return f"{type(self).__name__}({kind}{self.shape[0]} x {self.shape[1]}, {self.dtype})"
 
 
-def _answered(question: str, memory_limit: int | None, compute: Callable[[int | None], checks.Answer]) -> checks.Answer:
-    """What `compute(memory_limit)` finds, once it is known to be finite; the limit holds for all that it calls."""
+def _wanted(values: Tensor, k: int | None, which: str) -> Tensor:
+    """Indices of the k wanted among ascending values, ascending."""
+    order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
+    return order[:k].sort().values
+
+
+def _answered(question: str, compute: Callable[[], checks.Answer]) -> checks.Answer:
+    """What `compute()` finds, once it is known to be finite."""
     try:
-        with checks.limited(memory_limit):
-            return checks.finite(question, compute(memory_limit))
+        return checks.finite(question, compute())
     except (NonFiniteError, torch.linalg.LinAlgError) as error:  # the latter is what LAPACK says
         raise NonFiniteError(
             question, "the entries overflow; scale the weights and inputs down, or convert them to float64"

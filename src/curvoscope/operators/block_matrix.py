@@ -5,11 +5,13 @@ import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvoscope.errors import BlockNameError
+from curvoscope.estimate import Density, DiagonalEstimate, Estimate
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
 from curvoscope.operators.compositions import summed
 
@@ -89,39 +91,50 @@ class Tiles(LinearOperator):
             self.row_shape, self.column_shape, self.rows, self.columns, entries, self.like, symmetric, products
         )
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """The spectral norm of the matrix of the tiles' bounds."""
         bounds = torch.zeros(len(self.rows), len(self.columns), dtype=torch.float64)
         for key, entry in self.entries.items():
-            bounds[key] = entry.norm_bound(memory_limit)
+            bounds[key] = entry.norm_bound()
         return float(torch.linalg.matrix_norm(bounds, 2))
 
-    def _trace(self, memory_limit: int | None) -> float:
+    def _trace(self) -> float:
         if self.rows != self.columns:
-            return super()._trace(memory_limit)
-        return sum(self.entries[i, i]._trace(memory_limit) for i in range(len(self.rows)))
+            return super()._trace()
+        return sum(self.entries[i, i]._trace() for i in range(len(self.rows)))
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
+    def _diagonal(self) -> Tensor:
         if self.rows != self.columns:
-            return super()._diagonal(memory_limit)
+            return super()._diagonal()
         result = torch.empty(self.row_shape, dtype=self.dtype, device=self.device)
         for i, slot in enumerate(self.rows):
             target = slot.of(result)
-            target.copy_(self.entries[i, i]._diagonal(memory_limit).view(target.shape))
+            target.copy_(self.entries[i, i]._diagonal().view(target.shape))
         return result.flatten()
 
-    def _norm(self, memory_limit: int | None) -> float:
+    def _norm(self) -> float:
         if not self.symmetric:
-            return math.hypot(*(entry._norm(memory_limit) for entry in self.entries.values()))
+            return math.hypot(*(entry._norm() for entry in self.entries.values()))
         upper = ((key, entry) for key, entry in self.entries.items() if key[0] <= key[1])
-        return math.hypot(*(_twice(i != j, entry._norm(memory_limit)) for (i, j), entry in upper))
+        return math.hypot(*(_twice(i != j, entry._norm()) for (i, j), entry in upper))
 
 
 class BlockMatrix(LinearOperator):
     """A symmetric matrix over named blocks. `M["Q", "K"]` is an operator, `M["Q"]` the diagonal block.
 
-    `entry(row, column)` makes the blocks on and above the diagonal, when they are first asked for. `product`, where
-    given, multiplies with the whole matrix at once; `entries`, where given, makes those of several blocks at once.
+    Args:
+        shapes: the shape (a, p) of each block's weight, by name, in the order of rows and columns.
+        entry: makes the block of a row and a column, on or above the diagonal, when it is first asked for.
+        like: a tensor of the dtype of the blocks, on their device.
+        product: multiplies with the whole matrix at once.
+        entries: makes the entries of several blocks at once.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.arange(6.0).double().view(3, 2)
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double(), torch.eye(2).double()]).hessian(X, cv.losses.MSE(X))
+        >>> H.outer.names, H.outer["W1", "W2"].shape, H.outer["W1"].symmetric
+        (['W1', 'W2'], (4, 4), True)
     """
 
     def __init__(
@@ -199,28 +212,44 @@ class BlockMatrix(LinearOperator):
                 result[self.ranges[column]] += self[column, row]._matmat(columns[self.ranges[row]])
         return result
 
-    def _trace(self, memory_limit: int | None) -> float:
-        return sum(self[name]._trace(memory_limit) for name in self.names)
+    def _trace(self) -> float:
+        return sum(self[name]._trace() for name in self.names)
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return torch.cat([self[name]._diagonal(memory_limit) for name in self.names])
+    def _diagonal(self) -> Tensor:
+        return torch.cat([self[name]._diagonal() for name in self.names])
 
-    def _norm(self, memory_limit: int | None) -> float:
-        return math.hypot(
-            *(_twice(row != column, self[row, column]._norm(memory_limit)) for row, column in self._pairs())
-        )
+    def _norm(self) -> float:
+        return math.hypot(*(_twice(row != column, self[row, column]._norm()) for row, column in self._pairs()))
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """The spectral norm of the matrix of the blocks' bounds."""
         bounds = torch.zeros(len(self.names), len(self.names), dtype=torch.float64)
         for row, column in self._pairs():
             i, j = self.names.index(row), self.names.index(column)
-            bounds[i, j] = bounds[j, i] = self[row, column].norm_bound(memory_limit)
+            bounds[i, j] = bounds[j, i] = self[row, column].norm_bound()
         return float(torch.linalg.matrix_norm(bounds, 2))
 
 
 class BlockHessian:
-    """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names."""
+    """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names.
+
+    `H["Q", "K"]` is a block of the total, `H["Q"]` a diagonal block. What the blocks answer, `H` answers for the total.
+
+    Args:
+        outer: the outer-product (Gauss-Newton) part.
+        functional: the functional part.
+        product: multiplies with the whole total at once.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.arange(6.0).double().view(3, 2)
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double()]).hessian(X, cv.losses.MSE(X))
+        >>> H.names, H.shape, H.trace() == H["W1"].trace()
+        (['W1'], (4, 4), True)
+        >>> values, vectors = H.eigenvalues(1, vectors=True)
+        >>> values[0], vectors.shape
+        (Estimate(18.186..., exact), torch.Size([4, 1]))
+    """
 
     def __init__(self, outer: BlockMatrix, functional: BlockMatrix, product: Multiplication | None = None):
         self.outer, self.functional = outer, functional
@@ -253,9 +282,33 @@ class BlockHessian:
     def __matmul__(self, vector: Tensor) -> Tensor:
         return self.total @ vector
 
-    def dense(self, memory_limit: int | None = None) -> Tensor:
+    def dense(self) -> Tensor:
         """All entries of the total, in the order of `names`."""
-        return self.total.dense(memory_limit=memory_limit)
+        return self.total.dense()
+
+    def trace(self, **options: Any) -> Estimate:
+        """The trace of the total; options as for `LinearOperator.trace`."""
+        return self.total.trace(**options)
+
+    def diagonal(self, **options: Any) -> DiagonalEstimate:
+        """The diagonal of the total; options as for `LinearOperator.diagonal`."""
+        return self.total.diagonal(**options)
+
+    def frobenius_norm(self, **options: Any) -> Estimate:
+        """The Frobenius norm of the total; options as for `LinearOperator.frobenius_norm`."""
+        return self.total.frobenius_norm(**options)
+
+    def spectral_norm(self, **options: Any) -> Estimate:
+        """The largest singular value of the total; options as for `LinearOperator.spectral_norm`."""
+        return self.total.spectral_norm(**options)
+
+    def eigenvalues(self, k: int | None = None, which: str = "LM", **options: Any) -> Any:
+        """Eigenvalues of the total, and eigenvectors with `vectors=True`: see `LinearOperator.eigenvalues`."""
+        return self.total.eigenvalues(k, which, **options)
+
+    def density(self, **options: Any) -> Density:
+        """The density of the eigenvalues of the total; options as for `LinearOperator.density`."""
+        return self.total.density(**options)
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {a}x{p}" for name, (a, p) in self.shapes.items())

@@ -49,11 +49,11 @@ class Sum(LinearOperator):
         entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
         return entries + max(term._workspace(max(0, room - entries)) for term in self._terms)
 
-    def _trace(self, memory_limit: int | None) -> float:
-        return sum(term._trace(memory_limit) for term in self._terms)
+    def _trace(self) -> float:
+        return sum(term._trace() for term in self._terms)
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return self._terms[0]._diagonal(memory_limit) + self._terms[1]._diagonal(memory_limit)
+    def _diagonal(self) -> Tensor:
+        return self._terms[0]._diagonal() + self._terms[1]._diagonal()
 
 
 class Scaled(LinearOperator):
@@ -76,14 +76,14 @@ class Scaled(LinearOperator):
     def _workspace(self, room: int) -> int:
         return self._operator._workspace(room)
 
-    def _trace(self, memory_limit: int | None) -> float:
-        return self._factor * self._operator._trace(memory_limit)
+    def _trace(self) -> float:
+        return self._factor * self._operator._trace()
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
-        return self._factor * self._operator._diagonal(memory_limit)
+    def _diagonal(self) -> Tensor:
+        return self._factor * self._operator._diagonal()
 
-    def _norm(self, memory_limit: int | None) -> float:
-        return abs(self._factor) * self._operator._norm(memory_limit)
+    def _norm(self) -> float:
+        return abs(self._factor) * self._operator._norm()
 
 
 class Gram(LinearOperator):

@@ -46,7 +46,7 @@ def _view(out: Tensor, axes: Axes) -> Tensor:
 
 
 def _ranges(term: Term) -> list[tuple[int, int]]:
-    return term.chunks(_at_once(term, checks.memory_budget(None)), extra=_pairs(term))
+    return term.chunks(_at_once(term, checks.memory_budget()), extra=_pairs(term))
 
 
 # ---- what it takes, in bytes

@@ -14,13 +14,27 @@ from curvoscope.operators.compositions import summed
 from curvoscope.operators.entries import workspace, write_entries
 from curvoscope.operators.inner_products import inner, inner_cost, merged
 from curvoscope.operators.terms import Single, Term
+from curvoscope.settings import settings
 
 
 class KroneckerSum(LinearOperator):
     """A sum of `Term`s and `Single`s: exact trace, diagonal, norms, eigenvalues, products and entries.
 
-    `symmetric` says that the terms add up to a symmetric matrix (by default: that each of them is one). `products`
-    multiply with the block and with its transpose in another way, taken when the cores are too large to be kept.
+    Args:
+        row_shape: (r0, r1), the shape of the weight of the rows.
+        column_shape: (c0, c1), that of the columns.
+        terms: the summands.
+        like: a tensor of the dtype of the terms, on their device.
+        symmetric: whether the terms add up to a symmetric matrix; by default whether each of them is one.
+        products: products with the block and with its transpose, used when the cores are too large to be kept.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> from curvoscope.operators import Single
+        >>> a, b = torch.eye(2).double(), torch.full((3, 3), 2.0).double()
+        >>> block = cv.KroneckerSum((2, 3), (2, 3), [Single(a, b)], a)
+        >>> bool((block.dense() == torch.kron(a, b)).all()), block.trace().value
+        (True, 12.0)
     """
 
     def __init__(
@@ -72,7 +86,7 @@ class KroneckerSum(LinearOperator):
 
     def _matmat(self, columns: Tensor) -> Tensor:
         kept = sum(term.tokens * term.core.size for term in self.terms if isinstance(term, Term))
-        if self._products is not None and kept * columns.element_size() > checks.memory_budget(None) // 4:
+        if self._products is not None and kept * columns.element_size() > checks.memory_budget() // 4:
             return self._products[0](columns)
         n = columns.shape[1]
         result = columns.new_zeros(*self.row_shape, n)
@@ -94,16 +108,16 @@ class KroneckerSum(LinearOperator):
         if number not in self._kept:
             bytes_needed = term.tokens * term.core.size * term.left.element_size()
             checks.fits(bytes_needed, None, "keeping the cores of a block", "use fewer tokens or smaller heads")
-            budget = checks.memory_budget(None) // 4
+            budget = checks.memory_budget() // 4
             parts = [term.core.dense(*chunk) for chunk in term.chunks(budget)]
             self._kept[number] = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self._kept[number]
 
     # ---- exact contractions
 
-    def _trace(self, memory_limit: int | None) -> float:
+    def _trace(self) -> float:
         if self.row_shape != self.column_shape:
-            return super()._trace(memory_limit)
+            return super()._trace()
         total = 0.0
         for term in self.terms:
             if isinstance(term, Single):
@@ -112,17 +126,17 @@ class KroneckerSum(LinearOperator):
                 total += float(value)
             elif term.axes[0] == term.axes[1]:
                 weights = (term.left * term.right).sum(1)
-                for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2, core=term.core.trace_workspace):
+                for start, stop in term.chunks(checks.memory_budget() // 2, core=term.core.trace_workspace):
                     total += float(weights[start:stop] @ term.core.trace(start, stop))
             else:
-                for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2):
+                for start, stop in term.chunks(checks.memory_budget() // 2):
                     core = term.core.dense(start, stop)
                     total += float(torch.einsum("tp,tpa,ta->", term.right[start:stop], core, term.left[start:stop]))
         return total
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
+    def _diagonal(self) -> Tensor:
         if self.row_shape != self.column_shape:
-            return super()._diagonal(memory_limit)
+            return super()._diagonal()
         result = torch.zeros(self.row_shape, dtype=self.dtype, device=self.device)
         for term in self.terms:
             straight = term.axes[0] == term.axes[1]
@@ -134,7 +148,7 @@ class KroneckerSum(LinearOperator):
                     target += term.outer * term.core.T
                 continue
             core = term.core.diagonal_workspace if straight else term.core.workspace
-            for start, stop in term.chunks(checks.memory_budget(memory_limit) // 2, core=core):
+            for start, stop in term.chunks(checks.memory_budget() // 2, core=core):
                 left, right = term.left[start:stop], term.right[start:stop]
                 if straight:
                     target += (left * right).T @ term.core.diagonal(start, stop)
@@ -142,9 +156,9 @@ class KroneckerSum(LinearOperator):
                     target += torch.einsum("ta,tp,tpa->ap", left, right, term.core.dense(start, stop))
         return result.reshape(-1)
 
-    def _norm(self, memory_limit: int | None) -> float:
+    def _norm(self) -> float:
         """|B|_F by the cheapest exact route: from the entries, or from the inner products of the terms."""
-        budget = max(checks.memory_budget(memory_limit), checks.LEAST_CHUNK)
+        budget = max(checks.memory_budget(), checks.LEAST_CHUNK)
         terms = merged(self.terms)
         if not terms:
             return 0.0
@@ -153,14 +167,15 @@ class KroneckerSum(LinearOperator):
         entries = self.shape[0] * self.shape[1]
         by_entries = entries * sum(term.tokens if isinstance(term, Term) else 1 for term in self.terms)
         if by_entries <= pairwise and self._bytes(2, budget) <= budget:
-            return norm(self.dense(memory_limit=budget))
+            with settings(memory_limit=budget):
+                return norm(self.dense())
         parts = ((inner(terms[i], terms[j], budget), 1 if i == j else 2) for i, j in pairs)
         return root(total((count * value, exponent) for (value, exponent), count in parts))
 
     def _spectrum_is_cheap(self) -> bool:
         return len(self.terms) == 1 and isinstance(self.terms[0], Single) and self.terms[0].symmetric
 
-    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+    def _all_eigenvalues(self) -> Tensor:
         if self._spectrum_is_cheap():  # a (x) b, both symmetric: all products of their eigenvalues
             (single,) = self.terms
             assert isinstance(single, Single)
@@ -169,8 +184,8 @@ class KroneckerSum(LinearOperator):
         compressed = self._compressed()
         if compressed is not None:
             zeros = torch.zeros(self.shape[0] - compressed.shape[0], dtype=self.dtype, device=self.device)
-            return torch.cat([compressed._all_eigenvalues(memory_limit), zeros]).sort().values
-        return super()._all_eigenvalues(memory_limit)
+            return torch.cat([compressed._all_eigenvalues(), zeros]).sort().values
+        return super()._all_eigenvalues()
 
     def _compressed(self) -> "KroneckerSum | None":
         """The same nonzero spectrum in fewer dimensions, when there are fewer tokens than the vectors have entries.
@@ -189,7 +204,7 @@ class KroneckerSum(LinearOperator):
         shape = (tokens, self.row_shape[1 - axes[0]])
         return KroneckerSum(shape, shape, [Term(reduced, reduced, term.core) for term in terms], left)
 
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """|B|_2 <= sum over terms of |l|_2 |r|_2 max_t |C_t|_2; a `Single` enters with its exact norm."""
         total = 0.0
         for term in merged(self.terms):
@@ -197,8 +212,7 @@ class KroneckerSum(LinearOperator):
                 total += _spectral(term.outer) * _spectral(term.core)
                 continue
             largest = max(
-                _spectral(term.core.dense(start, stop))
-                for start, stop in term.chunks(checks.memory_budget(memory_limit) // 4)
+                _spectral(term.core.dense(start, stop)) for start, stop in term.chunks(checks.memory_budget() // 4)
             )
             total += _spectral(term.left) * _spectral(term.right) * largest
         return total

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from curvoscope import checks, estimate
-from curvoscope.estimate import DiagonalEstimate, Eigenvalues, Estimate
+from curvoscope import checks
 from curvoscope.operators.base import LinearOperator
 
 
@@ -21,73 +20,9 @@ class MatrixFree(LinearOperator):
             return checks.finite("product", self._matmat(other[:, None])[:, 0])
         return super().__matmul__(other)
 
-    def trace(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
-    ) -> Estimate:
-        """The trace."""
-        self._square("trace")
-        with checks.limited(memory_limit):
-            return estimate.trace(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
+    def _estimated(self, matvecs: int | None, tolerance: float | None) -> bool:
+        return True
 
-    def diagonal(
-        self,
-        memory_limit: int | None = None,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-    ) -> DiagonalEstimate:
-        """The diagonal, (R,)."""
-        self._square("diagonal")
-        with checks.limited(memory_limit):
-            return estimate.diagonal(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
-
-    def frobenius_norm(
-        self,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-        memory_limit: int | None = None,
-    ) -> Estimate:
-        """The Frobenius norm."""
-        with checks.limited(memory_limit):
-            return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)
-
-    def spectral_norm(
-        self,
-        memory_limit: int | None = None,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-    ) -> Estimate:
-        """The largest singular value, by Lanczos."""
-        return self._lanczos_norm(memory_limit, matvecs, tolerance, seed)
-
-    def eigenvalues(
-        self,
-        k: int | None = None,
-        which: str = "LM",
-        memory_limit: int | None = None,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int = 0,
-    ) -> Tensor | Eigenvalues:
-        """The `k` of largest magnitude (LM), largest (LA) or smallest (SA), by Lanczos; all of them from `dense()`."""
-        if k is None:
-            return super().eigenvalues(None, which, memory_limit)
-        self._square("eigenvalues")
-        return estimate.lanczos(
-            self, k, which, matvecs=matvecs, tolerance=tolerance, seed=seed, memory_limit=memory_limit
-        )
-
-    def norm_bound(self, memory_limit: int | None = None) -> float:
+    def norm_bound(self) -> float:
         """|B|_2 <= |B|_F: with all products, so for small blocks."""
-        return float(self.dense(memory_limit=memory_limit).norm())
+        return float(self.dense().norm())

@@ -22,7 +22,23 @@ Axes = tuple[int, int]
 
 @dataclass(frozen=True)
 class Term:
-    """sum_t l_t r_t^T (x) C_t: `left` (T, a), `right` (T, b), cores (T, p, q), `axes` where l and r stand."""
+    """sum_t l_t r_t^T (x) C_t.
+
+    Args:
+        left: l (T, a).
+        right: r (T, b).
+        core: C (T, p, q).
+        axes: where l stands in the rows and r in the columns.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.operators import Term
+        >>> from curvoscope.operators.cores import DenseCore
+        >>> x = torch.ones(5, 2)
+        >>> term = Term(x, x, DenseCore(torch.eye(3).expand(5, 3, 3), symmetric=True))
+        >>> term.tokens, term.symmetric
+        (5, True)
+    """
 
     left: Tensor
     right: Tensor
@@ -60,9 +76,19 @@ class Term:
 
 @dataclass(frozen=True)
 class Single:
-    """One Kronecker product: `outer` (a, b) on `axes`, `core` (p, q) on the others.
+    """One Kronecker product.
 
-    `symmetric` says that both are symmetric matrices, and that the axes are straight.
+    Args:
+        outer: (a, b) on `axes`.
+        core: (p, q) on the other axes.
+        axes: where `outer` stands in the rows and in the columns.
+        symmetric: whether both are symmetric matrices, and the axes are straight.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.operators import Single
+        >>> Single(torch.ones(2, 3), torch.ones(4, 5)).T.outer.shape
+        torch.Size([3, 2])
     """
 
     outer: Tensor

@@ -47,7 +47,7 @@ class _Remembered:
     def __init__(self, operator: LinearOperator) -> None:
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self._operator = operator
-        self._room = checks.memory_budget(None)
+        self._room = checks.memory_budget()
         self._made: list[tuple[Tensor, Tensor]] = []
 
     def __matmul__(self, other: Tensor) -> Tensor:

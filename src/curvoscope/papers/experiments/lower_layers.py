@@ -162,7 +162,7 @@ def _parts(outer: _Outer, functional: _Functional, seed: int) -> dict[str, Estim
         samples["total"] += (exact + captured + crossed + both).tolist()
         found = {part: _root(values) for part, values in samples.items()}
         if len(samples["total"]) >= _MOST_PROBES or all(e.stderr <= TOLERANCE * e.value for e in found.values()):
-            return {"outer": Estimate(exact**0.5, 0.0, 0, "exact"), **found}
+            return {"outer": Estimate(exact**0.5), **found}
 
 
 def _root(squares: list[float]) -> Estimate:

@@ -6,7 +6,6 @@ from pydantic import BaseModel
 
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
-from curvoscope.estimate import Estimate
 from curvoscope.losses.objectives import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, accuracy, groups_of
 from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
@@ -34,7 +33,6 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         at = float(step)
         for name, names in {**{name: group.names for name, group in groups.items()}, _WHOLE: blocks.names}.items():
             norm = H.total.select(names).spectral_norm(tolerance=_TOLERANCE)
-            assert isinstance(norm, Estimate)
             values.append(MeasuredValue(1, name, "total", float(norm), norm.stderr, "spectral_norm", at))
             length = float(blocks.select(*names).gather(weights).norm())
             values.append(MeasuredValue(1, name, "total", length, quantity="weight_norm", at=at))

@@ -67,19 +67,13 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     values = []
     for step in checkpoints(model, c.steps, c.sequences, c.rate, seed):
         H = hessian(model, CrossEntropy(), [batch], method="autodiff")
-        total, outer = (_largest(matrix.eigenvalues(1, "LA")) for matrix in (H.total, H.outer))
+        total, outer = (float(matrix.eigenvalues(1, "LA")[0]) for matrix in (H.total, H.outer))
         numbers = {("total", "largest_eigenvalue"): total, ("outer", "largest_eigenvalue"): outer}
         numbers["outer", "share"] = outer / total
         values += [
             MeasuredValue(1, "all", part, n, quantity=name, at=float(step)) for (part, name), n in numbers.items()
         ]
     return values
-
-
-def _largest(found: object) -> float:
-    """Of exact eigenvalues, or of estimated ones."""
-    values = getattr(found, "values", found)
-    return float(values[-1])  # type: ignore[index]
 
 
 def _verdicts(rows: Sequence[Row]) -> list[Verdict]:

@@ -1,0 +1,69 @@
+"""The settings that all computations share: memory limit, progress bars, seed. One context holds them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from curvoscope.errors import RangeError
+
+
+@dataclass
+class Settings:
+    """The settings in force, and the largest memory peak that a computation has predicted under them."""
+
+    memory_limit: int | None = None  # bytes; None: a part of what is free
+    progress: bool = True  # whether estimators show a progress bar on a terminal
+    seed: int = 0  # of the estimators
+    predicted: int = 0  # bytes
+
+
+_current: ContextVar[Settings] = ContextVar("settings")
+
+
+@contextmanager
+def settings(
+    memory_limit: int | None = None, progress: bool | None = None, seed: int | None = None
+) -> Iterator[Settings]:
+    """Set the memory limit, the progress bars and the default seed of everything computed inside a `with` block.
+
+    What is not given stays as it is outside the block. Blocks can be nested; each thread has settings of its own.
+
+    Args:
+        memory_limit: bytes that one computation may use. What needs more is cut into chunks, or refused with a
+            `MemoryLimitError`. By default 40 % of the free memory.
+        progress: whether an estimator that takes more than a second shows a progress bar on a terminal.
+        seed: seed of every estimator that is called without `seed=`.
+
+    Returns:
+        A context manager. What it yields has the settings in force, `memory_limit`, `progress` and `seed`, and
+        `predicted`: the largest peak, in bytes, that a computation inside has predicted so far, even if refused.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer = cv.exact.LinearMLP([torch.eye(3).double()])
+        >>> H = layer.hessian(torch.ones(2, 3).double(), cv.losses.MSE(torch.zeros(2, 3).double()))
+        >>> with cv.settings(memory_limit=100):
+        ...     H.dense()
+        Traceback (most recent call last):
+        curvoscope.errors.MemoryLimitError: memory_limit: a dense block of 9 x 9 needs ...
+    """
+    if memory_limit is not None and memory_limit <= 0:
+        raise RangeError("memory_limit", f"got {memory_limit}, expected a positive number of bytes")
+    around = current()
+    here = Settings(
+        around.memory_limit if memory_limit is None else memory_limit,
+        around.progress if progress is None else progress,
+        around.seed if seed is None else seed,
+    )
+    token = _current.set(here)
+    try:
+        yield here
+    finally:
+        _current.reset(token)
+        around.predicted = max(around.predicted, here.predicted)
+
+
+def current() -> Settings:
+    """The settings in force: those of the innermost `with settings(...)`, or the defaults."""
+    return _current.get(None) or Settings()

@@ -1,0 +1,66 @@
+"""Every number is an Estimate, exact or not; a Hessian answers for its total; eigenvectors."""
+
+import pytest
+import torch
+
+import curvoscope as cv
+from autodiff_cases import MLP, points
+from curvoscope.estimate import DiagonalEstimate, Eigenvalues
+from curvoscope.operators import base
+from reference import normal
+
+
+def exact():
+    r = normal(0)
+    layer = cv.exact.SelfAttention(r(3, 2), r(3, 2), r(3, 3))
+    return layer.hessian(r(2, 4, 3), cv.losses.MSE(r(2, 4, 3)))
+
+
+def matrix_free():
+    return cv.hessian(MLP(), torch.nn.MSELoss(), [points()], method="autodiff")
+
+
+@pytest.mark.parametrize("make", [exact, matrix_free])
+def test_a_script_for_a_small_model_works_for_a_large_one(make):
+    H = make()
+    truth = H.dense().double()
+    for asked in (H, H.total, H[H.names[0]]):
+        for number in (asked.trace(), asked.frobenius_norm(), asked.spectral_norm()):
+            assert isinstance(number, cv.Estimate) and number.exact == (number.stderr == 0)
+        assert isinstance(asked.diagonal(), DiagonalEstimate) and isinstance(asked.eigenvalues(2), Eigenvalues)
+    assert H.trace() == H.total.trace() and H.spectral_norm() == H.total.spectral_norm()
+    assert H.frobenius_norm(matvecs=4) == H.total.frobenius_norm(matvecs=4)
+    assert torch.equal(H.diagonal(), H.total.diagonal())
+    assert torch.equal(H.density(matvecs=8, steps=4).nodes, H.total.density(matvecs=8, steps=4).nodes)
+    low, high = H.spectral_norm().interval()
+    assert low - 1e-6 <= float(torch.linalg.matrix_norm(truth, 2)) <= high + 1e-6
+    first, last = H.eigenvalues(2, "LA")
+    assert first <= last and f"{last:.2f}" and last.stderr >= 0 and isinstance(last, cv.Estimate)
+
+
+@pytest.mark.parametrize("few", [0, 2048])  # by ARPACK, and among all
+@pytest.mark.parametrize("options", [{}, {"tolerance": 1e-8}])
+@pytest.mark.parametrize("which", ["LM", "LA", "SA"])
+def test_eigenvectors(which, options, few, monkeypatch):
+    monkeypatch.setattr(base, "_DENSE_EIGENVALUES", few)
+    for H in (exact(), matrix_free()):
+        truth = H.dense()
+        values, vectors = H.eigenvalues(3, which, vectors=True, **options)
+        assert vectors.shape == (len(truth), 3) and vectors.dtype == truth.dtype
+        assert torch.allclose(truth @ vectors, vectors * values.to(truth.dtype), atol=1e-4 * float(truth.norm()))
+        assert torch.allclose(vectors.T @ vectors, torch.eye(3, dtype=truth.dtype), atol=1e-5)
+        assert torch.allclose(values.value, H.eigenvalues(3, which, **options).value, rtol=1e-6, atol=1e-12)
+
+
+def test_all_eigenvectors():
+    for H in (exact(), matrix_free()):
+        values, vectors = H.eigenvalues(vectors=True)
+        assert values.exact and torch.allclose(vectors * values @ vectors.T, H.dense(), atol=1e-5)
+
+
+def test_eigenvectors_of_a_zero_block(monkeypatch):
+    monkeypatch.setattr(base, "_DENSE_EIGENVALUES", 0)
+    X = torch.ones(3, 4, dtype=torch.float64)
+    H = cv.exact.LinearMLP([torch.eye(4, dtype=torch.float64)]).hessian(X, torch.sum)
+    values, vectors = H.eigenvalues(2, vectors=True)
+    assert not values.any() and torch.equal(vectors.T @ vectors, torch.eye(2, dtype=torch.float64))
