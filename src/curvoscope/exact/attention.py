@@ -5,10 +5,10 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import ShapeError
-from curvoscope.exact.activations import fits_jacobians
 from curvoscope.exact.attention_hessian import AttentionHessian
 from curvoscope.exact.attention_layer import AttentionLayer
 from curvoscope.exact.attention_product import AttentionProduct
+from curvoscope.exact.factor import fits_jacobians
 from curvoscope.exact.moments import Moments
 
 

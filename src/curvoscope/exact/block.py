@@ -11,10 +11,10 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
-from curvoscope.exact.activations import fits_jacobians
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.chain import Branch, Chain
 from curvoscope.exact.chain_hessian import ChainHessian
+from curvoscope.exact.factor import fits_jacobians
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.links import Layer
 from curvoscope.exact.norms import LayerNorm, RMSNorm

@@ -19,29 +19,14 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.exact.chain import Chain
 from curvoscope.exact.descent import Descent
-from curvoscope.exact.links import AttentionLink, Factor, Part, TokenwiseLink
+from curvoscope.exact.factor import Factor
+from curvoscope.exact.links import AttentionLink, TokenwiseLink, WeightPart
 from curvoscope.losses import PairCurvature
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Entries, Slot, Tiles
 from curvoscope.operators.compositions import Product
-from curvoscope.operators.cores import Core
 from curvoscope.operators.inner_products import merged
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.terms import Term
-
-
-class Between(Core):
-    """C_t = A_t B_t for the A of a factor and B (T, m, q)."""
-
-    def __init__(self, factor: Factor, right: Tensor, rows: int) -> None:
-        super().__init__((rows, right.shape[2]), 1, 2 * rows * right.shape[2])
-        self._factor, self._right = factor, right
-
-    def dense(self, start: int, stop: int) -> Tensor:
-        """(t, p, q)."""
-        if stop - start == len(self._right):
-            return self._factor.times(self._right)
-        return self._factor.cut(start, stop).times(self._right[start:stop])
 
 
 class ChainHessian(BlockHessian):
@@ -57,7 +42,7 @@ class ChainHessian(BlockHessian):
         if isinstance(chain.loss.curvature, PairCurvature):
             self._base = len(chain.links)
         self._by_layer: dict[tuple[int, bool], BlockMatrix] = {}
-        self._strips: dict[tuple[int, str, bool], list[tuple[Tensor, int, Tensor]]] = {}
+        self._strips: dict[tuple[int, str, bool], list[Factor]] = {}
 
         def matrix(outer: bool) -> BlockMatrix:
             product = chain.multiplication(self._shapes, self._shapes, outer, not outer)
@@ -159,11 +144,7 @@ class ChainHessian(BlockHessian):
         products = self._products(row, column, outer)
         entries: list[LinearOperator] = []
         for part in parts:
-            terms = [
-                Term(factor.vectors, vectors, Between(factor, matrix, part.shape[1 - factor.axis]), (factor.axis, axis))
-                for factor in part.factors
-                for vectors, axis, matrix in strip
-            ]
+            terms = [factor.joined(other) for factor in part.factors for other in strip]
             one = len(parts) == 1
             entries.append(KroneckerSum(part.shape, shapes[1], terms, like, False, products if one else None))
         if len(parts) == 1:
@@ -172,8 +153,8 @@ class ChainHessian(BlockHessian):
         tiles = {(i, 0): entry for i, entry in enumerate(entries)}
         return Tiles(*shapes, slots, whole, tiles, like, False, products)
 
-    def _strip(self, number: int, column: str, outer: bool) -> list[tuple[Tensor, int, Tensor]]:
-        """Of the gradient at F_a with the weight of b: vectors r, their axis, and matrices (T, m_a, ·)."""
+    def _strip(self, number: int, column: str, outer: bool) -> list[Factor]:
+        """How the weight of b moves the gradient at F_a, with a matrix (T, ·, m_a) for each token."""
         key = (number, column, outer)
         if key in self._strips:
             return self._strips[key]
@@ -182,25 +163,26 @@ class ChainHessian(BlockHessian):
         factor = self._with_form[column][0].factors[0]
         couplings = self._couplings[number, self._chain.where[column]]
         coupling = couplings[0] if outer else couplings[1]
-        found: list[tuple[Tensor, int, Tensor]] = []
+        found: list[Factor] = []
         straight = None if coupling is None else factor.times_transposed(coupling)
         if not outer:
             to_input = self._ways[number][self._chain.where[column]].mT
             for mixed in link.mixed(link.names[column]):
-                matrix = to_input @ mixed.cores
+                assert isinstance(mixed.port, Tensor)
+                matrix = to_input @ mixed.port.mT
                 if mixed.axis == 0 and mixed.vectors is factor.vectors and straight is not None:
                     straight = straight + matrix
                 else:
-                    found.append((mixed.vectors, mixed.axis, matrix))
+                    found.append(Factor(mixed.vectors, matrix.mT, axis=mixed.axis))
         if straight is not None:
-            found.append((factor.vectors, 0, straight))
+            found.append(Factor(factor.vectors, straight.mT))
         self._strips[key] = found
         return found
 
     @cached_property
-    def _with_form(self) -> dict[str, list[Part]]:
+    def _with_form(self) -> dict[str, list[WeightPart]]:
         """How the weights from the last attention layer on reach the output of their layer."""
-        found: dict[str, list[Part]] = {}
+        found: dict[str, list[WeightPart]] = {}
         for link in self._chain.links[self._base :]:
             parts = {name: link.parts(local) for name, local in link.names.items()}
             found |= {name: part for name, part in parts.items() if part is not None}

@@ -13,10 +13,11 @@ from curvoscope.exact.attention_blocks import AttentionBlocks, weights_of
 from curvoscope.exact.attention_hessian import AttentionHessian
 from curvoscope.exact.attention_layer import Pass
 from curvoscope.exact.attention_product import AttentionProduct, Moved
+from curvoscope.exact.factor import Factor
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.grouped import Grouped, fits
 from curvoscope.exact.norms import LayerNorm, RMSNorm
-from curvoscope.exact.tokenwise import Mixed, TokenwiseHessian, contracted
+from curvoscope.exact.tokenwise import TokenwiseHessian, contracted
 from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian, Slot
@@ -28,39 +29,7 @@ _LABELS = {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1":
 
 
 @dataclass(frozen=True)
-class Factor:
-    """J_t = z_t (x) A_t: a weight (a, p) moves the output (m) of token t by z_t[a] A_t[p, m].
-
-    `vectors` z (T, ·) on the weight's `axis`. A = diag(s) M on the other, with `scales` s (T, ·), and `matrix` M
-    (T, ·, m) or the same (·, m) for all tokens; None is a vector of ones, and the identity.
-    """
-
-    vectors: Tensor
-    axis: int
-    matrix: Tensor | None
-    scales: Tensor | None = None
-
-    def cut(self, start: int, stop: int) -> "Factor":
-        """The same for tokens start to stop."""
-        matrix = self.matrix
-        if matrix is not None and matrix.ndim == 3:
-            matrix = matrix[start:stop]
-        scales = None if self.scales is None else self.scales[start:stop]
-        return Factor(self.vectors[start:stop], self.axis, matrix, scales)
-
-    def times(self, right: Tensor) -> Tensor:
-        """A_t B_t for B (T, m, q)."""
-        found = right if self.matrix is None else self.matrix @ right
-        return found if self.scales is None else self.scales[:, :, None] * found
-
-    def times_transposed(self, left: Tensor) -> Tensor:
-        """B_t A_t^T for B (T, q, m)."""
-        found = left if self.matrix is None else left @ self.matrix.mT
-        return found if self.scales is None else found * self.scales[:, None, :]
-
-
-@dataclass(frozen=True)
-class Part:
+class WeightPart:
     """A part of a weight, such as that of a head: its place, its shape, and factors whose sum is its Jacobian."""
 
     slot: Slot
@@ -121,7 +90,7 @@ class Link(ABC):
     def _input_parts(self) -> tuple[Grouped, Grouped]: ...
 
     @abstractmethod
-    def parts(self, name: str) -> list[Part] | None:
+    def parts(self, name: str) -> list[WeightPart] | None:
         """How a weight moves the output, part by part; None where its Jacobian has no such form."""
 
 
@@ -170,14 +139,13 @@ class TokenwiseLink(Link):
         fits(tokens, 1, m, d, self.X)
         return Grouped(self.local.input_jacobian(), 1), Grouped(self.local.input_curvature(), 1, symmetric=True)
 
-    def parts(self, name: str) -> list[Part]:
-        """z = l, A = diag(s) P of the weight's `Reach`."""
-        reach, shape = self.local.reaches[name], self.shapes[name]
-        assert not isinstance(reach.port, slice)  # only heads take a part of the output
-        return [Part(Slot(0, 0, shape[0]), shape, [Factor(reach.vectors, 0, reach.port, reach.scales)])]
+    def parts(self, name: str) -> list[WeightPart]:
+        """The weight as a whole."""
+        shape = self.shapes[name]
+        return [WeightPart(Slot(0, 0, shape[0]), shape, [self.local.factors[name]])]
 
-    def mixed(self, name: str) -> list[Mixed]:
-        """The functional part of the block of the input with a weight."""
+    def mixed(self, name: str) -> list[Factor]:
+        """See `TokenwiseHessian.mixed`."""
         return self.local.mixed(name)
 
 
@@ -239,13 +207,17 @@ class AttentionLink(Link):
         jacobian, curvature = (torch.cat(parts).permute(1, 2, 0) for parts in (first, second))
         return Grouped(jacobian, length), Grouped(curvature, length, symmetric=True)
 
-    def parts(self, name: str) -> list[Part] | None:
-        """z and A of each head: for queries and keys A = Cov[V, f]^T P, for values P, for outputs I."""
+    def parts(self, name: str) -> list[WeightPart] | None:
+        """Those of each head: for queries and keys A = Cov[V, f]^T P, for values P, for outputs I."""
         weights = weights_of(self.layer, name, self.shapes[name])
         if self.layer.rotary is not None and weights[0].role == "K":
             return None
         return [
-            Part(weight.slot, weight.shape, [Factor(*found) for found in self._blocks.reaches(weight)])
+            WeightPart(
+                weight.slot,
+                weight.shape,
+                [factor.at_output(self.layer.d_out) for factor in self._blocks.factors(weight)],
+            )
             for weight in weights
         ]
 

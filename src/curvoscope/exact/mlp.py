@@ -23,15 +23,13 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import EmptyError, NonFiniteError, ShapeError
-from curvoscope.exact.activations import fits_jacobian
-from curvoscope.exact.ports import Plain, seen_through
-from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
+from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobian
+from curvoscope.losses import LossAt, through
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.terms import Single, Term
+from curvoscope.operators.terms import Single
 
-Terms = list[Term | Single]
 Directions = dict[int, Tensor]
 
 
@@ -156,6 +154,8 @@ class _Blocks:
     def __init__(self, chain: _Chain, loss: LossAt, layers: dict[str, int]) -> None:
         self._chain, self._loss, self._layers = chain, loss, layers
         self._gradient = loss.gradient.flatten(0, 1)
+        self._paired = Pairing(loss.curvature, chain.width, chain.batch[1])
+        self._factors: dict[int, Factor] = {}
         self.shapes: dict[str, Shape] = {
             name: (chain.factors[layer].shape[0], chain.factors[layer].shape[1]) for name, layer in layers.items()
         }
@@ -171,38 +171,16 @@ class _Blocks:
             self.shapes[row], self.shapes[column], made, like, row == column, (products[0], products[1])
         )
 
-    def _outer(self, i: int, j: int) -> Terms:
+    def _outer(self, i: int, j: int) -> TermList:
         """sum_t z_t z'_t^T (x) R_i S_t R_j^T, for i <= j."""
-        chain, curvature, same = self._chain, self._loss.curvature, i == j
-        ports = chain.ports[i], chain.ports[j]
-        if isinstance(curvature, ScalarCurvature):
-            moments = chain.pulled(i, chain.input(j))
-            core = curvature.between(*ports, chain.identity(chain.width))
-            if same:
-                moments, core = (moments + moments.T) / 2, (core + core.T) / 2
-            return [Single(moments, core, symmetric=same)]
-        if isinstance(curvature, PairCurvature):
-            return [self._pair_term(i, j, curvature)]
-        seen = seen_through(curvature, *ports, chain.width, chain.factors[0])
-        return [Term(chain.input(i), chain.input(j), Plain(seen, chain.batch[1], chain.tokens))]
+        return self._paired(self._factor(i), self._factor(j))
 
-    def _pair_term(self, i: int, j: int, curvature: PairCurvature) -> Term:
-        """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with cores R_i S_tu R_j^T."""
-        chain = self._chain
-        left, right = chain.input(i), chain.input(j)
-        groups, size = curvature.blocks.shape[:2]
-        p, q = chain.factors[i].shape[1], chain.factors[j].shape[1]
-        checks.fits(
-            groups * size * size * (p * q + left.shape[1] + right.shape[1]) * left.element_size(),
-            None,
-            "a block of a loss that mixes tokens",
-            "use fewer tokens, or products with @ of the whole matrix",
-        )
-        blocks = through(curvature.blocks, chain.ports[j])  # (groups, g, m, g, q)
-        blocks = through(blocks.movedim(2, -1), chain.ports[i]).movedim(-1, 2)
-        return Term.over_pairs(left, right, blocks)
+    def _factor(self, i: int) -> Factor:
+        if i not in self._factors:
+            self._factors[i] = Factor(self._chain.input(i), self._chain.ports[i])
+        return self._factors[i]
 
-    def _functional(self, i: int, j: int) -> Terms:
+    def _functional(self, i: int, j: int) -> TermList:
         """(Z_i^T G R_j^T) crossed with C_ij, for i <= j. F is linear in each weight: nothing when i = j."""
         if i == j:
             return []

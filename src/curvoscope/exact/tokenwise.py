@@ -2,38 +2,22 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.exact.activations import Reach, ScaledCore, fits_jacobian
-from curvoscope.exact.ports import Plain, seen_through
-from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
+from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobian
+from curvoscope.losses import LossAt, PairCurvature
 from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.terms import Single, Term
 
-Terms = list[Term | Single]
 Directions = dict[str, Tensor]
 # At a weight (a, p): pairs l (T, a), v (T, p), either with n directions before it, of which Σ_t l_t v_t^T is the sum
 Pairs = dict[str, list[tuple[Tensor, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """Σ_t r_t (x) K_t at the input's features c and a weight (b, q): r_t[b] K_t[c, q], or r_t[q] K_t[c, b] on axis 1.
-
-    `vectors` r (T, ·), `cores` K (T, d, ·).
-    """
-
-    vectors: Tensor
-    axis: int
-    cores: Tensor
 
 
 def input_jacobian_matrix(blocks: Tensor) -> Tensor:
@@ -111,20 +95,20 @@ class TokenStrip(Product):
 class TokenwiseHessian(ABC):
     """The Hessian of a layer that treats each token alone: subclasses give its functional terms and its product.
 
-    Weights reach the output as `reaches` say; "X" is the input, all T tokens as rows. Blocks of two weights are
+    Weights reach the output as their `factors` say; "X" is the input, all T tokens as rows. Blocks of two weights are
     Kronecker sums. The input with itself is block-diagonal over tokens, unless the loss mixes them.
     """
 
-    def __init__(self, reaches: dict[str, Reach], X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
-        self.reaches, self.loss, self.shapes = reaches, loss, shapes
+    def __init__(self, factors: dict[str, Factor], X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
+        self.factors, self.loss, self.shapes = factors, loss, shapes
         self.X, self.period = X.flatten(0, 1), X.shape[1]
         self.gradient = loss.gradient.flatten(0, 1)
         widths = sum(p for _, p in shapes.values()) + self.X.shape[1] + self.gradient.shape[1]
-        self._cores: dict[tuple[int, int, int, int], ScaledCore] = {}
+        self._paired = Pairing(loss.curvature, self.gradient.shape[1], self.period)
         self._workspace = 8 * self.X.shape[0] * widths * X.element_size()  # bytes that a product needs for a direction
 
     @abstractmethod
-    def functional_terms(self, row: str, column: str) -> Terms:
+    def functional_terms(self, row: str, column: str) -> TermList:
         """The functional part of a block of two weights."""
 
     @abstractmethod
@@ -137,8 +121,8 @@ class TokenwiseHessian(ABC):
         (n, T, m) and, with `functional`, when the layer itself moves along the directions while G is held fixed."""
 
     @abstractmethod
-    def mixed(self, name: str) -> list[Mixed]:
-        """The functional part of the block of the input with a weight, as terms."""
+    def mixed(self, name: str) -> list[Factor]:
+        """How a weight moves the gradient at the input, as factors: the functional part of the block of the two."""
 
     @abstractmethod
     def input_jacobian(self) -> Tensor:
@@ -174,7 +158,9 @@ class TokenwiseHessian(ABC):
         there, back = (self._multiplication([r], [c], outer, not outer) for r, c in ((row, column), (column, row)))
         shapes, same = (self.shapes[row], self.shapes[column]), row == column
         if "X" not in (row, column):
-            terms = self._outer_terms(row, column) if outer else self.functional_terms(row, column)
+            terms = (
+                self._paired(self.factors[row], self.factors[column]) if outer else self.functional_terms(row, column)
+            )
             return KroneckerSum(*shapes, terms, self.X, same, (there, back))
         if outer and isinstance(self.loss.curvature, PairCurvature):
             return Product((there, back), *shapes, self.X, same)
@@ -199,43 +185,6 @@ class TokenwiseHessian(ABC):
             torch.einsum("nta,ntp->aptn", left.expand(d, -1, -1), right.expand(d, -1, -1)) for left, right in pairs
         ]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-
-    def _outer_terms(self, row: str, column: str) -> Terms:
-        """sum_t l_t l'_t^T (x) diag(s_t) P S_t P'^T diag(s'_t)."""
-        first, second, curvature = self.reaches[row], self.reaches[column], self.loss.curvature
-        if isinstance(curvature, PairCurvature):
-            return [self._pair_term(first, second, curvature)]
-        width, same = self.gradient.shape[1], row == column
-        seen = seen_through(curvature, first.port, second.port, width, self.X)
-        if first.scales is not None or second.scales is not None:
-            key = (id(first.scales), id(second.scales), id(first.port), id(second.port))
-            if key not in self._cores:
-                self._cores[key] = ScaledCore(seen, first.scales, second.scales, self.period)
-            return [Term(first.vectors, second.vectors, self._cores[key])]
-        if not isinstance(curvature, ScalarCurvature):
-            return [Term(first.vectors, second.vectors, Plain(seen, self.period, len(self.X)))]
-        assert seen.shared is not None  # S = c I
-        moments = first.vectors.T @ second.vectors
-        return [Single((moments + moments.T) / 2 if same else moments, seen.shared, symmetric=same)]
-
-    def _pair_term(self, first: Reach, second: Reach, curvature: PairCurvature) -> Term:
-        """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with S_tu in the cores."""
-        left, right = first.vectors, second.vectors
-        groups, size = curvature.blocks.shape[:2]
-        p, q = (through(self.gradient[:1], reach.port).shape[1] for reach in (first, second))
-        checks.fits(
-            groups * size * size * (2 * p * q + left.shape[1] + right.shape[1]) * left.element_size(),
-            None,
-            "a block of a loss that mixes tokens",
-            "use fewer tokens, or products with @ of the whole matrix",
-        )
-        blocks = through(curvature.blocks, second.port)  # (groups, g, m, g, q)
-        blocks = through(blocks.movedim(2, -1), first.port).movedim(-1, 2)
-        if first.scales is not None:
-            blocks = blocks * first.scales.view(groups, size, p, 1, 1)
-        if second.scales is not None:
-            blocks = blocks * second.scales.view(groups, 1, 1, size, q)
-        return Term.over_pairs(left, right, blocks)
 
     def _multiplication(
         self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool
