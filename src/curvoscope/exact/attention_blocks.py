@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvoscope.exact.assembly import WeightPart
 from curvoscope.exact.attention_cores import Response, rotated
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.factor import Factor, Pairing, TermList
@@ -22,20 +23,18 @@ from curvoscope.operators.terms import Single, Term
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One head's part of a weight: its role, whether it is a bias, its shape and place, and the heads that use it.
+class HeadWeight(WeightPart):
+    """One head's part of a weight: also its role, whether it is a bias, and the heads that use it.
 
     Roles: Q, K, V, O, and M for the matrix W_Q W_K^T of the scores.
     """
 
     role: str
     bias: bool
-    shape: Shape
-    slot: Slot
     heads: tuple[int, ...]
 
 
-def weights_of(layer: AttentionLayer, name: str, shape: Shape) -> list[Weight]:
+def weights_of(layer: AttentionLayer, name: str, shape: Shape) -> list[HeadWeight]:
     """The parts of a weight that single heads, or groups of heads, use."""
     bias, role = name.startswith("b_"), name.removeprefix("b_")[0]
     share = layer.heads // layer.kv_heads
@@ -48,7 +47,7 @@ def weights_of(layer: AttentionLayer, name: str, shape: Shape) -> list[Weight]:
     axis = 0 if role == "O" and not bias else 1
     width = shape[axis] // len(heads)
     part = (width, shape[1]) if axis == 0 else (shape[0], width)
-    return [Weight(role, bias, part, Slot(axis, i * width, (i + 1) * width), used) for i, used in enumerate(heads)]
+    return [HeadWeight(part, Slot(axis, i * width, (i + 1) * width), role, bias, used) for i, used in enumerate(heads)]
 
 
 class AttentionBlocks:
@@ -63,18 +62,18 @@ class AttentionBlocks:
 
     # ---- outer part
 
-    def outer(self, left: Weight, right: Weight) -> TermList:
+    def outer(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """J^T S J: over all pairs of heads that use the two weights."""
         rows, columns = self.factors(left), self.factors(right)
         return [term for row in rows for column in columns for term in self._paired(row, column)]
 
-    def factors(self, weight: Weight) -> list[Factor]:
+    def factors(self, weight: HeadWeight) -> list[Factor]:
         """J_i = z_i (x) A_i for each head that uses the weight; none if the output does not see it."""
         return [self._factor(weight, h) for h in self._users(weight)] if self._moves(weight) else []
 
     # ---- functional part
 
-    def functional(self, left: Weight, right: Weight) -> TermList:
+    def functional(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """The Hessian of <G, F> at fixed G: over the heads that use both weights."""
         return [
             *self.functional_at_scores(left, right),
@@ -82,7 +81,7 @@ class AttentionBlocks:
             *self._bilinear(left, right),
         ]
 
-    def functional_at_scores(self, left: Weight, right: Weight) -> TermList:
+    def functional_at_scores(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """s^2 sum_i z_i z'_i (x) the third attention moment: query and key weights; zero without a softmax."""
         if {left.role, right.role} - {"Q", "K", "M"} or not (self._moves(left) and self._moves(right)):
             return []
@@ -96,7 +95,7 @@ class AttentionBlocks:
                 terms.append(Term(first.vectors, second.vectors, turned, (first.axis, second.axis)))
         return terms
 
-    def t_functional(self, left: Weight, right: Weight) -> TermList:
+    def t_functional(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """s B (x) I with B = X^T P X (or a bias row of it): a query with a key weight."""
         if (left.role, right.role) == ("K", "Q"):
             return [term.T for term in self.t_functional(right, left)]
@@ -112,7 +111,7 @@ class AttentionBlocks:
         P = self._head(h).P
         return self._layer.scale * (self._input(query_bias).mT @ P @ self._input(key_bias)).sum(0)
 
-    def _bilinear(self, left: Weight, right: Weight) -> TermList:
+    def _bilinear(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """The output is bilinear in values and attention, and in values and W_O."""
         order = "OVQKM"
         if order.index(left.role) > order.index(right.role):
@@ -122,12 +121,12 @@ class AttentionBlocks:
         pair = self._output_with_value if right.role == "V" else self._output_with_score
         return [term for h in self._shared_heads(left, right) for term in pair(left, right, h)]
 
-    def _output_with_value(self, left: Weight, right: Weight, h: int) -> TermList:
+    def _output_with_value(self, left: HeadWeight, right: HeadWeight, h: int) -> TermList:
         """delta_ef (M1^T G)[b, m]: W_O with a value weight."""
         outer = self._gradient_tokens().T @ self._factor(right, h).vectors
         return [Single(outer, torch.eye(left.shape[0], dtype=outer.dtype, device=outer.device), (1, 0))]
 
-    def _output_with_score(self, left: Weight, right: Weight, h: int) -> TermList:
+    def _output_with_score(self, left: HeadWeight, right: HeadWeight, h: int) -> TermList:
         """s sum_i g_i z_i (x) Cov_i[f, .]: W_O (f the values) or a value weight (f the inputs) with a query or key."""
         head = self._head(h)
         if not self._moves(right) or (left.bias and head.rows.softmax):
@@ -142,23 +141,23 @@ class AttentionBlocks:
 
     # ---- pieces
 
-    def _moves(self, weight: Weight) -> bool:
+    def _moves(self, weight: HeadWeight) -> bool:
         """Softmax ignores what a key bias adds to a row of scores: its blocks are zero."""
         return not (weight.role == "K" and weight.bias and self._passed.open_keys is None)
 
-    def _users(self, weight: Weight) -> tuple[int, ...]:
+    def _users(self, weight: HeadWeight) -> tuple[int, ...]:
         return weight.heads[:1] if weight.role == "O" and weight.bias else weight.heads
 
-    def _shared_heads(self, left: Weight, right: Weight) -> list[int]:
+    def _shared_heads(self, left: HeadWeight, right: HeadWeight) -> list[int]:
         return [h for h in left.heads if h in right.heads]
 
-    def _factor(self, weight: Weight, h: int) -> Factor:
+    def _factor(self, weight: HeadWeight, h: int) -> Factor:
         key = (weight.role, weight.bias, h)
         if key not in self._factors:
             self._factors[key] = self._make_factor(weight, h)
         return self._factors[key]
 
-    def _make_factor(self, weight: Weight, h: int) -> Factor:
+    def _make_factor(self, weight: HeadWeight, h: int) -> Factor:
         head, port = self._head(h), self._layer.port(h)
         if weight.role in "QM":
             if weight.bias not in self._scaled:
@@ -214,4 +213,4 @@ class _Head:
         return self._features[bias]
 
 
-TermsOf = Callable[[Weight, Weight], TermList]
+TermsOf = Callable[[HeadWeight, HeadWeight], TermList]

@@ -33,6 +33,12 @@ class Pass:
     F: Tensor
     squeeze: bool
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that a product with the Hessian needs for a direction."""
+        numbers = 8 * self.A.numel() + 12 * self.query.numel() + 4 * self.X.numel()
+        return numbers * self.X.element_size()
+
 
 class AttentionLayer:
     """F = [A^1 V^1, ..., A^H V^H] W_O with A = softmax(Q K^T / (t sqrt(d_k))), Q = X W_Q + b_Q, and so on.

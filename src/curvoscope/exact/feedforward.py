@@ -22,8 +22,9 @@ from torch import Tensor
 from curvoscope import checks, losses
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore
+from curvoscope.exact.assembly import Directions
 from curvoscope.exact.factor import Factor, TermList, fits_jacobian, fits_jacobians
-from curvoscope.exact.tokenwise import Directions, Pairs, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, input_jacobian_matrix
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian
@@ -222,11 +223,8 @@ class _FeedForwardHessian(TokenwiseHessian):
         if weight == "W2":
             if name == "b2":
                 return []
-            return [
-                Factor(
-                    self.gradient, _added([at.weights[i] * slope[:, None] for i, slope in at.first.items()]).mT, axis=1
-                )
-            ]
+            slopes = _added([at.weights[i] * slope[:, None] for i, slope in at.first.items()])
+            return [Factor(self.gradient, slopes.mT, axis=1)]
         found = []
         bends = [
             at.weights[j] * (at.second[weight, j] * self._at_z)[:, None] for j in at.first if (weight, j) in at.second

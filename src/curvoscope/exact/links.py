@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from curvoscope.exact.assembly import Directions, WeightPart, column_chunks
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.attention_blocks import AttentionBlocks, weights_of
 from curvoscope.exact.attention_hessian import AttentionHessian
@@ -23,17 +24,14 @@ from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian, Slot
 
 Layer = SelfAttention | FeedForward | LayerNorm | RMSNorm
-Directions = dict[str, Tensor]
 
 _LABELS = {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
 
 
 @dataclass(frozen=True)
-class WeightPart:
-    """A part of a weight, such as that of a head: its place, its shape, and factors whose sum is its Jacobian."""
+class FactoredPart(WeightPart):
+    """With factors whose sum is its Jacobian at the output of the layer."""
 
-    slot: Slot
-    shape: Shape
     factors: list[Factor]
 
 
@@ -44,7 +42,7 @@ class Link(ABC):
     names: dict[str, str]
     shapes: dict[str, Shape]
     output: Tensor
-    workspace: int  # numbers that a direction needs in a product
+    workspace: int  # bytes that a direction needs in a product
 
     def __init__(self, name: str, X: Tensor) -> None:
         self.name, self.X = name, X
@@ -90,7 +88,7 @@ class Link(ABC):
     def _input_parts(self) -> tuple[Grouped, Grouped]: ...
 
     @abstractmethod
-    def parts(self, name: str) -> list[WeightPart] | None:
+    def parts(self, name: str) -> list[FactoredPart] | None:
         """How a weight moves the output, part by part; None where its Jacobian has no such form."""
 
 
@@ -110,7 +108,7 @@ class TokenwiseLink(Link):
             self.names = {f"{name}.{local}": local for local in locals_}
             self.shapes = dict.fromkeys(locals_, _matrix(layer.gamma))
         widths = X.shape[2] + self.output.shape[2] + sum(p for _, p in self.shapes.values())
-        self.workspace = 8 * X.shape[0] * X.shape[1] * widths
+        self.workspace = 8 * X.shape[0] * X.shape[1] * widths * X.element_size()
 
     def _settled(self) -> None:
         self.local = self._around(ScalarCurvature(0.0))
@@ -139,10 +137,10 @@ class TokenwiseLink(Link):
         fits(tokens, 1, m, d, self.X)
         return Grouped(self.local.input_jacobian(), 1), Grouped(self.local.input_curvature(), 1, symmetric=True)
 
-    def parts(self, name: str) -> list[WeightPart]:
+    def parts(self, name: str) -> list[FactoredPart]:
         """The weight as a whole."""
         shape = self.shapes[name]
-        return [WeightPart(Slot(0, 0, shape[0]), shape, [self.local.factors[name]])]
+        return [FactoredPart(shape, Slot(0, 0, shape[0]), [self.local.factors[name]])]
 
     def mixed(self, name: str) -> list[Factor]:
         """See `TokenwiseHessian.mixed`."""
@@ -161,8 +159,7 @@ class AttentionLink(Link):
         self.output = self._passed.F
         self.shapes = layer.shapes(layer.biases)
         self.names = {f"{name}.{local}": local for local in self.shapes}
-        numbers = (self._passed.A.numel(), self._passed.query.numel(), X.numel())
-        self.workspace = sum(copies * size for copies, size in zip((8, 12, 4), numbers, strict=True))
+        self.workspace = self._passed.workspace
 
     def _settled(self) -> None:
         found = LossAt(0.0, self.gradient, ScalarCurvature(0.0))
@@ -196,7 +193,7 @@ class AttentionLink(Link):
         width, size = self.output.shape[2], length * d
         fits(sequences * length, length, max(width, d), d, self.X)
         first, second = [], []
-        for start, stop in self._product.chunks(size):
+        for start, stop in column_chunks(size, self.workspace):
             unit = self.X.new_zeros(stop - start, size)
             unit[torch.arange(stop - start), torch.arange(start, stop)] = 1
             directions = {"X": unit.view(-1, 1, length, d).expand(-1, sequences, -1, -1).flatten(1, 2)}
@@ -207,15 +204,15 @@ class AttentionLink(Link):
         jacobian, curvature = (torch.cat(parts).permute(1, 2, 0) for parts in (first, second))
         return Grouped(jacobian, length), Grouped(curvature, length, symmetric=True)
 
-    def parts(self, name: str) -> list[WeightPart] | None:
+    def parts(self, name: str) -> list[FactoredPart] | None:
         """Those of each head: for queries and keys A = Cov[V, f]^T P, for values P, for outputs I."""
         weights = weights_of(self.layer, name, self.shapes[name])
         if self.layer.rotary is not None and weights[0].role == "K":
             return None
         return [
-            WeightPart(
-                weight.slot,
+            FactoredPart(
                 weight.shape,
+                weight.slot,
                 [factor.at_output(self.layer.d_out) for factor in self._blocks.factors(weight)],
             )
             for weight in weights

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
+from curvoscope.exact.assembly import Directions
 from curvoscope.exact.factor import Factor, TermList
-from curvoscope.exact.tokenwise import Directions, Pairs, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, input_jacobian_matrix
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
+from curvoscope.exact.assembly import ColumnProducts, Directions, assembled
 from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobian
 from curvoscope.losses import LossAt, PairCurvature
 from curvoscope.magnitudes import norm
-from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
-from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape
+from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.kronecker import KroneckerSum
 
-Directions = dict[str, Tensor]
 # At a weight (a, p): pairs l (T, a), v (T, p), either with n directions before it, of which Σ_t l_t v_t^T is the sum
 Pairs = dict[str, list[tuple[Tensor, Tensor]]]
 
@@ -139,14 +139,8 @@ class TokenwiseHessian(ABC):
 
     def assemble(self) -> BlockHessian:
         """All blocks of both parts."""
-        everything = list(self.shapes)
-
-        def part(outer: bool) -> BlockMatrix:
-            product = self._multiplication(everything, everything, outer, not outer)
-            return BlockMatrix(self.shapes, lambda row, column: self._block(row, column, outer), self.X, product)
-
-        product = self._multiplication(everything, everything, outer=True, functional=True)
-        return BlockHessian(part(outer=True), part(outer=False), product)
+        columns = ColumnProducts(self.shapes, self._multiplied, self._workspace)
+        return BlockHessian(*assembled(columns, self.X, self._block))
 
     def applied(self, dF: Tensor) -> Tensor:
         """S dF for directions (n, T, m)."""
@@ -154,19 +148,18 @@ class TokenwiseHessian(ABC):
         sequences = dF.view(n, tokens // self.period, self.period, width)
         return self.loss.curvature.apply(sequences).reshape(n, tokens, width)
 
-    def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
-        there, back = (self._multiplication([r], [c], outer, not outer) for r, c in ((row, column), (column, row)))
+    def _block(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         shapes, same = (self.shapes[row], self.shapes[column]), row == column
         if "X" not in (row, column):
             terms = (
                 self._paired(self.factors[row], self.factors[column]) if outer else self.functional_terms(row, column)
             )
-            return KroneckerSum(*shapes, terms, self.X, same, (there, back))
+            return KroneckerSum(*shapes, terms, self.X, same, products)
         if outer and isinstance(self.loss.curvature, PairCurvature):
-            return Product((there, back), *shapes, self.X, same)
+            return Product(products, *shapes, self.X, same)
         if same:
             return TokenDiagonal(self._by_token(outer)[1].permute(1, 2, 0))
-        return TokenStrip((there, back), *shapes, self.X, lambda: self._strip(row, outer))  # the input comes last
+        return TokenStrip(products, *shapes, self.X, lambda: self._strip(row, outer))  # the input comes last
 
     def _by_token(self, outer: bool) -> tuple[Pairs, Tensor]:
         """Products with each of the d features of the input, moved in all tokens at once: tokens do not mix."""
@@ -186,24 +179,9 @@ class TokenwiseHessian(ABC):
         ]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
-    def _multiplication(
-        self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool
-    ) -> Multiplication:
-        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`, in closed form."""
-        shapes = [self.shapes[name] for name in given]
-
-        def multiply(columns: Tensor) -> Tensor:
-            parts = []
-            for start, stop in checks.chunks(columns.shape[1], 1, self._workspace, checks.memory_budget(None) // 2):
-                pieces = columns[:, start:stop].T.split([a * p for a, p in shapes], 1)
-                named = zip(given, pieces, shapes, strict=True)
-                directions = {name: piece.reshape(-1, *shape) for name, piece, shape in named}
-                pairs, at_input = self.product(directions, outer, functional)
-                answers = [at_input if name == "X" else contracted(pairs[name]) for name in wanted]
-                parts.append(torch.cat([answer.flatten(1) for answer in answers], 1).T)
-            return torch.cat(parts, 1)
-
-        return multiply
+    def _multiplied(self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool) -> Directions:
+        pairs, at_input = self.product(directions, outer, functional)
+        return {name: at_input if name == "X" else contracted(pairs[name]) for name in wanted}
 
 
 def contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
