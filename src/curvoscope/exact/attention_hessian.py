@@ -42,7 +42,7 @@ class AttentionHessian(BlockHessian):
         per_head: bool,
         wrt_input: bool,
     ) -> None:
-        checks.commensurate({**layer.factors, "X": passed.X})
+        checks.commensurate({**layer.matrices, "X": passed.X})
         self._layer, self._passed, self._loss = layer, passed, loss
         self._terms = AttentionBlocks(layer, passed, loss)
         self._whole = layer.shapes(biases)

@@ -151,7 +151,7 @@ class AttentionLayer:
         return Pass(batch, query, key, value, A, open_keys, visible, head_output, F, X.ndim == 2)
 
     @property
-    def factors(self) -> dict[str, Tensor]:
+    def matrices(self) -> dict[str, Tensor]:
         """The weight matrices."""
         found = {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
         return {name: weight for name, weight in found.items() if weight is not None}

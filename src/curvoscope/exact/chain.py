@@ -43,7 +43,7 @@ class Chain:
     def __init__(self, branches: Sequence[Branch], X: Tensor, loss: losses.LossFunction) -> None:
         self.X, squeeze = (X, False) if X.ndim == 3 else (X[None], True)
         layers = [pair for branch in branches for pair in branch.layers]
-        weights = {f"{name}.{label}": w for name, layer in layers for label, w in layer.factors.items()}
+        weights = {f"{name}.{label}": w for name, layer in layers for label, w in layer.matrices.items()}
         checks.commensurate({**weights, "X": X})
         self.branches: list[tuple[list[Link], bool]] = []
         stream = self.X

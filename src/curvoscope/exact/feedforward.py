@@ -15,27 +15,31 @@ A bias has 1 for x or z, and nothing functional with b2. For ReLU φ'' = 0 leave
 """
 
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from curvoscope import checks, losses
+from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore
 from curvoscope.exact.assembly import Directions
-from curvoscope.exact.factor import Factor, TermList, fits_jacobian, fits_jacobians
-from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.factor import Factor, TermList, fits_jacobian
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer, matrix_shape
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
-from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.terms import Term
 
 
-class FeedForward:
+class FeedForward(TokenwiseLayer):
     """y = φ(x W1 + b1) W2 + b2, or with `W_gate` y = (φ(x W_gate + b_gate) ∘ (x W1 + b1)) W2 + b2.
 
     Blocks "W1", "b1", "W2", "b2", and "W_gate", "b_gate" where there is a gate; biases that are None have no block.
     """
+
+    labels = MappingProxyType(
+        {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
+    )
 
     def __init__(
         self,
@@ -63,39 +67,19 @@ class FeedForward:
         self.activation = checks.choice("activation", activation, tuple(ACTIVATIONS))
         given = {"W1": W1, "b1": b1, "W2": W2, "b2": b2, "W_gate": W_gate, "b_gate": b_gate}
         self.weights = {name: values for name, values in given.items() if values is not None}
-
-    @property
-    def factors(self) -> dict[str, Tensor]:
-        """The weight matrices."""
-        return {name: values for name, values in self.weights.items() if values.ndim == 2}
+        self.d, self.d_out = W1.shape[0], W2.shape[1]
 
     def __call__(self, X: Tensor) -> Tensor:
         """y, (L, m) or (N, L, m)."""
         return self._pass(X).y.view(*X.shape[:-1], -1)
 
-    def jacobian(self, X: Tensor) -> dict[str, Tensor]:
-        """dy/dW for each weight and bias and dy/dX for "X": (N L m, size), rows in the order of y."""
-        at = self._pass(X)
-        fits_jacobians(at.y, {**{name: weight.numel() for name, weight in self.weights.items()}, "X": X.numel()})
-        found = {name: at.factor(name).jacobian(at.y.shape[1], name) for name in self.weights}
-        return {**found, "X": input_jacobian_matrix(at.input_jacobian)}
-
-    def hessian(
-        self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False, biases: bool = True
-    ) -> BlockHessian:
-        """The Hessian of loss(y) over the weights, with `biases` the biases, and with `wrt_input` "X" (T, d)."""
-        y = self(X)
-        found = losses.at(loss, y if X.ndim == 3 else y[None], X.ndim == 2)
-        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble()
-
     def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
         """The layer to second order at X, for a loss known by its G and S at y."""
         at = self._pass(X)
-        checks.commensurate({**self.factors, "X": X})
+        checks.commensurate({**self.matrices, "X": X})
         names = [name for name in self.weights if biases or not name.startswith("b")]
         factors = {name: at.factor(name) for name in names}
-        tables = {name: values if values.ndim == 2 else values[None] for name, values in self.weights.items()}
-        shapes: dict[str, Shape] = {name: (tables[name].shape[0], tables[name].shape[1]) for name in names}
+        shapes = {name: matrix_shape(self.weights[name]) for name in names}
         if wrt_input:
             shapes["X"] = (at.x.shape[0], at.x.shape[1])
         return _FeedForwardHessian(at, factors, X if X.ndim == 3 else X[None], loss, shapes)

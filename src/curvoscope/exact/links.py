@@ -15,17 +15,13 @@ from curvoscope.exact.attention_hessian import AttentionHessian
 from curvoscope.exact.attention_layer import Pass
 from curvoscope.exact.attention_product import AttentionProduct, Moved
 from curvoscope.exact.factor import Factor
-from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.grouped import Grouped, fits
-from curvoscope.exact.norms import LayerNorm, RMSNorm
-from curvoscope.exact.tokenwise import TokenwiseHessian, contracted
+from curvoscope.exact.tokenwise import TokenwiseHessian, TokenwiseLayer, contracted, matrix_shape
 from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian, Slot
 
-Layer = SelfAttention | FeedForward | LayerNorm | RMSNorm
-
-_LABELS = {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
+Layer = SelfAttention | TokenwiseLayer
 
 
 @dataclass(frozen=True)
@@ -95,18 +91,14 @@ class Link(ABC):
 class TokenwiseLink(Link):
     """A norm or a feed-forward layer."""
 
-    layer: FeedForward | LayerNorm | RMSNorm
+    layer: TokenwiseLayer
 
-    def __init__(self, name: str, layer: FeedForward | LayerNorm | RMSNorm, X: Tensor) -> None:
+    def __init__(self, name: str, layer: TokenwiseLayer, X: Tensor) -> None:
         super().__init__(name, X)
         self.layer, self.output = layer, layer(X)
-        if isinstance(layer, FeedForward):
-            self.names = {f"{name}.{label}": local for local, label in _LABELS.items() if local in layer.weights}
-            self.shapes = {local: _matrix(layer.weights[local]) for local in self.names.values()}
-        else:
-            locals_ = ["gamma"] if layer.beta is None else ["gamma", "beta"]
-            self.names = {f"{name}.{local}": local for local in locals_}
-            self.shapes = dict.fromkeys(locals_, _matrix(layer.gamma))
+        labels = {local: layer.labels.get(local, local) for local in _in_order(layer)}
+        self.names = {f"{name}.{label}" if label else name: local for local, label in labels.items()}
+        self.shapes = {local: matrix_shape(layer.weights[local]) for local in labels}
         widths = X.shape[2] + self.output.shape[2] + sum(p for _, p in self.shapes.values())
         self.workspace = 8 * X.shape[0] * X.shape[1] * widths * X.element_size()
 
@@ -224,5 +216,6 @@ def link(name: str, layer: Layer, X: Tensor) -> Link:
     return AttentionLink(name, layer, X) if isinstance(layer, SelfAttention) else TokenwiseLink(name, layer, X)
 
 
-def _matrix(values: Tensor) -> Shape:
-    return (values.shape[0], values.shape[1]) if values.ndim == 2 else (1, values.shape[0])
+def _in_order(layer: TokenwiseLayer) -> list[str]:
+    """The weights in the order of the layer's labels: matrices first."""
+    return [local for local in layer.labels or layer.weights if local in layer.weights]

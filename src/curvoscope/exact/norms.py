@@ -20,14 +20,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from curvoscope import checks, losses
+from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.exact.assembly import Directions
 from curvoscope.exact.factor import Factor, TermList
-from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
-from curvoscope.operators.block_matrix import BlockHessian
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class _Normalised:
         return -(mixed + mixed.mT + weight * curved) / (self.sigma.square() * self.d)[:, :, None]
 
 
-class _Norm:
+class _Norm(TokenwiseLayer):
     """y = γ ∘ x̂ + β for a fixed P; `gamma` (d,), `beta` (d,) or None."""
 
     _centred: bool
@@ -92,9 +91,11 @@ class _Norm:
         if not 0 <= eps < math.inf:
             raise RangeError("eps", f"got {eps}, expected a finite number that is not negative")
         self.eps = float(eps)
+        self.weights = {"gamma": gamma} if beta is None else {"gamma": gamma, "beta": beta}
+        self.d = self.d_out = len(gamma)
 
     @property
-    def factors(self) -> dict[str, Tensor]:
+    def matrices(self) -> dict[str, Tensor]:
         """What x̂ is multiplied with."""
         return {"gamma": self.gamma}
 
@@ -147,22 +148,12 @@ class _Norm:
                 norm = norm.where(rho < 1 / math.sqrt(3), 2 / math.sqrt(3))
         return (norm / (math.sqrt(at.d) * variance)).view(X.shape[:-1])
 
-    def jacobian(self, X: Tensor) -> dict[str, Tensor]:
-        """dy/dγ, dy/dβ and dy/dX: (N L d, size), rows in the order of y."""
-        factors = self._factors(self._at(X))
-        found = {name: factor.jacobian(len(self.gamma), name) for name, factor in factors.items()}
-        return {**found, "X": input_jacobian_matrix(self.input_jacobian(X))}
-
-    def hessian(self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False) -> BlockHessian:
-        """The Hessian of loss(y) over "gamma" and, where there is one, "beta", both (1, d); "X" (T, d) on request."""
-        y = self(X)
-        found = losses.at(loss, y if X.ndim == 3 else y[None], X.ndim == 2)
-        return self.around(X, found, wrt_input=wrt_input).assemble()
-
-    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True) -> TokenwiseHessian:
+    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
         """The layer to second order at X, for a loss known by its G and S at y."""
         at = self._at(X)
         factors = self._factors(at)
+        if not biases:
+            factors.pop("beta", None)
         shapes: dict[str, Shape] = dict.fromkeys(factors, (1, at.d))
         if wrt_input:
             shapes["X"] = (at.x_hat.shape[0], at.d)

@@ -1,14 +1,16 @@
 """The Hessian of any layer that treats each token alone: its blocks from what the layer says of one token."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from curvoscope import checks
+from curvoscope import checks, losses
 from curvoscope.exact.assembly import ColumnProducts, Directions, assembled
-from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobian
+from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobians
+from curvoscope.exact.grouped import Grouped
 from curvoscope.losses import LossAt, PairCurvature
 from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
@@ -18,15 +20,6 @@ from curvoscope.operators.kronecker import KroneckerSum
 
 # At a weight (a, p): pairs l (T, a), v (T, p), either with n directions before it, of which Σ_t l_t v_t^T is the sum
 Pairs = dict[str, list[tuple[Tensor, Tensor]]]
-
-
-def input_jacobian_matrix(blocks: Tensor) -> Tensor:
-    """dF/dX (T m, T d) from the Jacobian of each token, (T, m, d)."""
-    tokens, m, d = blocks.shape
-    fits_jacobian(tokens * m, tokens * d, "X", blocks)
-    matrix = blocks.new_zeros(tokens, m, tokens, d)
-    matrix.diagonal(dim1=0, dim2=2).copy_(blocks.permute(1, 2, 0))
-    return matrix.view(tokens * m, tokens * d)
 
 
 class TokenDiagonal(LinearOperator):
@@ -190,3 +183,60 @@ def contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for left, right in pairs[1:]:
         total = total + left.mT @ right
     return total
+
+
+class TokenwiseLayer(ABC):
+    """A layer that treats each token alone, from width `d` to width `d_out`.
+
+    `weights` are its weights and biases by the names of their blocks, `labels` their names in a network where others.
+    """
+
+    d: int
+    d_out: int
+    weights: dict[str, Tensor]
+    labels: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def matrices(self) -> dict[str, Tensor]:
+        """The weight matrices."""
+        return {name: values for name, values in self.weights.items() if values.ndim == 2}
+
+    @abstractmethod
+    def __call__(self, X: Tensor) -> Tensor:
+        """The output, (L, m) or (N, L, m)."""
+
+    @abstractmethod
+    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
+        """The layer to second order at X, for a loss known by its G and S at the output."""
+
+    def hessian(
+        self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False, biases: bool = True
+    ) -> BlockHessian:
+        """The Hessian of the loss over the weights, in closed form.
+
+        Args:
+            X: (L, d) or (N, L, d).
+            loss: a loss of `cv.losses`, or any function of the output.
+            wrt_input: whether "X" (T, d) is a block too.
+            biases: whether biases are blocks.
+
+        Returns:
+            A `BlockHessian` over the layer's blocks; that of a bias has the shape (1, size).
+        """
+        F = self(X)
+        found = losses.at(loss, F if X.ndim == 3 else F[None], X.ndim == 2)
+        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble()
+
+    def jacobian(self, X: Tensor) -> dict[str, Tensor]:
+        """dF/dW for each weight and bias, and dF/dX for "X": (N L m, size), rows in the order of F."""
+        F = self(X)
+        fits_jacobians(F, {**{name: values.numel() for name, values in self.weights.items()}, "X": X.numel()})
+        nothing = LossAt(0.0, torch.zeros_like(F if F.ndim == 3 else F[None]), losses.ScalarCurvature(0.0))
+        at = self.around(X, nothing, wrt_input=False)
+        found = {name: factor.jacobian(self.d_out, name) for name, factor in at.factors.items()}
+        return {**found, "X": Grouped(at.input_jacobian(), 1).dense()}
+
+
+def matrix_shape(values: Tensor) -> Shape:
+    """The shape of a weight as a matrix: a bias has one row."""
+    return (values.shape[0], values.shape[1]) if values.ndim == 2 else (1, values.shape[0])
