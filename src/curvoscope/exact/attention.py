@@ -5,10 +5,11 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import ShapeError
-from curvoscope.exact.activations import fits_jacobians
+from curvoscope.exact.assembly import pushed_jacobian
 from curvoscope.exact.attention_hessian import AttentionHessian
 from curvoscope.exact.attention_layer import AttentionLayer
 from curvoscope.exact.attention_product import AttentionProduct
+from curvoscope.exact.factor import fits_jacobians
 from curvoscope.exact.moments import Moments
 
 
@@ -80,7 +81,13 @@ class SelfAttention(AttentionLayer):
 
     def jacobian(self, X: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         """dF/dW for each weight and for "X": (N L d_out, size), rows in the order of F."""
-        product = AttentionProduct(self, self.forward_pass(X, mask), None)
-        shapes = {**self.shapes(self.biases), "X": (product.passed.X[..., 0].numel(), self.d)}
-        fits_jacobians(product.passed.F, {name: a * p for name, (a, p) in shapes.items()})
-        return {name: product.jacobian(name, shape) for name, shape in shapes.items()}
+        passed = self.forward_pass(X, mask)
+        product = AttentionProduct(self, passed, None)
+        shapes = {**self.shapes(self.biases), "X": (passed.X[..., 0].numel(), self.d)}
+        fits_jacobians(passed.F, {name: a * p for name, (a, p) in shapes.items()})
+        return {
+            name: pushed_jacobian(
+                lambda directions: product.push(directions)[0], name, shape, passed.F, passed.workspace
+            )
+            for name, shape in shapes.items()
+        }

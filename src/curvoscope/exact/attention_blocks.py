@@ -11,45 +11,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvoscope import checks
-from curvoscope.exact.attention_cores import Answered, Response, Rotated, Scores
+from curvoscope.exact.assembly import WeightPart
+from curvoscope.exact.attention_cores import Response, rotated
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
+from curvoscope.exact.factor import Factor, Pairing, TermList
 from curvoscope.exact.moments import Covariance, Feature, Rows, Third
-from curvoscope.exact.ports import Plain, ProjectedCurvature, seen_through
-from curvoscope.losses import LossAt, PairCurvature, Port, through
+from curvoscope.losses import LossAt, through
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import Slot
-from curvoscope.operators.cores import Core
 from curvoscope.operators.terms import Single, Term
-
-Terms = list[Term | Single]
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One head's part of a weight: its role, whether it is a bias, its shape and place, and the heads that use it.
+class HeadWeight(WeightPart):
+    """One head's part of a weight: also its role, whether it is a bias, and the heads that use it.
 
     Roles: Q, K, V, O, and M for the matrix W_Q W_K^T of the scores.
     """
 
     role: str
     bias: bool
-    shape: Shape
-    slot: Slot
     heads: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Factor:
-    """J_i = z_i (x) M_i: vectors z (T, a) on `axis`, M_i = Cov_i[V, f] or (None) the identity, and the port."""
-
-    vector: Tensor
-    axis: int
-    response: Response | None
-    port: Port
-
-
-def weights_of(layer: AttentionLayer, name: str, shape: Shape) -> list[Weight]:
+def weights_of(layer: AttentionLayer, name: str, shape: Shape) -> list[HeadWeight]:
     """The parts of a weight that single heads, or groups of heads, use."""
     bias, role = name.startswith("b_"), name.removeprefix("b_")[0]
     share = layer.heads // layer.kv_heads
@@ -62,7 +47,7 @@ def weights_of(layer: AttentionLayer, name: str, shape: Shape) -> list[Weight]:
     axis = 0 if role == "O" and not bias else 1
     width = shape[axis] // len(heads)
     part = (width, shape[1]) if axis == 0 else (shape[0], width)
-    return [Weight(role, bias, part, Slot(axis, i * width, (i + 1) * width), used) for i, used in enumerate(heads)]
+    return [HeadWeight(part, Slot(axis, i * width, (i + 1) * width), role, bias, used) for i, used in enumerate(heads)]
 
 
 class AttentionBlocks:
@@ -70,100 +55,25 @@ class AttentionBlocks:
 
     def __init__(self, layer: AttentionLayer, passed: Pass, loss: LossAt) -> None:
         self._layer, self._passed, self._loss = layer, passed, loss
+        self._paired = Pairing(loss.curvature, layer.d_out, passed.X.shape[1])
         self._heads: dict[int, _Head] = {}
         self._factors: dict[tuple[str, bool, int], Factor] = {}
         self._scaled: dict[bool, Tensor] = {}
 
     # ---- outer part
 
-    def outer(self, left: Weight, right: Weight) -> Terms:
+    def outer(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """J^T S J: over all pairs of heads that use the two weights."""
-        pairs = [(h, g) for h in self._users(left) for g in self._users(right)]
-        return [
-            term
-            for h, g in pairs
-            if self._moves(left) and self._moves(right)
-            for term in self._outer_term(self._factor(left, h), self._factor(right, g), left, right)
-        ]
+        rows, columns = self.factors(left), self.factors(right)
+        return [term for row in rows for column in columns for term in self._paired(row, column)]
 
-    def _outer_term(self, left: Factor, right: Factor, row: Weight, column: Weight) -> Terms:
-        axes = (left.axis, right.axis)
-        curvature = self._loss.curvature
-        if isinstance(curvature, PairCurvature):
-            return [self._pair_term(left, right, row, column, curvature)]
-        seen = self._seen(left.port, right.port)
-        if seen.shared is not None and not bool(seen.shared.any()):
-            return []  # two heads that fill different columns of the output
-        if left.response is None and right.response is None and seen.shared is not None:
-            outer, inner, same = left.vector.T @ right.vector, seen.shared, left is right
-            if same:
-                outer, inner = (outer + outer.T) / 2, (inner + inner.T) / 2
-            return [Single(outer, inner, axes, symmetric=same)]
-        core: Core
-        if left.response is not None and right.response is not None:
-            core = Scores(left.response, seen, right.response)
-        elif right.response is not None and seen.factor is not None:
-            response = right.response
-            core = Covariance(response.rows, response.value, response.feature)
-            scaled = seen.factor * left.vector
-            return [Term(scaled, right.vector, self._turned(core, row, column), axes)]
-        elif right.response is not None:
-            core = Answered(seen, right.response)
-        elif left.response is not None:
-            core = Answered(self._seen(right.port, left.port), left.response).T
-        else:
-            core = Plain(seen, self._passed.X.shape[1], left.vector.shape[0])
-        return [Term(left.vector, right.vector, self._turned(core, row, column), axes)]
-
-    def _pair_term(self, left: Factor, right: Factor, row: Weight, column: Weight, curvature: PairCurvature) -> Term:
-        """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with cores M_t^T S_tu M'_u."""
-        blocks = through(curvature.blocks, right.port)  # (groups, g, m, g, e')
-        blocks = through(blocks.movedim(2, -1), left.port).movedim(-1, 2)
-        groups, size, e, _, f = blocks.shape
-        p = e if left.response is None else left.response.feature.width
-        q = f if right.response is None else right.response.feature.width
-        checks.fits(
-            groups * size * size * p * q * blocks.element_size(),
-            None,
-            "a block of a loss that mixes tokens",
-            "use fewer tokens, or products with @",
-        )
-        if right.response is not None:
-            matrix = self._dense_response(right.response, column).view(groups, size, f, q)
-            blocks = torch.einsum("gteuf,gufq->gteuq", blocks, matrix)
-        if left.response is not None:
-            matrix = self._dense_response(left.response, row).view(groups, size, e, p)
-            blocks = torch.einsum("gtep,gteuq->gtpuq", matrix, blocks)
-        return Term.over_pairs(left.vector, right.vector, blocks, (left.axis, right.axis))
-
-    def _dense_response(self, response: Response, weight: Weight) -> Tensor:
-        matrix = response.matrix(0, self._passed.X.shape[0] * self._passed.X.shape[1])
-        if weight.role == "Q" and self._layer.rotary is not None:
-            positions = torch.arange(matrix.shape[0], device=matrix.device) % self._passed.X.shape[1]
-            matrix = self._layer.rotary.turn(matrix, positions[:, None], back=True)
-        return matrix
-
-    def reaches(self, weight: Weight) -> list[tuple[Tensor, int, Tensor | None]]:
-        """J_i = z_i (x) A_i for each head that uses the weight: z (T, a), its axis, and A at the output: (T, p, m), or
-        (p, m) for all tokens, or None for the identity."""
-        if not self._moves(weight):
-            return []
-        found = []
-        for h in self._users(weight):
-            factor = self._factor(weight, h)
-            port = factor.port
-            if isinstance(port, slice):
-                port = torch.eye(self._layer.d_out, dtype=self._passed.X.dtype, device=self._passed.X.device)[port]
-            matrix = port
-            if factor.response is not None:
-                matrix = self._dense_response(factor.response, weight).mT
-                matrix = matrix if port is None else matrix @ port
-            found.append((factor.vector, factor.axis, matrix))
-        return found
+    def factors(self, weight: HeadWeight) -> list[Factor]:
+        """J_i = z_i (x) A_i for each head that uses the weight; none if the output does not see it."""
+        return [self._factor(weight, h) for h in self._users(weight)] if self._moves(weight) else []
 
     # ---- functional part
 
-    def functional(self, left: Weight, right: Weight) -> Terms:
+    def functional(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """The Hessian of <G, F> at fixed G: over the heads that use both weights."""
         return [
             *self.functional_at_scores(left, right),
@@ -171,21 +81,21 @@ class AttentionBlocks:
             *self._bilinear(left, right),
         ]
 
-    def functional_at_scores(self, left: Weight, right: Weight) -> Terms:
+    def functional_at_scores(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """s^2 sum_i z_i z'_i (x) the third attention moment: query and key weights; zero without a softmax."""
         if {left.role, right.role} - {"Q", "K", "M"} or not (self._moves(left) and self._moves(right)):
             return []
-        terms: Terms = []
+        terms: TermList = []
         for h in self._shared_heads(left, right):
             head, first, second = self._head(h), self._factor(left, h), self._factor(right, h)
             if head.rows.softmax:
                 assert first.response is not None and second.response is not None
-                core: Core = Third(head.rows, head.P, first.response.feature, second.response.feature)
-                core = self._turned(core, left, right)
-                terms.append(Term(first.vector, second.vector, core, (first.axis, second.axis)))
+                core = Third(head.rows, head.P, first.response.feature, second.response.feature)
+                turned = rotated(core, first.response, second.response)
+                terms.append(Term(first.vectors, second.vectors, turned, (first.axis, second.axis)))
         return terms
 
-    def t_functional(self, left: Weight, right: Weight) -> Terms:
+    def t_functional(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """s B (x) I with B = X^T P X (or a bias row of it): a query with a key weight."""
         if (left.role, right.role) == ("K", "Q"):
             return [term.T for term in self.t_functional(right, left)]
@@ -201,7 +111,7 @@ class AttentionBlocks:
         P = self._head(h).P
         return self._layer.scale * (self._input(query_bias).mT @ P @ self._input(key_bias)).sum(0)
 
-    def _bilinear(self, left: Weight, right: Weight) -> Terms:
+    def _bilinear(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """The output is bilinear in values and attention, and in values and W_O."""
         order = "OVQKM"
         if order.index(left.role) > order.index(right.role):
@@ -211,12 +121,12 @@ class AttentionBlocks:
         pair = self._output_with_value if right.role == "V" else self._output_with_score
         return [term for h in self._shared_heads(left, right) for term in pair(left, right, h)]
 
-    def _output_with_value(self, left: Weight, right: Weight, h: int) -> Terms:
+    def _output_with_value(self, left: HeadWeight, right: HeadWeight, h: int) -> TermList:
         """delta_ef (M1^T G)[b, m]: W_O with a value weight."""
-        outer = self._gradient_tokens().T @ self._factor(right, h).vector
+        outer = self._gradient_tokens().T @ self._factor(right, h).vectors
         return [Single(outer, torch.eye(left.shape[0], dtype=outer.dtype, device=outer.device), (1, 0))]
 
-    def _output_with_score(self, left: Weight, right: Weight, h: int) -> Terms:
+    def _output_with_score(self, left: HeadWeight, right: HeadWeight, h: int) -> TermList:
         """s sum_i g_i z_i (x) Cov_i[f, .]: W_O (f the values) or a value weight (f the inputs) with a query or key."""
         head = self._head(h)
         if not self._moves(right) or (left.bias and head.rows.softmax):
@@ -226,41 +136,42 @@ class AttentionBlocks:
         vector, feature = head.gradient, head.input_feature(left.bias)
         if left.role == "O":
             vector, feature = self._gradient_tokens(), second.response.value
-        core = self._turned(Covariance(head.rows, feature, second.response.feature), left, right)
-        return [Term(vector, second.vector, core, (1, second.axis))]
+        core = rotated(Covariance(head.rows, feature, second.response.feature), None, second.response)
+        return [Term(vector, second.vectors, core, (1, second.axis))]
 
     # ---- pieces
 
-    def _moves(self, weight: Weight) -> bool:
+    def _moves(self, weight: HeadWeight) -> bool:
         """Softmax ignores what a key bias adds to a row of scores: its blocks are zero."""
         return not (weight.role == "K" and weight.bias and self._passed.open_keys is None)
 
-    def _users(self, weight: Weight) -> tuple[int, ...]:
+    def _users(self, weight: HeadWeight) -> tuple[int, ...]:
         return weight.heads[:1] if weight.role == "O" and weight.bias else weight.heads
 
-    def _shared_heads(self, left: Weight, right: Weight) -> list[int]:
+    def _shared_heads(self, left: HeadWeight, right: HeadWeight) -> list[int]:
         return [h for h in left.heads if h in right.heads]
 
-    def _factor(self, weight: Weight, h: int) -> Factor:
+    def _factor(self, weight: HeadWeight, h: int) -> Factor:
         key = (weight.role, weight.bias, h)
         if key not in self._factors:
             self._factors[key] = self._make_factor(weight, h)
         return self._factors[key]
 
-    def _make_factor(self, weight: Weight, h: int) -> Factor:
+    def _make_factor(self, weight: HeadWeight, h: int) -> Factor:
         head, port = self._head(h), self._layer.port(h)
         if weight.role in "QM":
             if weight.bias not in self._scaled:
                 self._scaled[weight.bias] = self._layer.scale * self._input(weight.bias).flatten(0, 1)
-            feature = head.key if weight.role == "Q" else head.input_feature(False)
-            return Factor(self._scaled[weight.bias], 0, head.response(feature), port)
+            response = Response(head.rows, head.value, head.input_feature(False))
+            if weight.role == "Q":
+                response = Response(head.rows, head.value, head.key, self._layer.rotary)
+            return Factor(self._scaled[weight.bias], port, response=response)
         if weight.role == "K":
-            return Factor(head.scaled_query, 1, head.response(head.input_feature(weight.bias)), port)
+            response = Response(head.rows, head.value, head.input_feature(weight.bias))
+            return Factor(head.scaled_query, port, response=response, axis=1)
         if weight.role == "V":
-            return Factor((head.rows.A @ self._input(weight.bias)).flatten(0, 1), 0, None, port)
-        if weight.bias:
-            return Factor(self._input(True).flatten(0, 1), 0, None, None)
-        return Factor(self._passed.head_output[:, h].flatten(0, 1), 0, None, None)
+            return Factor((head.rows.A @ self._input(weight.bias)).flatten(0, 1), port)
+        return Factor((self._input(True) if weight.bias else self._passed.head_output[:, h]).flatten(0, 1))
 
     def _input(self, bias: bool) -> Tensor:
         X = self._passed.X
@@ -273,20 +184,6 @@ class AttentionBlocks:
         if h not in self._heads:
             self._heads[h] = _Head(self._layer, self._passed, self._loss, h)
         return self._heads[h]
-
-    def _seen(self, left: Port, right: Port) -> ProjectedCurvature:
-        return seen_through(self._loss.curvature, left, right, self._layer.d_out, self._passed.X)
-
-    def _turned(self, core: Core, row: Weight, column: Weight) -> Core:
-        rotary = self._layer.rotary
-        if rotary is None or "Q" not in (row.role, column.role):
-            return core
-        return Rotated(
-            core,
-            lambda vectors, positions: rotary.turn(vectors, positions, back=True),
-            row.role == "Q",
-            column.role == "Q",
-        )
 
 
 class _Head:
@@ -315,9 +212,5 @@ class _Head:
             self._features[bias] = self.rows.feature(self._inputs[bias])
         return self._features[bias]
 
-    def response(self, feature: Feature) -> Response:
-        """How the head's output answers to scores along the feature."""
-        return Response(self.rows, self.value, feature)
 
-
-TermsOf = Callable[[Weight, Weight], Terms]
+TermsOf = Callable[[HeadWeight, HeadWeight], TermList]

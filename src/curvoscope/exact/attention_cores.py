@@ -8,7 +8,6 @@ in the space of the port through which the weight reaches the output: the head's
 all outer blocks have the core M_i^T S_i M'_i, with S_i seen through the two ports.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from curvoscope.exact.moments import Feature, Rows
 from curvoscope.exact.ports import ProjectedCurvature
+from curvoscope.exact.rotary import Rotary
 from curvoscope.operators.cores import Core, TokenForm
 
 _SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about single keys at a time
@@ -23,15 +23,24 @@ _SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about sing
 
 @dataclass(frozen=True)
 class Response:
-    """M_i = Cov_i[V, f]: how the head's output answers to scores that move along the features f."""
+    """M_i = Cov_i[V, f]: how the head's output answers to scores that move along the features f.
+
+    `rotary`: the weight moves f turned back by the position of token i, so that its matrix is M_i R_i.
+    """
 
     rows: Rows
     value: Feature
     feature: Feature
+    rotary: Rotary | None = None
 
     def matrix(self, start: int, stop: int) -> Tensor:
         """Cov_i[V, f], (t, e, p)."""
         return self.rows.covariance(self.value, self.feature, start, stop)
+
+    def turned(self) -> Tensor:
+        """M_i R_i of all tokens, (T, e, p)."""
+        matrix = self.matrix(0, self.rows.tokens)
+        return matrix if self.rotary is None else _turned_back(self.rotary, matrix, 0, self.rows.length)
 
     @property
     def workspace(self) -> int:
@@ -188,19 +197,30 @@ def _row_weights(rows: Rows) -> Tensor:
     return rows.A if rows.open_keys is None else rows.open_keys.expand_as(rows.A)
 
 
+def rotated(core: Core, left: Response | None, right: Response | None) -> Core:
+    """The core of two weights without positions, in their place among rotary ones; None is a weight without any."""
+    rows, columns = (None if one is None else one.rotary for one in (left, right))
+    return core if rows is None and columns is None else Rotated(core, rows, columns)
+
+
 class Rotated(Core):
     """R_i^T C_i R_i, on the rows, the columns or both: the query side under rotary positions."""
 
-    def __init__(self, core: Core, unrotate: Callable[[Tensor, Tensor], Tensor], rows: bool, columns: bool) -> None:
-        super().__init__(core.shape, core.period, 3 * core.workspace, core.symmetric and rows == columns)
-        self._core, self._unrotate, self._rows, self._columns = core, unrotate, rows, columns
+    def __init__(self, core: Core, rows: Rotary | None, columns: Rotary | None) -> None:
+        super().__init__(core.shape, core.period, 3 * core.workspace, core.symmetric and rows is columns)
+        self._core, self._rows, self._columns = core, rows, columns
 
     def dense(self, start: int, stop: int) -> Tensor:
         """(t, p, q)."""
         values = self._core.dense(start, stop)
-        positions = torch.arange(start, stop, device=values.device) % self.period
-        if self._columns:
-            values = self._unrotate(values, positions[:, None])
-        if self._rows:
-            values = self._unrotate(values.mT, positions[:, None]).mT
+        if self._columns is not None:
+            values = _turned_back(self._columns, values, start, self.period)
+        if self._rows is not None:
+            values = _turned_back(self._rows, values.mT, start, self.period).mT
         return values
+
+
+def _turned_back(rotary: Rotary, values: Tensor, start: int, period: int) -> Tensor:
+    """R_i^T on the last axis of (t, ·, k), for the tokens from `start` on."""
+    positions = torch.arange(start, start + len(values), device=values.device) % period
+    return rotary.turn(values, positions[:, None], back=True)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError
-from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight, weights_of
+from curvoscope.exact.assembly import ColumnProducts, Directions, assembled, tiled
+from curvoscope.exact.attention_blocks import AttentionBlocks, HeadWeight, TermsOf, weights_of
 from curvoscope.exact.attention_joint import JointEntries, joint_is_cheaper
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
-from curvoscope.exact.attention_product import AttentionProduct, Directions
+from curvoscope.exact.attention_product import AttentionProduct
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
-from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot
 from curvoscope.operators.compositions import Product
-from curvoscope.operators.kronecker import KroneckerSum
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Block:
     weight: str
     slot: Slot | None
     shape: Shape
-    parts: list[Weight]
+    parts: list[HeadWeight]
 
 
 class AttentionHessian(BlockHessian):
@@ -42,7 +42,7 @@ class AttentionHessian(BlockHessian):
         per_head: bool,
         wrt_input: bool,
     ) -> None:
-        checks.commensurate({**layer.factors, "X": passed.X})
+        checks.commensurate({**layer.matrices, "X": passed.X})
         self._layer, self._passed, self._loss = layer, passed, loss
         self._terms = AttentionBlocks(layer, passed, loss)
         self._whole = layer.shapes(biases)
@@ -57,25 +57,15 @@ class AttentionHessian(BlockHessian):
         if wrt_input:
             self._whole["X"] = (passed.X.shape[0] * passed.X.shape[1], layer.d)
             self._blocks["X"] = _Block("X", None, self._whole["X"], [])
-        names = list(self._blocks)
         shapes = {name: block.shape for name, block in self._blocks.items()}
 
         joint: JointEntries | None = None
-        if set(names) <= {"Q", "K", "V", "O"} and joint_is_cheaper(layer, passed):
+        if set(shapes) <= {"Q", "K", "V", "O"} and joint_is_cheaper(layer, passed):
             weights = {name: block.parts[0] for name, block in self._blocks.items()}
             joint = JointEntries(layer, self._terms, weights, passed.X)
 
-        def matrix(outer: bool) -> BlockMatrix:
-            return BlockMatrix(
-                shapes,
-                lambda row, column: self._block(row, column, outer),
-                passed.X,
-                self._multiplication(names, names, outer, not outer),
-                None if joint is None else lambda: joint.of(outer),
-            )
-
-        product = self._multiplication(names, names, outer=True, functional=True)
-        super().__init__(matrix(outer=True), matrix(outer=False), product)
+        columns = ColumnProducts(shapes, self._multiplied, passed.workspace)
+        super().__init__(*assembled(columns, passed.X, self._block, None if joint is None else joint.of))
 
     @cached_property
     def _product(self) -> AttentionProduct:
@@ -100,7 +90,7 @@ class AttentionHessian(BlockHessian):
         shapes = {name: self.shapes[name] for name in (*queries, *keys)}
         return TFunctional(
             shapes,
-            lambda row, column: self._assembled(row, column, self._terms.t_functional),
+            lambda row, column: self._tiled(row, column, self._terms.t_functional),
             gradients,
             self._layer.d_k,
         )
@@ -112,9 +102,7 @@ class AttentionHessian(BlockHessian):
         shapes = {name: self.shapes[name] for name in (*queries, *keys)}
         return BlockMatrix(
             shapes,
-            lambda row, column: (
-                self.outer[row, column] + self._assembled(row, column, self._terms.functional_at_scores)
-            ),
+            lambda row, column: self.outer[row, column] + self._tiled(row, column, self._terms.functional_at_scores),
             self._passed.X,
         )
 
@@ -165,72 +153,36 @@ class AttentionHessian(BlockHessian):
 
     # ---- blocks
 
-    def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
+    def _block(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         roles = {part.role for name in (row, column) for part in self._blocks[name].parts}
-        products = (
-            self._multiplication([row], [column], outer, not outer),
-            self._multiplication([column], [row], outer, not outer),
-        )
         if "X" in (row, column) or ("K" in roles and self._layer.rotary is not None):  # no Kronecker form
             shapes = self._blocks[row].shape, self._blocks[column].shape
             return Product(products, *shapes, self._passed.X, symmetric=row == column)
-        return self._assembled(row, column, self._terms.outer if outer else self._terms.functional, products)
+        return self._tiled(row, column, self._terms.outer if outer else self._terms.functional, products)
 
-    def _assembled(self, row: str, column: str, terms: TermsOf, products: ProductPair | None = None) -> LinearOperator:
-        """The block of two weights: one Kronecker sum, or a tile of them for each pair of heads."""
+    def _tiled(self, row: str, column: str, terms: TermsOf, products: ProductPair | None = None) -> LinearOperator:
+        """The block of two weights from the terms of their heads."""
         rows, columns = self._blocks[row], self._blocks[column]
-        like = self._passed.X
-        if len(rows.parts) == len(columns.parts) == 1:
-            left, right = rows.parts[0], columns.parts[0]
-            return KroneckerSum(left.shape, right.shape, terms(left, right), like, row == column, products)
-        entries: dict[tuple[int, int], LinearOperator] = {}
-        for i, left in enumerate(rows.parts):
-            for j, right in enumerate(columns.parts):
-                if row == column and j < i:
-                    entries[i, j] = entries[j, i].T
-                else:
-                    same = row == column and i == j
-                    entries[i, j] = KroneckerSum(left.shape, right.shape, terms(left, right), like, same)
-        slots = [part.slot for part in rows.parts], [part.slot for part in columns.parts]
-        return Tiles(rows.shape, columns.shape, *slots, entries, like, row == column, products)
+        shapes = rows.shape, columns.shape
+        return tiled(shapes, rows.parts, columns.parts, terms, self._passed.X, row == column, products)
 
-    def _multiplication(
-        self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool
-    ) -> Callable[[Tensor], Tensor]:
-        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`, in closed form."""
-        weights = list(dict.fromkeys(self._blocks[name].weight for name in wanted))
-
-        def multiply(columns: Tensor) -> Tensor:
-            parts = []
-            for start, stop in self._product.chunks(columns.shape[1]):
-                directions = self._unpacked(columns[:, start:stop].T, given)
-                answers = self._product(directions, weights, outer, functional)
-                parts.append(self._packed(answers, wanted).T)
-            return torch.cat(parts, 1)
-
-        return multiply
-
-    def _unpacked(self, rows: Tensor, names: Sequence[str]) -> Directions:
-        """(n, C) -> the directions of the weights, (n, a, p) each."""
-        sizes = [self._blocks[name].shape for name in names]
-        pieces = rows.split([a * p for a, p in sizes], 1)
-        directions: Directions = {}
-        for name, piece in zip(names, pieces, strict=True):
+    def _multiplied(self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool) -> Directions:
+        """The parts asked for, of the Hessian times directions of blocks: they may be those of single heads."""
+        whole: Directions = {}
+        for name, values in directions.items():
             block = self._blocks[name]
             if block.slot is None:
-                directions[block.weight] = piece.reshape(-1, *block.shape)
+                whole[block.weight] = values
             else:
-                whole = directions.setdefault(block.weight, rows.new_zeros(rows.shape[0], *self._whole[block.weight]))
-                block.slot.of(whole, 1).copy_(piece.reshape(-1, *block.shape))
-        return directions
-
-    def _packed(self, answers: Directions, names: Sequence[str]) -> Tensor:
-        pieces = []
-        for name in names:
-            block = self._blocks[name]
-            answer = answers[block.weight]
-            pieces.append((answer if block.slot is None else block.slot.of(answer, 1)).flatten(1))
-        return torch.cat(pieces, 1)
+                zeros = values.new_zeros(len(values), *self._whole[block.weight])
+                block.slot.of(whole.setdefault(block.weight, zeros), 1).copy_(values)
+        blocks = {name: self._blocks[name] for name in wanted}
+        weights = list(dict.fromkeys(block.weight for block in blocks.values()))
+        answers = self._product(whole, weights, outer, functional)
+        return {
+            name: answers[block.weight] if block.slot is None else block.slot.of(answers[block.weight], 1)
+            for name, block in blocks.items()
+        }
 
 
 class TFunctional(BlockMatrix):

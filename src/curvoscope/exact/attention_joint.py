@@ -8,7 +8,7 @@ tokens is then taken for U alone, and its blocks follow by small products that n
 import torch
 from torch import Tensor
 
-from curvoscope.exact.attention_blocks import AttentionBlocks, TermsOf, Weight
+from curvoscope.exact.attention_blocks import AttentionBlocks, HeadWeight, TermsOf
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.operators.block_matrix import Entries, Slot
 from curvoscope.operators.kronecker import KroneckerSum
@@ -29,9 +29,11 @@ def joint_is_cheaper(layer: AttentionLayer, passed: Pass) -> bool:
 class JointEntries:
     """The entries of all blocks of weights of one head."""
 
-    def __init__(self, layer: AttentionLayer, blocks: AttentionBlocks, parts: dict[str, Weight], like: Tensor) -> None:
+    def __init__(
+        self, layer: AttentionLayer, blocks: AttentionBlocks, parts: dict[str, HeadWeight], like: Tensor
+    ) -> None:
         self._layer, self._blocks, self._parts, self._like = layer, blocks, parts, like
-        self._scores = Weight("M", False, (layer.d, layer.d), Slot(0, 0, layer.d), (0,))
+        self._scores = HeadWeight((layer.d, layer.d), Slot(0, 0, layer.d), "M", False, (0,))
 
     def of(self, outer: bool) -> Entries:
         """The blocks on and above the diagonal, (a, p, b, q) each, but for those that are zero."""
@@ -59,7 +61,7 @@ class JointEntries:
                     entries[first, second] = self._dense(self._parts[first], self._parts[second], terms)
         return entries
 
-    def _dense(self, left: Weight, right: Weight, terms: TermsOf) -> Tensor:
+    def _dense(self, left: HeadWeight, right: HeadWeight, terms: TermsOf) -> Tensor:
         operator = KroneckerSum(left.shape, right.shape, terms(left, right), self._like, left is right)
         values = torch.empty(*left.shape, *right.shape, dtype=self._like.dtype, device=self._like.device)
         operator._write(values)

@@ -33,6 +33,12 @@ class Pass:
     F: Tensor
     squeeze: bool
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that a product with the Hessian needs for a direction."""
+        numbers = 8 * self.A.numel() + 12 * self.query.numel() + 4 * self.X.numel()
+        return numbers * self.X.element_size()
+
 
 class AttentionLayer:
     """F = [A^1 V^1, ..., A^H V^H] W_O with A = softmax(Q K^T / (t sqrt(d_k))), Q = X W_Q + b_Q, and so on.
@@ -145,7 +151,7 @@ class AttentionLayer:
         return Pass(batch, query, key, value, A, open_keys, visible, head_output, F, X.ndim == 2)
 
     @property
-    def factors(self) -> dict[str, Tensor]:
+    def matrices(self) -> dict[str, Tensor]:
         """The weight matrices."""
         found = {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
         return {name: weight for name, weight in found.items() if weight is not None}

@@ -13,14 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvoscope import checks
+from curvoscope.exact.assembly import Directions
 from curvoscope.exact.attention_layer import AttentionLayer, Pass
 from curvoscope.exact.moments import about, softmax_derivative
 from curvoscope.losses import LossAt
 
-_CHUNK = 2**26  # bytes for the directions taken at once: more gain nothing
-
-Directions = dict[str, Tensor]
 Moved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dA and the heads' dF
 
 
@@ -108,25 +105,6 @@ class AttentionProduct:
             else:
                 result[name] = self._at_weight(name[0], projections, directions, functional)
         return result
-
-    def jacobian(self, name: str, shape: tuple[int, int]) -> Tensor:
-        """dF/dW as a dense matrix (N L m, a p): columns pushed forward in chunks."""
-        size = shape[0] * shape[1]
-        outputs = self.passed.F.numel()
-        result = self.passed.F.new_empty(outputs, size)
-        for start, stop in self.chunks(size):
-            direction = self.passed.F.new_zeros(stop - start, size)
-            direction[torch.arange(stop - start), torch.arange(start, stop)] = 1
-            moved = {name: direction.view(-1, *shape)}
-            dFh = self._push(moved)[-1]
-            result[:, start:stop] = self._to_output(dFh, moved).reshape(stop - start, -1).T
-        return result
-
-    def chunks(self, columns: int) -> list[tuple[int, int]]:
-        """Ranges of columns whose intermediate tensors fit into the memory at hand."""
-        tensors = 8 * self._A.numel() + 12 * self.passed.query.numel() + 4 * self.passed.X.numel()
-        budget = min(_CHUNK, checks.memory_budget() // 8)
-        return list(checks.chunks(columns, 1, tensors * self._A.element_size(), budget))
 
     def _push(self, directions: Directions) -> Moved:
         """dq, dk, dv, dA and the heads' dF, (n, N, G, share or 1, L, ·)."""

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from curvoscope import checks, losses
-from curvoscope.errors import DtypeError, EmptyError, RangeError, ShapeError
-from curvoscope.exact.activations import fits_jacobians
+from curvoscope import checks
+from curvoscope.errors import EmptyError, RangeError, ShapeError
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.chain import Branch, Chain
-from curvoscope.exact.chain_hessian import ChainHessian
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.links import Layer
+from curvoscope.exact.network import Network
 from curvoscope.exact.norms import LayerNorm, RMSNorm
 
 Norm = LayerNorm | RMSNorm
@@ -24,58 +23,7 @@ Norm = LayerNorm | RMSNorm
 _ORDER = ("norm1", "attn", "norm2", "mlp")
 
 
-class _Network:
-    """Branches of layers on a stream of width d: forward pass, Jacobians and Hessian."""
-
-    d: int
-    branches: list[Branch]
-
-    def __call__(self, X: Tensor) -> Tensor:
-        """Z, of the shape of X but for its width."""
-        self._check(X)
-        stream = X
-        for branch in self.branches:
-            value = stream
-            for _, layer in branch.layers:
-                value = layer(value)
-            stream = stream + value if branch.residual else value
-        return stream
-
-    def chain(self, X: Tensor, loss: losses.LossFunction) -> Chain:
-        """All layers at X, with the gradients of the loss at their outputs."""
-        self._check(X)
-        return Chain(self.branches, X, loss)
-
-    def jacobian(self, X: Tensor) -> dict[str, Tensor]:
-        """dZ/dW for each weight and for "X": (N L m, size), rows in the order of Z."""
-        chain = self.chain(X, lambda Z: Z.sum())
-        shapes = {**{name: chain.shapes[name] for name in self._names(chain)}, "X": (chain.tokens, self.d)}
-        fits_jacobians(chain.output, {name: a * p for name, (a, p) in shapes.items()})
-        return {name: chain.jacobian(name, shape) for name, shape in shapes.items()}
-
-    def hessian(self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False) -> ChainHessian:
-        """The Hessian of loss(Z) over all weights, and with `wrt_input` over "X" (T, d).
-
-        `outer` is J^T S J with the Jacobian of Z and S at Z; `functional` is the rest. Blocks of two layers are there
-        too.
-        """
-        chain = self.chain(X, loss)
-        names = self._names(chain)
-        return ChainHessian(chain, [*names, "X"] if wrt_input else names)
-
-    def _names(self, chain: Chain) -> list[str]:
-        return list(chain.shapes)
-
-    def _check(self, X: Tensor) -> None:
-        if not isinstance(X, Tensor):
-            raise DtypeError("X", f"expected a torch.Tensor, got {type(X).__name__}")
-        if X.ndim not in (2, 3) or X.shape[-1] != self.d:
-            raise ShapeError("X", f"expected (L, {self.d}) or (N, L, {self.d}), got {tuple(X.shape)}")
-        if X.numel() == 0:
-            raise EmptyError("X", f"has no {'tokens' if X.shape[-2] == 0 else 'sequences'}, shape {tuple(X.shape)}")
-
-
-class TransformerBlock(_Network):
+class TransformerBlock(Network):
     """Attention, then a feed-forward layer, with residual connections and norms placed "pre", "post" or not ("none").
 
     Blocks "norm1.gamma", "norm1.beta", "attn.Q", "attn.K", "attn.V", "attn.O", "norm2.gamma", "norm2.beta", "mlp.gate",
@@ -121,7 +69,7 @@ class TransformerBlock(_Network):
         return sorted(chain.shapes, key=lambda name: _ORDER.index(name.partition(".")[0]))
 
 
-class Stack(_Network):
+class Stack(Network):
     """Transformer blocks, and single layers such as a final norm, one after the other.
 
     `layers`: blocks, which are named "h.0", "h.1", ... ("h.0.attn.Q"), and layers, "final_norm" for a norm after which
@@ -158,11 +106,7 @@ def _widths(layer: TransformerBlock | Layer) -> tuple[int, int, Tensor]:
     """Input width, output width and a weight of a layer."""
     if isinstance(layer, TransformerBlock):
         return layer.d, layer.d, layer.attention.W_Q
-    if isinstance(layer, SelfAttention):
-        return layer.d, layer.d_out, layer.W_Q
-    if isinstance(layer, FeedForward):
-        return layer.weights["W1"].shape[0], layer.weights["W2"].shape[1], layer.weights["W1"]
-    return len(layer.gamma), len(layer.gamma), layer.gamma
+    return layer.d, layer.d_out, next(iter(layer.matrices.values()))
 
 
 def _fits(argument: str, layer: Layer, width: int) -> None:

@@ -7,19 +7,23 @@ own second derivative, contracted with the gradient there and held fixed. Withou
 without S it is the functional part.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from curvoscope import checks, losses
+from curvoscope.exact.assembly import (
+    ColumnProducts,
+    Directions,
+    column_chunks,
+    packed,
+    pushed_jacobian,
+    unpacked,
+)
 from curvoscope.exact.links import Layer, Link, link
 from curvoscope.operators.base import Multiplication, Shape
-
-Directions = dict[str, Tensor]
-
-_CHUNK = 2**26  # bytes for the directions taken at once: more gain nothing, and leave the cache
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Chain:
     def __init__(self, branches: Sequence[Branch], X: Tensor, loss: losses.LossFunction) -> None:
         self.X, squeeze = (X, False) if X.ndim == 3 else (X[None], True)
         layers = [pair for branch in branches for pair in branch.layers]
-        weights = {f"{name}.{label}": w for name, layer in layers for label, w in layer.factors.items()}
+        weights = {f"{name}.{label}": w for name, layer in layers for label, w in layer.matrices.items()}
         checks.commensurate({**weights, "X": X})
         self.branches: list[tuple[list[Link], bool]] = []
         stream = self.X
@@ -143,28 +147,14 @@ class Chain:
             back = back + at_input if residual else at_input
         return {**found, "X": back}
 
-    def multiplication(
-        self, wanted: dict[str, Shape], given: dict[str, Shape], outer: bool, functional: bool
-    ) -> Multiplication:
-        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`."""
-
-        def multiply(columns: Tensor) -> Tensor:
-            parts = []
-            for start, stop in self.chunks(columns.shape[1]):
-                directions = _unpacked(columns[:, start:stop], given)
-                parts.append(_packed(self.product(directions, list(wanted), outer, functional), wanted))
-            return torch.cat(parts, 1)
-
-        return multiply
-
     def rows(self, wanted: dict[str, Shape], given: dict[str, Shape]) -> tuple[Tensor, Tensor]:
         """All columns of the blocks `given`, (R, C) over the blocks `wanted`: of the outer and the functional part."""
         identity = torch.eye(sum(a * p for a, p in given.values()), dtype=self.X.dtype, device=self.X.device)
         outer, functional = [], []
-        for start, stop in self.chunks(len(identity)):
-            first, second = self.products(_unpacked(identity[:, start:stop], given), list(wanted))
-            outer.append(_packed(first, wanted))
-            functional.append(_packed(second, wanted))
+        for start, stop in column_chunks(len(identity), self.workspace):
+            first, second = self.products(unpacked(identity[:, start:stop], given), list(wanted))
+            outer.append(packed(first, wanted))
+            functional.append(packed(second, wanted))
         return torch.cat(outer, 1), torch.cat(functional, 1)
 
     def product_after(self, number: int, outer: bool, functional: bool) -> Multiplication:
@@ -172,42 +162,21 @@ class Chain:
         after = None if number < 0 else number
         width = self.X.shape[2] if after is None else self.links[number].output.shape[2]
 
-        def multiply(columns: Tensor) -> Tensor:
-            parts = []
-            for start, stop in self.chunks(columns.shape[1]):
-                direction = columns[:, start:stop].T.reshape(-1, self.tokens, width)
-                parts.append(self.product({"X": direction}, ["X"], outer, functional, after)["X"].flatten(1).T)
-            return torch.cat(parts, 1)
+        def product(directions: Directions, wanted: Sequence[str], outer: bool, functional: bool) -> Directions:
+            return self.product(directions, wanted, outer, functional, after)
 
-        return multiply
+        columns = ColumnProducts({"X": (self.tokens, width)}, product, self.workspace)
+        return columns.multiplication(["X"], ["X"], outer, functional)
 
     def jacobian(self, name: str, shape: Shape) -> Tensor:
         """dZ/dW as a dense matrix (T m, a p), for a weight or "X"."""
-        size = shape[0] * shape[1]
-        result = self.output.new_empty(self.output.numel(), size)
-        for start, stop in self.chunks(size):
-            direction = self.X.new_zeros(stop - start, size)
-            direction[torch.arange(stop - start), torch.arange(start, stop)] = 1
-            result[:, start:stop] = self.push({name: direction.view(-1, *shape)})[0].flatten(1).T
-        return result
+        return pushed_jacobian(lambda directions: self.push(directions)[0], name, shape, self.output, self.workspace)
 
-    def chunks(self, columns: int) -> list[tuple[int, int]]:
-        """Ranges of columns whose intermediate tensors fit into the memory at hand."""
-        numbers = sum(each.workspace for each in self.links)
-        budget = min(_CHUNK, checks.memory_budget() // 8)
-        return list(checks.chunks(columns, 1, numbers * self.X.element_size(), budget))
+    @property
+    def workspace(self) -> int:
+        """Bytes that a direction needs in a product."""
+        return sum(each.workspace for each in self.links)
 
     def _applied(self, dZ: Tensor) -> Tensor:
         sequences = dZ.view(dZ.shape[0], *self.output.shape)
         return self.loss.curvature.apply(sequences).reshape(dZ.shape)
-
-
-def _unpacked(columns: Tensor, shapes: dict[str, Shape]) -> Directions:
-    """(C, n) -> (n, a, p) for each name."""
-    pieces = columns.T.split([a * p for a, p in shapes.values()], 1)
-    return {name: piece.reshape(-1, *shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
-
-
-def _packed(answers: Directions, names: Iterable[str]) -> Tensor:
-    """(n, a, p) for each name -> (R, n)."""
-    return torch.cat([answers[name].flatten(1) for name in names], 1).T

@@ -17,31 +17,17 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
+from curvoscope.exact.assembly import ColumnProducts, assembled, tiled
 from curvoscope.exact.chain import Chain
 from curvoscope.exact.descent import Descent
-from curvoscope.exact.links import AttentionLink, Factor, Part, TokenwiseLink
+from curvoscope.exact.factor import Factor, TermList
+from curvoscope.exact.links import AttentionLink, FactoredPart, TokenwiseLink
 from curvoscope.losses import PairCurvature
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Entries, Slot, Tiles
 from curvoscope.operators.compositions import Product
-from curvoscope.operators.cores import Core
 from curvoscope.operators.inner_products import merged
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.terms import Term
-
-
-class Between(Core):
-    """C_t = A_t B_t for the A of a factor and B (T, m, q)."""
-
-    def __init__(self, factor: Factor, right: Tensor, rows: int) -> None:
-        super().__init__((rows, right.shape[2]), 1, 2 * rows * right.shape[2])
-        self._factor, self._right = factor, right
-
-    def dense(self, start: int, stop: int) -> Tensor:
-        """(t, p, q)."""
-        if stop - start == len(self._right):
-            return self._factor.times(self._right)
-        return self._factor.cut(start, stop).times(self._right[start:stop])
 
 
 class ChainHessian(BlockHessian):
@@ -57,25 +43,15 @@ class ChainHessian(BlockHessian):
         if isinstance(chain.loss.curvature, PairCurvature):
             self._base = len(chain.links)
         self._by_layer: dict[tuple[int, bool], BlockMatrix] = {}
-        self._strips: dict[tuple[int, str, bool], list[tuple[Tensor, int, Tensor]]] = {}
+        self._strips: dict[tuple[int, str, bool], list[Factor]] = {}
 
-        def matrix(outer: bool) -> BlockMatrix:
-            product = chain.multiplication(self._shapes, self._shapes, outer, not outer)
-            return BlockMatrix(
-                self._shapes,
-                lambda row, column: self._block(row, column, outer),
-                chain.X,
-                product,
-                lambda: self._from_products(outer),
-            )
-
-        product = chain.multiplication(self._shapes, self._shapes, outer=True, functional=True)
-        super().__init__(matrix(outer=True), matrix(outer=False), product)
+        self._columns = ColumnProducts(self._shapes, chain.product, chain.workspace)
+        super().__init__(*assembled(self._columns, chain.X, self._block, self._from_products))
         self.total.entries = self._from_products
 
     # ---- which way to a block
 
-    def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
+    def _block(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         where = self._chain.where
         if "X" not in (row, column):
             if where[row] == where[column] and self._descent.fits_at(where[row]):
@@ -83,15 +59,10 @@ class ChainHessian(BlockHessian):
                 return _one_part(self._of_layer(where[row], outer)[names[row], names[column]], self._chain.X)
             if where[row] != where[column] and {row, column} <= set(self._with_form):
                 if where[row] < where[column]:
-                    return self._between_layers(row, column, outer)
-                return self._between_layers(column, row, outer).T
+                    return self._between_layers(row, column, outer, products)
+                return self._between_layers(column, row, outer, products[::-1]).T
         shapes = self._shapes[row], self._shapes[column]
-        return Product(self._products(row, column, outer), *shapes, self._chain.X, symmetric=row == column)
-
-    def _products(self, row: str, column: str, outer: bool) -> ProductPair:
-        one, other = {row: self._shapes[row]}, {column: self._shapes[column]}
-        there = self._chain.multiplication(one, other, outer, not outer)
-        return there, self._chain.multiplication(other, one, outer, not outer)
+        return Product(products, *shapes, self._chain.X, symmetric=row == column)
 
     def _of_layer(self, number: int, outer: bool) -> BlockMatrix:
         """The blocks of one layer: its own functional part belongs to ours, with that of S."""
@@ -123,7 +94,7 @@ class ChainHessian(BlockHessian):
         if outer is None:
             found, more = (self._cut(part, slow) for part in self._chain.rows(self._shapes, slow))
             return {pair: values.add_(more[pair]) for pair, values in found.items()}
-        multiply = self._chain.multiplication(self._shapes, slow, outer, not outer)
+        multiply = self._columns.multiplication(list(self._shapes), list(slow), outer, not outer)
         return self._cut(multiply(torch.eye(columns, dtype=like.dtype, device=like.device)), slow)
 
     def _cut(self, strip: Tensor, slow: dict[str, Shape]) -> Entries:
@@ -151,29 +122,19 @@ class ChainHessian(BlockHessian):
 
     # ---- blocks of two layers, a below b, from the last attention layer on
 
-    def _between_layers(self, row: str, column: str, outer: bool) -> LinearOperator:
+    def _between_layers(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         """Of a weight of layer a and one of layer b."""
-        where, shapes = self._chain.where, (self._shapes[row], self._shapes[column])
-        like = self._chain.X
-        parts, strip = self._with_form[row], self._strip(where[row], column, outer)
-        products = self._products(row, column, outer)
-        entries: list[LinearOperator] = []
-        for part in parts:
-            terms = [
-                Term(factor.vectors, vectors, Between(factor, matrix, part.shape[1 - factor.axis]), (factor.axis, axis))
-                for factor in part.factors
-                for vectors, axis, matrix in strip
-            ]
-            one = len(parts) == 1
-            entries.append(KroneckerSum(part.shape, shapes[1], terms, like, False, products if one else None))
-        if len(parts) == 1:
-            return entries[0]
-        slots, whole = [part.slot for part in parts], [Slot(0, 0, shapes[1][0])]
-        tiles = {(i, 0): entry for i, entry in enumerate(entries)}
-        return Tiles(*shapes, slots, whole, tiles, like, False, products)
+        shape = self._shapes[column]
+        whole = FactoredPart(shape, Slot(0, 0, shape[0]), self._strip(self._chain.where[row], column, outer))
 
-    def _strip(self, number: int, column: str, outer: bool) -> list[tuple[Tensor, int, Tensor]]:
-        """Of the gradient at F_a with the weight of b: vectors r, their axis, and matrices (T, m_a, ·)."""
+        def terms(part: FactoredPart, strip: FactoredPart) -> TermList:
+            return [factor.joined(other) for factor in part.factors for other in strip.factors]
+
+        shapes, like = (self._shapes[row], shape), self._chain.X
+        return tiled(shapes, self._with_form[row], [whole], terms, like, False, products)
+
+    def _strip(self, number: int, column: str, outer: bool) -> list[Factor]:
+        """How the weight of b moves the gradient at F_a, with a matrix (T, ·, m_a) for each token."""
         key = (number, column, outer)
         if key in self._strips:
             return self._strips[key]
@@ -182,25 +143,26 @@ class ChainHessian(BlockHessian):
         factor = self._with_form[column][0].factors[0]
         couplings = self._couplings[number, self._chain.where[column]]
         coupling = couplings[0] if outer else couplings[1]
-        found: list[tuple[Tensor, int, Tensor]] = []
+        found: list[Factor] = []
         straight = None if coupling is None else factor.times_transposed(coupling)
         if not outer:
             to_input = self._ways[number][self._chain.where[column]].mT
             for mixed in link.mixed(link.names[column]):
-                matrix = to_input @ mixed.cores
+                assert isinstance(mixed.port, Tensor)
+                matrix = to_input @ mixed.port.mT
                 if mixed.axis == 0 and mixed.vectors is factor.vectors and straight is not None:
                     straight = straight + matrix
                 else:
-                    found.append((mixed.vectors, mixed.axis, matrix))
+                    found.append(Factor(mixed.vectors, matrix.mT, axis=mixed.axis))
         if straight is not None:
-            found.append((factor.vectors, 0, straight))
+            found.append(Factor(factor.vectors, straight.mT))
         self._strips[key] = found
         return found
 
     @cached_property
-    def _with_form(self) -> dict[str, list[Part]]:
+    def _with_form(self) -> dict[str, list[FactoredPart]]:
         """How the weights from the last attention layer on reach the output of their layer."""
-        found: dict[str, list[Part]] = {}
+        found: dict[str, list[FactoredPart]] = {}
         for link in self._chain.links[self._base :]:
             parts = {name: link.parts(local) for name, local in link.names.items()}
             found |= {name: part for name, part in parts.items() if part is not None}

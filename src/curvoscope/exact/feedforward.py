@@ -15,25 +15,31 @@ A bias has 1 for x or z, and nothing functional with b2. For ReLU φ'' = 0 leave
 """
 
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from curvoscope import checks, losses
+from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
-from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore, Reach, fits_jacobian, fits_jacobians
-from curvoscope.exact.tokenwise import Directions, Mixed, Pairs, Terms, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore
+from curvoscope.exact.assembly import Directions
+from curvoscope.exact.factor import Factor, TermList, fits_jacobian
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer, matrix_shape
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
-from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.terms import Term
 
 
-class FeedForward:
+class FeedForward(TokenwiseLayer):
     """y = φ(x W1 + b1) W2 + b2, or with `W_gate` y = (φ(x W_gate + b_gate) ∘ (x W1 + b1)) W2 + b2.
 
     Blocks "W1", "b1", "W2", "b2", and "W_gate", "b_gate" where there is a gate; biases that are None have no block.
     """
+
+    labels = MappingProxyType(
+        {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
+    )
 
     def __init__(
         self,
@@ -61,42 +67,22 @@ class FeedForward:
         self.activation = checks.choice("activation", activation, tuple(ACTIVATIONS))
         given = {"W1": W1, "b1": b1, "W2": W2, "b2": b2, "W_gate": W_gate, "b_gate": b_gate}
         self.weights = {name: values for name, values in given.items() if values is not None}
-
-    @property
-    def factors(self) -> dict[str, Tensor]:
-        """The weight matrices."""
-        return {name: values for name, values in self.weights.items() if values.ndim == 2}
+        self.d, self.d_out = W1.shape[0], W2.shape[1]
 
     def __call__(self, X: Tensor) -> Tensor:
         """y, (L, m) or (N, L, m)."""
         return self._pass(X).y.view(*X.shape[:-1], -1)
 
-    def jacobian(self, X: Tensor) -> dict[str, Tensor]:
-        """dy/dW for each weight and bias and dy/dX for "X": (N L m, size), rows in the order of y."""
-        at = self._pass(X)
-        fits_jacobians(at.y, {**{name: weight.numel() for name, weight in self.weights.items()}, "X": X.numel()})
-        found = {name: at.reach(name).jacobian(at.y.shape[1], name) for name in self.weights}
-        return {**found, "X": input_jacobian_matrix(at.input_jacobian)}
-
-    def hessian(
-        self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False, biases: bool = True
-    ) -> BlockHessian:
-        """The Hessian of loss(y) over the weights, with `biases` the biases, and with `wrt_input` "X" (T, d)."""
-        y = self(X)
-        found = losses.at(loss, y if X.ndim == 3 else y[None], X.ndim == 2)
-        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble()
-
     def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
         """The layer to second order at X, for a loss known by its G and S at y."""
         at = self._pass(X)
-        checks.commensurate({**self.factors, "X": X})
+        checks.commensurate({**self.matrices, "X": X})
         names = [name for name in self.weights if biases or not name.startswith("b")]
-        reaches = {name: at.reach(name) for name in names}
-        tables = {name: values if values.ndim == 2 else values[None] for name, values in self.weights.items()}
-        shapes: dict[str, Shape] = {name: (tables[name].shape[0], tables[name].shape[1]) for name in names}
+        factors = {name: at.factor(name) for name in names}
+        shapes = {name: matrix_shape(self.weights[name]) for name in names}
         if wrt_input:
             shapes["X"] = (at.x.shape[0], at.x.shape[1])
-        return _FeedForwardHessian(at, reaches, X if X.ndim == 3 else X[None], loss, shapes)
+        return _FeedForwardHessian(at, factors, X if X.ndim == 3 else X[None], loss, shapes)
 
     def _pass(self, X: Tensor) -> "_Pass":
         W1 = self.weights["W1"]
@@ -134,12 +120,12 @@ class _Pass:
         paths = [(slope[:, :, None] * W2).mT @ self.weights[name].T for name, slope in self.first.items()]
         return _added(paths)
 
-    def reach(self, name: str) -> Reach:
+    def factor(self, name: str) -> Factor:
         """How a weight or bias moves y: dy_t = (l_t^T dW ∘ s_t) P."""
         bias, weight = name.startswith("b"), "W" + name[1:]
         if weight == "W2":
-            return Reach(self.ones if bias else self.z, None, None)
-        return Reach(self.ones if bias else self.x, self.first[weight], self.weights["W2"])
+            return Factor(self.ones if bias else self.z)
+        return Factor(self.ones if bias else self.x, self.weights["W2"], self.first[weight])
 
     def _affine(self, weight: str, bias: str, values: Tensor) -> Tensor:
         result = values @ self.weights[weight]
@@ -155,15 +141,17 @@ class _Pass:
 
 
 class _FeedForwardHessian(TokenwiseHessian):
-    def __init__(self, at: _Pass, reaches: dict[str, Reach], X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
-        super().__init__(reaches, X, loss, shapes)
+    def __init__(
+        self, at: _Pass, factors: dict[str, Factor], X: Tensor, loss: LossAt, shapes: dict[str, Shape]
+    ) -> None:
+        super().__init__(factors, X, loss, shapes)
         self._at = at
         self._at_z = self.gradient @ at.weights["W2"].T  # g
 
-    def functional_terms(self, row: str, column: str) -> Terms:
+    def functional_terms(self, row: str, column: str) -> TermList:
         """diag(z_ij g) between hidden weights; x_t, G_t and diag(z_i) between a hidden weight and W2."""
         at, first, second = self._at, "W" + row[1:], "W" + column[1:]
-        left, right = self.reaches[row].vectors, self.reaches[column].vectors
+        left, right = self.factors[row].vectors, self.factors[column].vectors
         if (first, second) in at.second:
             return [Term(left, right, DiagonalCore(at.second[first, second] * self._at_z))]
         if column == "W2" and first != "W2":
@@ -213,22 +201,23 @@ class _FeedForwardHessian(TokenwiseHessian):
                 at_x += (slope * self._at_z) @ directions[name].mT
         return found, at_x
 
-    def mixed(self, name: str) -> list[Mixed]:
+    def mixed(self, name: str) -> list[Factor]:
         """x[b] (Σ_j W_j diag(z_ij g))[c, q] + (z_i g)[q] δ_cb at W_i; G[n] (Σ_i W_i diag(z_i))[c, e] at W2."""
         at, weight = self._at, "W" + name[1:]
         if weight == "W2":
             if name == "b2":
                 return []
-            return [Mixed(self.gradient, 1, _added([at.weights[i] * slope[:, None] for i, slope in at.first.items()]))]
+            slopes = _added([at.weights[i] * slope[:, None] for i, slope in at.first.items()])
+            return [Factor(self.gradient, slopes.mT, axis=1)]
         found = []
         bends = [
             at.weights[j] * (at.second[weight, j] * self._at_z)[:, None] for j in at.first if (weight, j) in at.second
         ]
         if bends:
-            found.append(Mixed(self.reaches[name].vectors, 0, _added(bends)))
+            found.append(Factor(self.factors[name].vectors, _added(bends).mT))
         if name == weight:
             identity = torch.eye(self.X.shape[1], dtype=self.X.dtype, device=self.X.device)
-            found.append(Mixed(at.first[weight] * self._at_z, 1, identity.expand(len(self.X), -1, -1)))
+            found.append(Factor(at.first[weight] * self._at_z, identity.expand(len(self.X), -1, -1), axis=1))
         return found
 
     def input_jacobian(self) -> Tensor:

@@ -8,63 +8,26 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from curvoscope.exact.assembly import Directions, WeightPart, column_chunks
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.attention_blocks import AttentionBlocks, weights_of
 from curvoscope.exact.attention_hessian import AttentionHessian
 from curvoscope.exact.attention_layer import Pass
 from curvoscope.exact.attention_product import AttentionProduct, Moved
-from curvoscope.exact.feedforward import FeedForward
+from curvoscope.exact.factor import Factor
 from curvoscope.exact.grouped import Grouped, fits
-from curvoscope.exact.norms import LayerNorm, RMSNorm
-from curvoscope.exact.tokenwise import Mixed, TokenwiseHessian, contracted
+from curvoscope.exact.tokenwise import TokenwiseHessian, TokenwiseLayer, contracted, matrix_shape
 from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import BlockHessian, Slot
 
-Layer = SelfAttention | FeedForward | LayerNorm | RMSNorm
-Directions = dict[str, Tensor]
-
-_LABELS = {"W_gate": "gate", "W1": "up", "W2": "down", "b_gate": "b_gate", "b1": "b_up", "b2": "b_down"}
+Layer = SelfAttention | TokenwiseLayer
 
 
 @dataclass(frozen=True)
-class Factor:
-    """J_t = z_t (x) A_t: a weight (a, p) moves the output (m) of token t by z_t[a] A_t[p, m].
+class FactoredPart(WeightPart):
+    """With factors whose sum is its Jacobian at the output of the layer."""
 
-    `vectors` z (T, ·) on the weight's `axis`. A = diag(s) M on the other, with `scales` s (T, ·), and `matrix` M
-    (T, ·, m) or the same (·, m) for all tokens; None is a vector of ones, and the identity.
-    """
-
-    vectors: Tensor
-    axis: int
-    matrix: Tensor | None
-    scales: Tensor | None = None
-
-    def cut(self, start: int, stop: int) -> "Factor":
-        """The same for tokens start to stop."""
-        matrix = self.matrix
-        if matrix is not None and matrix.ndim == 3:
-            matrix = matrix[start:stop]
-        scales = None if self.scales is None else self.scales[start:stop]
-        return Factor(self.vectors[start:stop], self.axis, matrix, scales)
-
-    def times(self, right: Tensor) -> Tensor:
-        """A_t B_t for B (T, m, q)."""
-        found = right if self.matrix is None else self.matrix @ right
-        return found if self.scales is None else self.scales[:, :, None] * found
-
-    def times_transposed(self, left: Tensor) -> Tensor:
-        """B_t A_t^T for B (T, q, m)."""
-        found = left if self.matrix is None else left @ self.matrix.mT
-        return found if self.scales is None else found * self.scales[:, None, :]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a weight, such as that of a head: its place, its shape, and factors whose sum is its Jacobian."""
-
-    slot: Slot
-    shape: Shape
     factors: list[Factor]
 
 
@@ -75,7 +38,7 @@ class Link(ABC):
     names: dict[str, str]
     shapes: dict[str, Shape]
     output: Tensor
-    workspace: int  # numbers that a direction needs in a product
+    workspace: int  # bytes that a direction needs in a product
 
     def __init__(self, name: str, X: Tensor) -> None:
         self.name, self.X = name, X
@@ -121,27 +84,23 @@ class Link(ABC):
     def _input_parts(self) -> tuple[Grouped, Grouped]: ...
 
     @abstractmethod
-    def parts(self, name: str) -> list[Part] | None:
+    def parts(self, name: str) -> list[FactoredPart] | None:
         """How a weight moves the output, part by part; None where its Jacobian has no such form."""
 
 
 class TokenwiseLink(Link):
     """A norm or a feed-forward layer."""
 
-    layer: FeedForward | LayerNorm | RMSNorm
+    layer: TokenwiseLayer
 
-    def __init__(self, name: str, layer: FeedForward | LayerNorm | RMSNorm, X: Tensor) -> None:
+    def __init__(self, name: str, layer: TokenwiseLayer, X: Tensor) -> None:
         super().__init__(name, X)
         self.layer, self.output = layer, layer(X)
-        if isinstance(layer, FeedForward):
-            self.names = {f"{name}.{label}": local for local, label in _LABELS.items() if local in layer.weights}
-            self.shapes = {local: _matrix(layer.weights[local]) for local in self.names.values()}
-        else:
-            locals_ = ["gamma"] if layer.beta is None else ["gamma", "beta"]
-            self.names = {f"{name}.{local}": local for local in locals_}
-            self.shapes = dict.fromkeys(locals_, _matrix(layer.gamma))
+        labels = {local: layer.labels.get(local, local) for local in _in_order(layer)}
+        self.names = {f"{name}.{label}" if label else name: local for local, label in labels.items()}
+        self.shapes = {local: matrix_shape(layer.weights[local]) for local in labels}
         widths = X.shape[2] + self.output.shape[2] + sum(p for _, p in self.shapes.values())
-        self.workspace = 8 * X.shape[0] * X.shape[1] * widths
+        self.workspace = 8 * X.shape[0] * X.shape[1] * widths * X.element_size()
 
     def _settled(self) -> None:
         self.local = self._around(ScalarCurvature(0.0))
@@ -170,14 +129,13 @@ class TokenwiseLink(Link):
         fits(tokens, 1, m, d, self.X)
         return Grouped(self.local.input_jacobian(), 1), Grouped(self.local.input_curvature(), 1, symmetric=True)
 
-    def parts(self, name: str) -> list[Part]:
-        """z = l, A = diag(s) P of the weight's `Reach`."""
-        reach, shape = self.local.reaches[name], self.shapes[name]
-        assert not isinstance(reach.port, slice)  # only heads take a part of the output
-        return [Part(Slot(0, 0, shape[0]), shape, [Factor(reach.vectors, 0, reach.port, reach.scales)])]
+    def parts(self, name: str) -> list[FactoredPart]:
+        """The weight as a whole."""
+        shape = self.shapes[name]
+        return [FactoredPart(shape, Slot(0, 0, shape[0]), [self.local.factors[name]])]
 
-    def mixed(self, name: str) -> list[Mixed]:
-        """The functional part of the block of the input with a weight."""
+    def mixed(self, name: str) -> list[Factor]:
+        """See `TokenwiseHessian.mixed`."""
         return self.local.mixed(name)
 
 
@@ -193,8 +151,7 @@ class AttentionLink(Link):
         self.output = self._passed.F
         self.shapes = layer.shapes(layer.biases)
         self.names = {f"{name}.{local}": local for local in self.shapes}
-        numbers = (self._passed.A.numel(), self._passed.query.numel(), X.numel())
-        self.workspace = sum(copies * size for copies, size in zip((8, 12, 4), numbers, strict=True))
+        self.workspace = self._passed.workspace
 
     def _settled(self) -> None:
         found = LossAt(0.0, self.gradient, ScalarCurvature(0.0))
@@ -228,7 +185,7 @@ class AttentionLink(Link):
         width, size = self.output.shape[2], length * d
         fits(sequences * length, length, max(width, d), d, self.X)
         first, second = [], []
-        for start, stop in self._product.chunks(size):
+        for start, stop in column_chunks(size, self.workspace):
             unit = self.X.new_zeros(stop - start, size)
             unit[torch.arange(stop - start), torch.arange(start, stop)] = 1
             directions = {"X": unit.view(-1, 1, length, d).expand(-1, sequences, -1, -1).flatten(1, 2)}
@@ -239,13 +196,17 @@ class AttentionLink(Link):
         jacobian, curvature = (torch.cat(parts).permute(1, 2, 0) for parts in (first, second))
         return Grouped(jacobian, length), Grouped(curvature, length, symmetric=True)
 
-    def parts(self, name: str) -> list[Part] | None:
-        """z and A of each head: for queries and keys A = Cov[V, f]^T P, for values P, for outputs I."""
+    def parts(self, name: str) -> list[FactoredPart] | None:
+        """Those of each head: for queries and keys A = Cov[V, f]^T P, for values P, for outputs I."""
         weights = weights_of(self.layer, name, self.shapes[name])
         if self.layer.rotary is not None and weights[0].role == "K":
             return None
         return [
-            Part(weight.slot, weight.shape, [Factor(*found) for found in self._blocks.reaches(weight)])
+            FactoredPart(
+                weight.shape,
+                weight.slot,
+                [factor.at_output(self.layer.d_out) for factor in self._blocks.factors(weight)],
+            )
             for weight in weights
         ]
 
@@ -255,5 +216,6 @@ def link(name: str, layer: Layer, X: Tensor) -> Link:
     return AttentionLink(name, layer, X) if isinstance(layer, SelfAttention) else TokenwiseLink(name, layer, X)
 
 
-def _matrix(values: Tensor) -> Shape:
-    return (values.shape[0], values.shape[1]) if values.ndim == 2 else (1, values.shape[0])
+def _in_order(layer: TokenwiseLayer) -> list[str]:
+    """The weights in the order of the layer's labels: matrices first."""
+    return [local for local in layer.labels or layer.weights if local in layer.weights]

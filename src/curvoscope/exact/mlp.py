@@ -15,28 +15,103 @@ With the mean square S = c I, c = 2/(T d_D), and H_o(i, i) = c Z_i^T Z_i (x) R_i
 of the same chain, a weight W_0 = X (T, d_0) with the input Z_0 = I_T: block "X" needs no formulas of its own.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import EmptyError, NonFiniteError, ShapeError
-from curvoscope.exact.activations import fits_jacobian
-from curvoscope.exact.ports import Plain, seen_through
-from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
-from curvoscope.operators.base import LinearOperator, Shape
-from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
+from curvoscope.exact.assembly import ColumnProducts, Directions, assembled
+from curvoscope.exact.chain import Branch, Chain
+from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobians
+from curvoscope.exact.network import Network
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer, matrix_shape
+from curvoscope.losses import LossAt
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape
+from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.terms import Single, Term
-
-Terms = list[Term | Single]
-Directions = dict[int, Tensor]
+from curvoscope.operators.terms import Single
 
 
-class LinearMLP:
-    """F = X W_1 ... W_D with W_i (d_{i-1}, d_i): blocks "W1", ..., "WD", and "X" on request."""
+class Linear(TokenwiseLayer):
+    """y = x W with W (d, m): block "W", which in a network has the name of the layer."""
+
+    labels = MappingProxyType({"W": ""})
+
+    def __init__(self, W: Tensor) -> None:
+        self.weights, (self.d, self.d_out) = {"W": W}, W.shape
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """y, (L, m) or (N, L, m)."""
+        output = checks.floating("X", X, like=self.weights["W"]) @ self.weights["W"]
+        if not bool(torch.isfinite(output).all()):
+            raise NonFiniteError("X", "the output overflows; scale the input or the weights down")
+        return output
+
+    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
+        """The layer to second order at X, for a loss known by its G and S at y."""
+        X = X if X.ndim == 3 else X[None]
+        W, x = self.weights["W"], X.flatten(0, 1)
+        shapes = {"W": matrix_shape(W), **({"X": matrix_shape(x)} if wrt_input else {})}
+        return _LinearHessian(W, {"W": Factor(x)}, X, loss, shapes)
+
+
+class _LinearHessian(TokenwiseHessian):
+    def __init__(
+        self, W: Tensor, factors: dict[str, Factor], X: Tensor, loss: LossAt, shapes: dict[str, Shape]
+    ) -> None:
+        super().__init__(factors, X, loss, shapes)
+        self._W = W
+
+    def functional_terms(self, row: str, column: str) -> TermList:
+        """Nothing: y is linear in W."""
+        return []
+
+    def push(self, directions: Directions) -> tuple[Tensor, Directions]:
+        """dy = dx W + x dW."""
+        moved = [directions["X"] @ self._W] if "X" in directions else []
+        if "W" in directions:
+            moved.append(self.X @ directions["W"])
+        return moved[0] if len(moved) == 1 else moved[0] + moved[1], {}
+
+    def pull(self, directions: Directions, moved: Directions, back: Tensor, functional: bool) -> tuple[Pairs, Tensor]:
+        """The gradients x^T G and G W^T move with G, or with G held."""
+        pairs, at_x = [(self.X, back)], back @ self._W.T
+        if functional and "X" in directions:
+            pairs.append((directions["X"], self.gradient))
+        if functional and "W" in directions:
+            at_x = at_x + self.gradient @ directions["W"].mT
+        return {"W": pairs}, at_x
+
+    def mixed(self, name: str) -> list[Factor]:
+        """G[q] δ_cb."""
+        identity = torch.eye(self.X.shape[1], dtype=self.X.dtype, device=self.X.device)
+        return [Factor(self.gradient, identity.expand(len(self.X), -1, -1), axis=1)]
+
+    def input_jacobian(self) -> Tensor:
+        """W^T."""
+        return self._W.T.expand(len(self.X), -1, -1)
+
+    def input_curvature(self) -> Tensor:
+        """Nothing: y is linear in x."""
+        return self.X.new_zeros(len(self.X), *2 * self.X.shape[1:])
+
+
+class LinearMLP(Network):
+    """F = X W_1 ... W_D with W_i (d_{i-1}, d_i): blocks "W1", ..., "WD", and "X" on request.
+
+    Args:
+        weights: the matrices W_1, ..., W_D.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer = cv.exact.LinearMLP([torch.eye(3), torch.ones(3, 2)])
+        >>> H = layer.hessian(torch.ones(4, 3), cv.losses.MSE(torch.zeros(4, 2)))
+        >>> H.names, H.shape
+        (['W1', 'W2'], (15, 15))
+    """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         if isinstance(weights, Tensor):
@@ -51,216 +126,79 @@ class LinearMLP:
             if i and weight.shape[0] != self.weights[i - 1].shape[1]:
                 above = self.weights[i - 1].shape[1]
                 raise ShapeError(f"W{i + 1}", f"expected ({above}, d_out) after W{i}, got {tuple(weight.shape)}")
-
-    def __call__(self, X: Tensor) -> Tensor:
-        """F, (L, d_D) or (N, L, d_D)."""
-        F = self._chain(X).F
-        return F[0] if X.ndim == 2 else F
+        self.d = self.weights[0].shape[0]
+        self.branches = [Branch(((f"W{i}", Linear(weight)),), False) for i, weight in enumerate(self.weights, 1)]
 
     def jacobian(self, X: Tensor) -> dict[str, Tensor]:
         """dF/dW_i for each weight and dF/dX for "X": (N L d_D, size), rows in the order of F."""
-        chain, layers = self._chain(X), self._layers(with_input=True)
-        size = sum(chain.factors[layer].numel() for layer in layers.values())
-        fits_jacobian(chain.tokens * chain.width, size, ", ".join(layers), X)
-        return {name: chain.jacobian(layer) for name, layer in layers.items()}
+        blocks = _Blocks(self.chain(X, lambda F: F.sum()), wrt_input=True)
+        fits_jacobians(blocks.chain.output, {name: a * p for name, (a, p) in blocks.shapes.items()})
+        return {name: blocks.factor(name).jacobian(blocks.width, name) for name in blocks.shapes}
 
     def hessian(self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False) -> BlockHessian:
-        """The Hessian of loss(F) over "W1", ..., "WD", and with `wrt_input` over "X" as well."""
-        chain = self._chain(X)
-        checks.commensurate({**{f"W{i}": weight for i, weight in enumerate(self.weights, 1)}, "X": X})
-        found = losses.at(loss, chain.F, X.ndim == 2)
-        layers = self._layers(wrt_input)
-        blocks, everything = _Blocks(chain, found, layers), list(layers)
+        """The Hessian of loss(F) over "W1", ..., "WD".
 
-        def part(outer: bool) -> BlockMatrix:
-            product = blocks.multiplication(everything, everything, outer, not outer)
-            return BlockMatrix(blocks.shapes, lambda row, column: blocks.block(row, column, outer), X, product)
+        Args:
+            X: (L, d_0) or (N, L, d_0).
+            loss: a loss of `cv.losses`, or any function of F.
+            wrt_input: whether "X" (T, d_0) is a block too.
 
-        product = blocks.multiplication(everything, everything, outer=True, functional=True)
-        return BlockHessian(part(outer=True), part(outer=False), product)
-
-    def _layers(self, with_input: bool) -> dict[str, int]:
-        """Name of each block and its place in the chain, the input last."""
-        layers = {f"W{i}": i for i in range(1, len(self.weights) + 1)}
-        return {**layers, "X": 0} if with_input else layers
-
-    def _chain(self, X: Tensor) -> "_Chain":
-        width = self.weights[0].shape[0]
-        checks.floating("X", X, like=self.weights[0])
-        if X.ndim not in (2, 3) or X.shape[-1] != width:
-            raise ShapeError("X", f"expected (L, {width}) or (N, L, {width}), got {tuple(X.shape)}")
-        chain = _Chain(self.weights, X if X.ndim == 3 else X[None])
-        if not bool(torch.isfinite(chain.F).all()):
-            raise NonFiniteError("X", "the output overflows; scale the input or the weights down")
-        return chain
-
-
-class _Chain:
-    """The chain at one input X (N, L, d_0): the inputs Z_i, the products R_i and C_ij, and the output F."""
-
-    def __init__(self, weights: Sequence[Tensor], X: Tensor) -> None:
-        self.depth, self.batch = len(weights), X.shape[:2]
-        self.factors = [X.flatten(0, 1), *weights]  # layer 0 is the input
-        self._inputs = self.factors[:1]  # Z_1, ..., Z_{D+1}
-        for weight in weights:
-            self._inputs.append(self._inputs[-1] @ weight)
-        behind: Tensor | None = None
-        ports = [behind]
-        for weight in reversed(weights):
-            behind = weight if behind is None else weight @ behind
-            ports.append(behind)
-        self.ports = ports[::-1]  # R_0, ..., R_D; the last is None, the identity
-        self.tokens, self.width = self._inputs[-1].shape
-
-    @property
-    def F(self) -> Tensor:
-        """The output, (N, L, d_D)."""
-        return self._inputs[-1].view(*self.batch, self.width)
-
-    @cached_property
-    def _one_token(self) -> Tensor:
-        """Z_0, (T, T)."""
-        needed = self.tokens**2 * self.factors[0].element_size()
-        checks.fits(needed, None, "a block of the input", "use fewer tokens, or products of the whole")
-        return self.identity(self.tokens)
-
-    def input(self, layer: int) -> Tensor:
-        """Z_i, (T, a)."""
-        return self._inputs[layer - 1] if layer else self._one_token
-
-    def pulled(self, layer: int, values: Tensor) -> Tensor:
-        """Z_i^T values, (T, w) -> (a, w)."""
-        return self.input(layer).T @ values if layer else values
-
-    def between(self, first: int, second: int) -> Tensor:
-        """C_ij, (d_i, d_{j-1})."""
-        product = self.identity(self.factors[first].shape[1])
-        for weight in self.factors[first + 1 : second]:
-            product = product @ weight
-        return product
-
-    def identity(self, size: int) -> Tensor:
-        """I in the dtype and on the device of the chain."""
-        return torch.eye(size, dtype=self.factors[0].dtype, device=self.factors[0].device)
-
-    def jacobian(self, layer: int) -> Tensor:
-        """J_i[tm, ap] = Z_i[t, a] R_i[p, m] as a dense matrix."""
-        size, outputs = self.factors[layer].numel(), self.tokens * self.width
-        behind = through(self.identity(self.width), self.ports[layer]).T  # (p, m)
-        return torch.einsum("ta,pm->tmap", self.input(layer), behind).reshape(outputs, size)
+        Returns:
+            A `BlockHessian` of Kronecker sums.
+        """
+        blocks = _Blocks(self.chain(X, loss), wrt_input)
+        columns = ColumnProducts(blocks.shapes, blocks.chain.product, blocks.chain.workspace)
+        return BlockHessian(*assembled(columns, X, blocks.block))
 
 
 class _Blocks:
-    """The blocks of the Hessian: their terms as Kronecker sums, and closed-form products with any of them."""
+    """The blocks of the Hessian as Kronecker sums: every weight reaches F by one factor, Z_i (x) R_i."""
 
-    def __init__(self, chain: _Chain, loss: LossAt, layers: dict[str, int]) -> None:
-        self._chain, self._loss, self._layers = chain, loss, layers
-        self._gradient = loss.gradient.flatten(0, 1)
-        self.shapes: dict[str, Shape] = {
-            name: (chain.factors[layer].shape[0], chain.factors[layer].shape[1]) for name, layer in layers.items()
-        }
+    def __init__(self, chain: Chain, wrt_input: bool) -> None:
+        self.chain, self.width = chain, chain.output.shape[2]
+        self.shapes = {**chain.shapes, **({"X": (chain.tokens, chain.X.shape[2])} if wrt_input else {})}
+        self._weights = [each.layer.matrices["W"] for each in chain.links]
+        self._paired = Pairing(chain.loss.curvature, self.width, chain.X.shape[1])
+        self._factors: dict[str, Factor] = {}
 
-    def block(self, row: str, column: str, outer: bool) -> LinearOperator:
+    def factor(self, name: str) -> Factor:
+        """Z_i (x) R_i."""
+        if name not in self._factors:
+            i, behind = self._place(name), None
+            for weight in reversed(self._weights[i:]):
+                behind = weight if behind is None else weight @ behind
+            self._factors[name] = Factor(self._input(i), behind)
+        return self._factors[name]
+
+    def block(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         """One block of one part."""
-        i, j = self._layers[row], self._layers[column]
-        terms = self._outer if outer else self._functional
-        made = terms(i, j) if i <= j else [term.T for term in terms(j, i)]
-        products = tuple(self.multiplication([r], [c], outer, not outer) for r, c in ((row, column), (column, row)))
-        like = self._chain.factors[0]
-        return KroneckerSum(
-            self.shapes[row], self.shapes[column], made, like, row == column, (products[0], products[1])
-        )
+        i, j = self._place(row), self._place(column)
+        if outer:
+            terms = self._paired(self.factor(row), self.factor(column))
+        else:
+            terms = self._functional(i, j) if i <= j else [term.T for term in self._functional(j, i)]
+        return KroneckerSum(self.shapes[row], self.shapes[column], terms, self.chain.X, row == column, products)
 
-    def _outer(self, i: int, j: int) -> Terms:
-        """sum_t z_t z'_t^T (x) R_i S_t R_j^T, for i <= j."""
-        chain, curvature, same = self._chain, self._loss.curvature, i == j
-        ports = chain.ports[i], chain.ports[j]
-        if isinstance(curvature, ScalarCurvature):
-            moments = chain.pulled(i, chain.input(j))
-            core = curvature.between(*ports, chain.identity(chain.width))
-            if same:
-                moments, core = (moments + moments.T) / 2, (core + core.T) / 2
-            return [Single(moments, core, symmetric=same)]
-        if isinstance(curvature, PairCurvature):
-            return [self._pair_term(i, j, curvature)]
-        seen = seen_through(curvature, *ports, chain.width, chain.factors[0])
-        return [Term(chain.input(i), chain.input(j), Plain(seen, chain.batch[1], chain.tokens))]
-
-    def _pair_term(self, i: int, j: int, curvature: PairCurvature) -> Term:
-        """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with cores R_i S_tu R_j^T."""
-        chain = self._chain
-        left, right = chain.input(i), chain.input(j)
-        groups, size = curvature.blocks.shape[:2]
-        p, q = chain.factors[i].shape[1], chain.factors[j].shape[1]
-        checks.fits(
-            groups * size * size * (p * q + left.shape[1] + right.shape[1]) * left.element_size(),
-            None,
-            "a block of a loss that mixes tokens",
-            "use fewer tokens, or products with @ of the whole matrix",
-        )
-        blocks = through(curvature.blocks, chain.ports[j])  # (groups, g, m, g, q)
-        blocks = through(blocks.movedim(2, -1), chain.ports[i]).movedim(-1, 2)
-        return Term.over_pairs(left, right, blocks)
-
-    def _functional(self, i: int, j: int) -> Terms:
+    def _functional(self, i: int, j: int) -> TermList:
         """(Z_i^T G R_j^T) crossed with C_ij, for i <= j. F is linear in each weight: nothing when i = j."""
         if i == j:
             return []
-        at_layer = through(self._gradient, self._chain.ports[j])
-        return [Single(self._chain.pulled(i, at_layer), self._chain.between(i, j), (0, 1))]
+        at_layer = self.chain.links[j - 1].gradient.flatten(0, 1)
+        width = self._weights[i - 1].shape[1] if i else self.chain.X.shape[2]
+        between = torch.eye(width, dtype=at_layer.dtype, device=at_layer.device)
+        for weight in self._weights[i : j - 1]:
+            between = between @ weight
+        return [Single(self._input(i).T @ at_layer if i else at_layer, between, (0, 1))]
 
-    # ---- products
+    def _place(self, name: str) -> int:
+        """i of W_i, and 0 of the input."""
+        return 0 if name == "X" else self.chain.where[name] + 1
 
-    def multiplication(
-        self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool
-    ) -> Callable[[Tensor], Tensor]:
-        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`, in closed form."""
-        shapes = [self.shapes[name] for name in given]
-        widths = sum(factor.shape[1] for factor in self._chain.factors)
-
-        def multiply(columns: Tensor) -> Tensor:
-            bytes_a_column = 4 * self._chain.tokens * widths * columns.element_size()
-            budget = checks.memory_budget() // 2
-            parts = []
-            for start, stop in checks.chunks(columns.shape[1], 1, bytes_a_column, budget):
-                pieces = columns[:, start:stop].T.split([a * p for a, p in shapes], 1)
-                directions = {
-                    self._layers[name]: piece.reshape(-1, *shape)
-                    for name, piece, shape in zip(given, pieces, shapes, strict=True)
-                }
-                answers = self._multiplied(directions, outer, functional)
-                parts.append(torch.cat([answers[self._layers[name]].flatten(1) for name in wanted], 1).T)
-            return torch.cat(parts, 1)
-
-        return multiply
-
-    def _multiplied(self, directions: Directions, outer: bool, functional: bool) -> Directions:
-        """The parts asked for, of the Hessian times directions dW_i (n, a, p), at all layers.
-
-        Forward dZ_{i+1} = dZ_i W_i + Z_i dW_i; backward, with g_i = G R_i^T the gradient behind layer i and
-        Z_i^T g_i that of W_i, dg_{i-1} = dg_i W_i^T + g_i dW_i^T. The outer part moves the gradient through
-        dg_D = S dF alone; the functional part holds G fixed.
-        """
-        chain, n = self._chain, next(iter(directions.values())).shape[0]
-        dZ = directions.get(0, chain.factors[0].new_zeros(n, *chain.factors[0].shape))
-        moved = [dZ]
-        for i in range(1, chain.depth + 1):
-            dZ = dZ @ chain.factors[i]
-            if i in directions:
-                dZ = dZ + chain.input(i) @ directions[i]
-            moved.append(dZ)  # dZ_{i+1}
-        back = torch.zeros_like(dZ)
-        if outer:
-            dF = dZ.view(n, *chain.batch, chain.width)
-            back = self._loss.curvature.apply(dF).reshape(n, chain.tokens, chain.width)
-        answers: Directions = {}
-        for i in range(chain.depth, 0, -1):
-            answers[i] = chain.input(i).T @ back
-            back = back @ chain.factors[i].T
-            if functional:
-                behind = through(self._gradient, chain.ports[i])
-                answers[i] += moved[i - 1].mT @ behind
-                if i in directions:
-                    back = back + behind @ directions[i].mT
-        answers[0] = back
-        return answers
+    def _input(self, i: int) -> Tensor:
+        """Z_i, (T, a)."""
+        if i:
+            return self.chain.links[i - 1].X.flatten(0, 1)
+        like, tokens = self.chain.X, self.chain.tokens
+        needed = tokens**2 * like.element_size()
+        checks.fits(needed, None, "a block of the input", "use fewer tokens, or products of the whole")
+        return torch.eye(tokens, dtype=like.dtype, device=like.device)

@@ -20,13 +20,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from curvoscope import checks, losses
+from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
-from curvoscope.exact.activations import Reach
-from curvoscope.exact.tokenwise import Directions, Mixed, Pairs, Terms, TokenwiseHessian, input_jacobian_matrix
+from curvoscope.exact.assembly import Directions
+from curvoscope.exact.factor import Factor, TermList
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
-from curvoscope.operators.block_matrix import BlockHessian
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Normalised:
         return -(mixed + mixed.mT + weight * curved) / (self.sigma.square() * self.d)[:, :, None]
 
 
-class _Norm:
+class _Norm(TokenwiseLayer):
     """y = γ ∘ x̂ + β for a fixed P; `gamma` (d,), `beta` (d,) or None."""
 
     _centred: bool
@@ -91,9 +91,11 @@ class _Norm:
         if not 0 <= eps < math.inf:
             raise RangeError("eps", f"got {eps}, expected a finite number that is not negative")
         self.eps = float(eps)
+        self.weights = {"gamma": gamma} if beta is None else {"gamma": gamma, "beta": beta}
+        self.d = self.d_out = len(gamma)
 
     @property
-    def factors(self) -> dict[str, Tensor]:
+    def matrices(self) -> dict[str, Tensor]:
         """What x̂ is multiplied with."""
         return {"gamma": self.gamma}
 
@@ -146,37 +148,27 @@ class _Norm:
                 norm = norm.where(rho < 1 / math.sqrt(3), 2 / math.sqrt(3))
         return (norm / (math.sqrt(at.d) * variance)).view(X.shape[:-1])
 
-    def jacobian(self, X: Tensor) -> dict[str, Tensor]:
-        """dy/dγ, dy/dβ and dy/dX: (N L d, size), rows in the order of y."""
-        reaches = self._reaches(self._at(X))
-        found = {name: reach.jacobian(len(self.gamma), name) for name, reach in reaches.items()}
-        return {**found, "X": input_jacobian_matrix(self.input_jacobian(X))}
-
-    def hessian(self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False) -> BlockHessian:
-        """The Hessian of loss(y) over "gamma" and, where there is one, "beta", both (1, d); "X" (T, d) on request."""
-        y = self(X)
-        found = losses.at(loss, y if X.ndim == 3 else y[None], X.ndim == 2)
-        return self.around(X, found, wrt_input=wrt_input).assemble()
-
-    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True) -> TokenwiseHessian:
+    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
         """The layer to second order at X, for a loss known by its G and S at y."""
         at = self._at(X)
-        reaches = self._reaches(at)
-        shapes: dict[str, Shape] = dict.fromkeys(reaches, (1, at.d))
+        factors = self._factors(at)
+        if not biases:
+            factors.pop("beta", None)
+        shapes: dict[str, Shape] = dict.fromkeys(factors, (1, at.d))
         if wrt_input:
             shapes["X"] = (at.x_hat.shape[0], at.d)
         sequences = X if X.ndim == 3 else X[None]
-        return _NormHessian(self.gamma, at, reaches, sequences, loss, shapes)
+        return _NormHessian(self.gamma, at, factors, sequences, loss, shapes)
 
     @property
     def _rank(self) -> int:
         """The rank of P."""
         return len(self.gamma) - self._centred
 
-    def _reaches(self, at: _Normalised) -> dict[str, Reach]:
+    def _factors(self, at: _Normalised) -> dict[str, Factor]:
         ones = torch.ones_like(at.sigma)
-        reaches = {"gamma": Reach(ones, at.x_hat, None), "beta": Reach(ones, None, None)}
-        return reaches if self.beta is not None else {"gamma": reaches["gamma"]}
+        factors = {"gamma": Factor(ones, scales=at.x_hat), "beta": Factor(ones)}
+        return factors if self.beta is not None else {"gamma": factors["gamma"]}
 
     def _output(self, at: _Normalised) -> Tensor:
         y = self.gamma * at.x_hat
@@ -228,15 +220,15 @@ class _NormHessian(TokenwiseHessian):
         self,
         gamma: Tensor,
         at: _Normalised,
-        reaches: dict[str, Reach],
+        factors: dict[str, Factor],
         X: Tensor,
         loss: LossAt,
         shapes: dict[str, Shape],
     ) -> None:
-        super().__init__(reaches, X, loss, shapes)
+        super().__init__(factors, X, loss, shapes)
         self._gamma, self._at = gamma, at
 
-    def functional_terms(self, row: str, column: str) -> Terms:
+    def functional_terms(self, row: str, column: str) -> TermList:
         """Nothing: y is linear in γ and β together."""
         return []
 
@@ -259,14 +251,14 @@ class _NormHessian(TokenwiseHessian):
         at_X = at.push(at_hat)
         if functional and "X" in directions:
             at_X = at_X + at.bend(self._gamma * self.gradient, directions["X"])
-        ones = self.reaches["gamma"].vectors
+        ones = self.factors["gamma"].vectors
         return {"gamma": [(ones, at_gamma)], "beta": [(ones, back)]}, at_X
 
-    def mixed(self, name: str) -> list[Mixed]:
+    def mixed(self, name: str) -> list[Factor]:
         """H_f(x, γ) = J diag(G); β moves no gradient at x."""
         if name == "beta":
             return []
-        return [Mixed(self.reaches["gamma"].vectors, 0, self._at.jacobian * self.gradient[:, None, :])]
+        return [Factor(self.factors["gamma"].vectors, (self._at.jacobian * self.gradient[:, None, :]).mT)]
 
     def input_jacobian(self) -> Tensor:
         """diag(γ) J."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from curvoscope.losses import Curvature, PerToken, Port, ScalarCurvature, through
-from curvoscope.operators.cores import Core, TokenForm
 
 
 @dataclass(frozen=True)
@@ -68,30 +67,6 @@ def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like
         curvature.workspace(left, right) + shape[0] * shape[1],
         None if words[0] is None or words[1] is None else (words[0], words[1], curvature.word_covariance),
     )
-
-
-class Plain(Core):
-    """C_t = P S_t P'^T for a number of tokens: two weights that reach the output linearly."""
-
-    def __init__(self, seen: ProjectedCurvature, period: int, tokens: int) -> None:
-        super().__init__(seen.shape, period, seen.workspace, seen.symmetric)
-        self._seen, self._tokens = seen, tokens
-
-    def dense(self, start: int, stop: int) -> Tensor:
-        """(t, e, e')."""
-        return self._seen.blocks(start, stop)
-
-    def diagonal(self, start: int, stop: int) -> Tensor:
-        """(t, e), without the blocks where both ports are the same."""
-        return super().diagonal(start, stop) if self._seen.diagonal is None else self._seen.diagonal(start, stop)
-
-    def token_form(self) -> TokenForm | None:
-        """B^T E_t B' over the words, where they are few."""
-        if self._seen.words is None:
-            return None
-        left, right, covariance = self._seen.words
-        features = left[None]
-        return TokenForm(features, features if right is left else right[None], covariance, self._tokens)
 
 
 def _same(left: Port, right: Port) -> bool:

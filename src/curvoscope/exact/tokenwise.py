@@ -1,48 +1,25 @@
 """The Hessian of any layer that treats each token alone: its blocks from what the layer says of one token."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from curvoscope import checks
-from curvoscope.exact.activations import Reach, ScaledCore, fits_jacobian
-from curvoscope.exact.ports import Plain, seen_through
-from curvoscope.losses import LossAt, PairCurvature, ScalarCurvature, through
+from curvoscope import checks, losses
+from curvoscope.exact.assembly import ColumnProducts, Directions, assembled
+from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobians
+from curvoscope.exact.grouped import Grouped
+from curvoscope.losses import LossAt, PairCurvature
 from curvoscope.magnitudes import norm
-from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
-from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape
+from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.terms import Single, Term
 
-Terms = list[Term | Single]
-Directions = dict[str, Tensor]
 # At a weight (a, p): pairs l (T, a), v (T, p), either with n directions before it, of which Σ_t l_t v_t^T is the sum
 Pairs = dict[str, list[tuple[Tensor, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """Σ_t r_t (x) K_t at the input's features c and a weight (b, q): r_t[b] K_t[c, q], or r_t[q] K_t[c, b] on axis 1.
-
-    `vectors` r (T, ·), `cores` K (T, d, ·).
-    """
-
-    vectors: Tensor
-    axis: int
-    cores: Tensor
-
-
-def input_jacobian_matrix(blocks: Tensor) -> Tensor:
-    """dF/dX (T m, T d) from the Jacobian of each token, (T, m, d)."""
-    tokens, m, d = blocks.shape
-    fits_jacobian(tokens * m, tokens * d, "X", blocks)
-    matrix = blocks.new_zeros(tokens, m, tokens, d)
-    matrix.diagonal(dim1=0, dim2=2).copy_(blocks.permute(1, 2, 0))
-    return matrix.view(tokens * m, tokens * d)
 
 
 class TokenDiagonal(LinearOperator):
@@ -67,19 +44,19 @@ class TokenDiagonal(LinearOperator):
     def _workspace(self, room: int) -> int:
         return 0
 
-    def _trace(self) -> float:
+    def _trace(self, memory_limit: int | None) -> float:
         return float(self.blocks.diagonal(dim1=1, dim2=2).sum())
 
-    def _diagonal(self) -> Tensor:
+    def _diagonal(self, memory_limit: int | None) -> Tensor:
         return self.blocks.diagonal(dim1=1, dim2=2).flatten()
 
-    def _norm(self) -> float:
+    def _norm(self, memory_limit: int | None) -> float:
         return norm(self.blocks)
 
     def _spectrum_is_cheap(self) -> bool:
         return True
 
-    def _all_eigenvalues(self) -> Tensor:
+    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
         return torch.linalg.eigvalsh(self.blocks).flatten().sort().values
 
 
@@ -111,20 +88,20 @@ class TokenStrip(Product):
 class TokenwiseHessian(ABC):
     """The Hessian of a layer that treats each token alone: subclasses give its functional terms and its product.
 
-    Weights reach the output as `reaches` say; "X" is the input, all T tokens as rows. Blocks of two weights are
+    Weights reach the output as their `factors` say; "X" is the input, all T tokens as rows. Blocks of two weights are
     Kronecker sums. The input with itself is block-diagonal over tokens, unless the loss mixes them.
     """
 
-    def __init__(self, reaches: dict[str, Reach], X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
-        self.reaches, self.loss, self.shapes = reaches, loss, shapes
+    def __init__(self, factors: dict[str, Factor], X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
+        self.factors, self.loss, self.shapes = factors, loss, shapes
         self.X, self.period = X.flatten(0, 1), X.shape[1]
         self.gradient = loss.gradient.flatten(0, 1)
         widths = sum(p for _, p in shapes.values()) + self.X.shape[1] + self.gradient.shape[1]
-        self._cores: dict[tuple[int, int, int, int], ScaledCore] = {}
+        self._paired = Pairing(loss.curvature, self.gradient.shape[1], self.period)
         self._workspace = 8 * self.X.shape[0] * widths * X.element_size()  # bytes that a product needs for a direction
 
     @abstractmethod
-    def functional_terms(self, row: str, column: str) -> Terms:
+    def functional_terms(self, row: str, column: str) -> TermList:
         """The functional part of a block of two weights."""
 
     @abstractmethod
@@ -137,8 +114,8 @@ class TokenwiseHessian(ABC):
         (n, T, m) and, with `functional`, when the layer itself moves along the directions while G is held fixed."""
 
     @abstractmethod
-    def mixed(self, name: str) -> list[Mixed]:
-        """The functional part of the block of the input with a weight, as terms."""
+    def mixed(self, name: str) -> list[Factor]:
+        """How a weight moves the gradient at the input, as factors: the functional part of the block of the two."""
 
     @abstractmethod
     def input_jacobian(self) -> Tensor:
@@ -155,14 +132,8 @@ class TokenwiseHessian(ABC):
 
     def assemble(self) -> BlockHessian:
         """All blocks of both parts."""
-        everything = list(self.shapes)
-
-        def part(outer: bool) -> BlockMatrix:
-            product = self._multiplication(everything, everything, outer, not outer)
-            return BlockMatrix(self.shapes, lambda row, column: self._block(row, column, outer), self.X, product)
-
-        product = self._multiplication(everything, everything, outer=True, functional=True)
-        return BlockHessian(part(outer=True), part(outer=False), product)
+        columns = ColumnProducts(self.shapes, self._multiplied, self._workspace)
+        return BlockHessian(*assembled(columns, self.X, self._block))
 
     def applied(self, dF: Tensor) -> Tensor:
         """S dF for directions (n, T, m)."""
@@ -170,17 +141,18 @@ class TokenwiseHessian(ABC):
         sequences = dF.view(n, tokens // self.period, self.period, width)
         return self.loss.curvature.apply(sequences).reshape(n, tokens, width)
 
-    def _block(self, row: str, column: str, outer: bool) -> LinearOperator:
-        there, back = (self._multiplication([r], [c], outer, not outer) for r, c in ((row, column), (column, row)))
+    def _block(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         shapes, same = (self.shapes[row], self.shapes[column]), row == column
         if "X" not in (row, column):
-            terms = self._outer_terms(row, column) if outer else self.functional_terms(row, column)
-            return KroneckerSum(*shapes, terms, self.X, same, (there, back))
+            terms = (
+                self._paired(self.factors[row], self.factors[column]) if outer else self.functional_terms(row, column)
+            )
+            return KroneckerSum(*shapes, terms, self.X, same, products)
         if outer and isinstance(self.loss.curvature, PairCurvature):
-            return Product((there, back), *shapes, self.X, same)
+            return Product(products, *shapes, self.X, same)
         if same:
             return TokenDiagonal(self._by_token(outer)[1].permute(1, 2, 0))
-        return TokenStrip((there, back), *shapes, self.X, lambda: self._strip(row, outer))  # the input comes last
+        return TokenStrip(products, *shapes, self.X, lambda: self._strip(row, outer))  # the input comes last
 
     def _by_token(self, outer: bool) -> tuple[Pairs, Tensor]:
         """Products with each of the d features of the input, moved in all tokens at once: tokens do not mix."""
@@ -200,61 +172,9 @@ class TokenwiseHessian(ABC):
         ]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
-    def _outer_terms(self, row: str, column: str) -> Terms:
-        """sum_t l_t l'_t^T (x) diag(s_t) P S_t P'^T diag(s'_t)."""
-        first, second, curvature = self.reaches[row], self.reaches[column], self.loss.curvature
-        if isinstance(curvature, PairCurvature):
-            return [self._pair_term(first, second, curvature)]
-        width, same = self.gradient.shape[1], row == column
-        seen = seen_through(curvature, first.port, second.port, width, self.X)
-        if first.scales is not None or second.scales is not None:
-            key = (id(first.scales), id(second.scales), id(first.port), id(second.port))
-            if key not in self._cores:
-                self._cores[key] = ScaledCore(seen, first.scales, second.scales, self.period)
-            return [Term(first.vectors, second.vectors, self._cores[key])]
-        if not isinstance(curvature, ScalarCurvature):
-            return [Term(first.vectors, second.vectors, Plain(seen, self.period, len(self.X)))]
-        assert seen.shared is not None  # S = c I
-        moments = first.vectors.T @ second.vectors
-        return [Single((moments + moments.T) / 2 if same else moments, seen.shared, symmetric=same)]
-
-    def _pair_term(self, first: Reach, second: Reach, curvature: PairCurvature) -> Term:
-        """A loss that mixes tokens: the sum runs over pairs (t, u) of a group, with S_tu in the cores."""
-        left, right = first.vectors, second.vectors
-        groups, size = curvature.blocks.shape[:2]
-        p, q = (through(self.gradient[:1], reach.port).shape[1] for reach in (first, second))
-        checks.fits(
-            groups * size * size * (2 * p * q + left.shape[1] + right.shape[1]) * left.element_size(),
-            None,
-            "a block of a loss that mixes tokens",
-            "use fewer tokens, or products with @ of the whole matrix",
-        )
-        blocks = through(curvature.blocks, second.port)  # (groups, g, m, g, q)
-        blocks = through(blocks.movedim(2, -1), first.port).movedim(-1, 2)
-        if first.scales is not None:
-            blocks = blocks * first.scales.view(groups, size, p, 1, 1)
-        if second.scales is not None:
-            blocks = blocks * second.scales.view(groups, 1, 1, size, q)
-        return Term.over_pairs(left, right, blocks)
-
-    def _multiplication(
-        self, wanted: Sequence[str], given: Sequence[str], outer: bool, functional: bool
-    ) -> Multiplication:
-        """Columns (C, n) over the blocks `given` -> (R, n) over the blocks `wanted`, in closed form."""
-        shapes = [self.shapes[name] for name in given]
-
-        def multiply(columns: Tensor) -> Tensor:
-            parts = []
-            for start, stop in checks.chunks(columns.shape[1], 1, self._workspace, checks.memory_budget() // 2):
-                pieces = columns[:, start:stop].T.split([a * p for a, p in shapes], 1)
-                named = zip(given, pieces, shapes, strict=True)
-                directions = {name: piece.reshape(-1, *shape) for name, piece, shape in named}
-                pairs, at_input = self.product(directions, outer, functional)
-                answers = [at_input if name == "X" else contracted(pairs[name]) for name in wanted]
-                parts.append(torch.cat([answer.flatten(1) for answer in answers], 1).T)
-            return torch.cat(parts, 1)
-
-        return multiply
+    def _multiplied(self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool) -> Directions:
+        pairs, at_input = self.product(directions, outer, functional)
+        return {name: at_input if name == "X" else contracted(pairs[name]) for name in wanted}
 
 
 def contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -263,3 +183,60 @@ def contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for left, right in pairs[1:]:
         total = total + left.mT @ right
     return total
+
+
+class TokenwiseLayer(ABC):
+    """A layer that treats each token alone, from width `d` to width `d_out`.
+
+    `weights` are its weights and biases by the names of their blocks, `labels` their names in a network where others.
+    """
+
+    d: int
+    d_out: int
+    weights: dict[str, Tensor]
+    labels: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def matrices(self) -> dict[str, Tensor]:
+        """The weight matrices."""
+        return {name: values for name, values in self.weights.items() if values.ndim == 2}
+
+    @abstractmethod
+    def __call__(self, X: Tensor) -> Tensor:
+        """The output, (L, m) or (N, L, m)."""
+
+    @abstractmethod
+    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
+        """The layer to second order at X, for a loss known by its G and S at the output."""
+
+    def hessian(
+        self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False, biases: bool = True
+    ) -> BlockHessian:
+        """The Hessian of the loss over the weights, in closed form.
+
+        Args:
+            X: (L, d) or (N, L, d).
+            loss: a loss of `cv.losses`, or any function of the output.
+            wrt_input: whether "X" (T, d) is a block too.
+            biases: whether biases are blocks.
+
+        Returns:
+            A `BlockHessian` over the layer's blocks; that of a bias has the shape (1, size).
+        """
+        F = self(X)
+        found = losses.at(loss, F if X.ndim == 3 else F[None], X.ndim == 2)
+        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble()
+
+    def jacobian(self, X: Tensor) -> dict[str, Tensor]:
+        """dF/dW for each weight and bias, and dF/dX for "X": (N L m, size), rows in the order of F."""
+        F = self(X)
+        fits_jacobians(F, {**{name: values.numel() for name, values in self.weights.items()}, "X": X.numel()})
+        nothing = LossAt(0.0, torch.zeros_like(F if F.ndim == 3 else F[None]), losses.ScalarCurvature(0.0))
+        at = self.around(X, nothing, wrt_input=False)
+        found = {name: factor.jacobian(self.d_out, name) for name, factor in at.factors.items()}
+        return {**found, "X": Grouped(at.input_jacobian(), 1).dense()}
+
+
+def matrix_shape(values: Tensor) -> Shape:
+    """The shape of a weight as a matrix: a bias has one row."""
+    return (values.shape[0], values.shape[1]) if values.ndim == 2 else (1, values.shape[0])
