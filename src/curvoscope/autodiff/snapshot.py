@@ -335,6 +335,11 @@ def decodes_labels(model: nn.Module, batch: Batch) -> bool:
     return batch.labelled and _lacks_decoder_inputs(model, batch.keywords)
 
 
+def keywords_for(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What the model is called with: also the labels, if it is to make the inputs of its decoder from them."""
+    return {**batch.keywords, "labels": batch.targets} if decodes_labels(model, batch) else batch.keywords
+
+
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """The device given, else the one where all parameters are."""
     found = {tensor.device for tensor in model.parameters()}
