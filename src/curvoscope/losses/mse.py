@@ -13,12 +13,11 @@ from curvoscope.losses.objectives import ClosedLoss, logits_of
 class MSE(ClosedLoss):
     """Mean over all n entries of (F - Y)^2, so that G = 2/n (F - Y) and S = 2/n I.
 
+    With targets Y it is a loss for a layer, without for a model.
+
     Args:
         Y: (N, L, m) or (L, m), the targets of a layer's output F. None: they come with the batches of a model.
         squeeze: axes of length one do not matter.
-
-    Returns:
-        A loss for a layer (with Y) and for a model: `loss(outputs, targets)` is a scalar tensor.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -26,8 +25,8 @@ class MSE(ClosedLoss):
         >>> cv.hessian(torch.nn.Linear(2, 2).double(), cv.losses.MSE(), [(X, Y)]).terms
         6.0
         >>> layer = cv.exact.LinearMLP([torch.eye(2).double()])
-        >>> layer.hessian(X, cv.losses.MSE(Y)).names
-        ('W1',)
+        >>> round(float(layer.hessian(X, cv.losses.MSE(Y))["W1"].trace()), 12)
+        4.0
     """
 
     def __init__(self, Y: Tensor | None = None, squeeze: bool = False) -> None:

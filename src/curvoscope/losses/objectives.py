@@ -141,17 +141,22 @@ class BinaryCrossEntropy(Objective):
 class MeanLoss(Objective):
     """Any loss function(outputs, targets) that returns the mean over `terms(outputs, targets)` terms.
 
-    Without `terms` their number is found on the data. G and S are found by differentiating the function twice.
+    G and S are found by differentiating the function twice.
 
     Args:
         function: takes outputs and targets of a batch and returns a scalar.
-        terms: takes the same and returns the number that the mean divides by.
+        terms: takes the same and returns the number that the mean divides by; None: it is found on the data.
+        summed: whether the function is a sum over the terms.
 
     Example:
+        >>> import torch, curvoscope as cv
         >>> def masked(outputs, targets):
         ...     mask, values = targets
         ...     return ((outputs - values).square() * mask).sum() / mask.sum()
         >>> loss = cv.losses.MeanLoss(masked, lambda outputs, targets: float(targets[0].sum()))
+        >>> values, mask = torch.zeros(3, 1).double(), torch.tensor([[1.0], [0.0], [1.0]]).double()
+        >>> cv.hessian(torch.nn.Linear(1, 1).double(), loss, [(values, (mask, values))]).terms
+        2.0
     """
 
     def __init__(self, function: LossFunction, terms: NumberOfTerms | None = None, summed: bool = False) -> None:
