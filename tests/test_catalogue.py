@@ -135,6 +135,21 @@ CALLS = {
         "penalty",
     ),
     "hessian: penalty without a loss": (lambda: cv.losses.Regularised(None, lambda parameters: X.sum()), LOSS, "loss"),
+    "hessian: loss with other targets": (lambda: hessian(loss=cv.losses.MSE(Y + 1)), LOSS, "loss_fn"),
+    "hessian: loss with targets of all batches": (
+        lambda: hessian(loss=cv.losses.MSE(Y), batches=[(X[:2], Y[:2]), (X[2:], Y[2:])]), LOSS, "loss_fn",
+    ),
+    "hessian: loss with targets of another length": (
+        lambda: hessian(loss=cv.losses.MSE(Y[:5]), batches=[(X, None)]), SHAPE, "Y",
+    ),
+    "hessian: loss without targets": (lambda: hessian(loss=cv.losses.MSE(), batches=[(X, None)]), LOSS, "targets"),
+    "hessian: loss of a layer": (lambda: hessian(loss=lambda F: F.mean()), LOSS, "loss_fn"),
+    "hessian: loss that is a name": (lambda: hessian(loss="mse"), LOSS, "loss_fn"),
+    "hessian: unembedding of another width": (
+        lambda: hessian(loss=cv.losses.CrossEntropy(unembedding=r(2, 7)), batches=[(X, torch.arange(6))]),
+        SHAPE,
+        "unembedding",
+    ),
     "hessian: own loss of a model without one": (lambda: hessian(loss=None), LOSS, "loss_fn"),
     "hessian: blocks of another model": (
         lambda: hessian(blocks=cv.blocks_of(OTHER)), MODEL, "model",
@@ -174,6 +189,21 @@ CALLS = {
     "feed-forward: gate of another shape": (lambda: feedforward(W_gate=r(4, 5)), SHAPE, "W_gate"),
     "feed-forward: X of another width": (lambda: feedforward().hessian(r(2, 5), cv.losses.MSE(r(2, 3))), SHAPE, "X"),
     "feed-forward: X empty": (lambda: feedforward().hessian(r(0, 4), cv.losses.MSE(r(1, 3))), EMPTY, "X"),
+    "feed-forward: MSE without targets": (lambda: feedforward().hessian(X, cv.losses.MSE()), LOSS, "loss"),
+    "feed-forward: cross-entropy without targets": (
+        lambda: feedforward().hessian(X, cv.losses.CrossEntropy(unembedding=r(3, 7))), LOSS, "loss",
+    ),
+    "feed-forward: loss of a model": (lambda: feedforward().hessian(X, mse_loss), LOSS, "loss"),
+    "feed-forward: loss with a penalty": (
+        lambda: feedforward().hessian(X, cv.losses.Regularised(mse_loss, lambda parameters: X.sum())), LOSS, "loss",
+    ),
+    "feed-forward: classes on the first axis": (
+        lambda: feedforward().hessian(X, cv.losses.CrossEntropy(torch.arange(6) % 3, axis=1)), None, None,
+    ),
+    "cross-entropy: targets a number": (lambda: cv.losses.CrossEntropy(0), LOSS, "targets"),
+    "cross-entropy: classes first, and an unembedding": (
+        lambda: cv.losses.CrossEntropy(unembedding=r(3, 7), axis=1), LOSS, "axis",
+    ),
     "layer norm: gamma a matrix": (lambda: cv.exact.LayerNorm(r(4, 4)), SHAPE, "gamma"),
     "layer norm: beta of another length": (lambda: cv.exact.LayerNorm(r(4), r(5)), SHAPE, "beta"),
     "layer norm: eps negative": (lambda: cv.exact.LayerNorm(r(4), eps=-1.0), RANGE, "eps"),

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.func import grad, jacfwd
+from torch.nn import functional
 
+import curvoscope as cv
 from curvoscope import losses
+from curvoscope.errors import LossError
 from curvoscope.losses import PairCurvature, ScalarCurvature, SoftmaxCurvature, TokenCurvature
 from reference import normal, relative
 
@@ -19,6 +23,9 @@ def _cases():
         "mse": (losses.MSE(Y), ScalarCurvature),
         "cross entropy": (losses.CrossEntropy(targets, r(M, 5)), SoftmaxCurvature),
         "ignored targets and bias": (losses.CrossEntropy(ignored, r(M, 5), r(5)), SoftmaxCurvature),
+        "class probabilities": (losses.CrossEntropy(r(N, L, 5).softmax(-1), r(M, 5)), SoftmaxCurvature),
+        "logits": (losses.CrossEntropy(targets % M), SoftmaxCurvature),
+        "next word": (losses.CrossEntropy(ignored, r(M, 5), shift=True), SoftmaxCurvature),
         "per token": (lambda F: (F * Y).logsumexp(-1).sum(), TokenCurvature),
         "callable mse": (lambda F: ((F - Y) ** 2).mean(), TokenCurvature),
         "torch cross entropy": (
@@ -75,3 +82,88 @@ def test_cross_entropy_keeps_its_digits_when_the_softmax_saturates():
     assert abs(float(found.gradient) / float(-2 * p) - 1) < 1e-12
     assert abs(float(found.curvature.between(None, None, 0, 1)) / float(4 * p * (1 - p)) - 1) < 1e-12
     assert abs(float(found.curvature.apply(torch.ones(1, 1, 1).double())) / float(4 * p * (1 - p)) - 1) < 1e-12
+
+
+r = normal(4)
+W, X, Y, U, b = r(3, M), r(N, L, 3), r(N, L, M), r(M, 5), r(5)
+WORDS = (torch.arange(N * L).view(N, L) % 5).masked_fill(torch.arange(N * L).view(N, L) == 3, -100)
+VOCABULARY = {
+    "MSE": (losses.MSE(), Y),
+    "CrossEntropy of logits": (losses.CrossEntropy(), WORDS.clamp(max=M - 1)),
+    "CrossEntropy": (losses.CrossEntropy(unembedding=U, bias=b), WORDS),
+    "CrossEntropy, shifted": (losses.CrossEntropy(unembedding=U, ignore_index=2, shift=True), WORDS.clamp_min(0)),
+    "CrossEntropy of probabilities": (losses.CrossEntropy(unembedding=U), r(N, L, 5).softmax(-1)),
+}
+
+
+class TestOneVocabulary:
+    """The same objects at a layer and at a model that is this layer: the same Hessian."""
+
+    def model(self):
+        found = nn.Linear(3, M, bias=False).double()
+        found.weight.data = W.T.clone()
+        return found
+
+    def of_layer(self, loss):
+        """In the order of the model's weight, which is the transpose."""
+        H = cv.exact.LinearMLP([W]).hessian(X, loss).dense()
+        return H.view(3, M, 3, M).permute(1, 0, 3, 2).reshape(3 * M, 3 * M)
+
+    @pytest.mark.parametrize("name", VOCABULARY)
+    def test_a_layer_and_a_model(self, name):
+        loss, targets = VOCABULARY[name]
+        expected = self.of_layer(loss.bound(targets))
+        assert float(expected.abs().max()) > 1e-2
+        bound = [(loss.bound(targets), [(X, own)]) for own in (targets, None)]  # the targets may be with the loss
+        for given, batches in [(loss, [(X, targets)]), (loss, self.cut(targets)), *bound]:
+            H = cv.hessian(self.model(), given, batches, method="autodiff")
+            assert relative(H.dense(), expected) < 1e-12
+            assert relative(H.outer.dense(), expected) < 1e-12  # the layer is linear
+
+    def cut(self, targets):
+        return [(X[:1], targets[:1]), (X[1:], targets[1:])]
+
+    @pytest.mark.parametrize("name", VOCABULARY)
+    def test_other_targets_than_its_own(self, name):
+        loss, targets = VOCABULARY[name]
+        with pytest.raises(LossError, match="loss_fn: has targets of its own"):
+            cv.hessian(self.model(), loss.bound(targets), [(X, targets.flip(0))])
+        with pytest.raises(LossError, match="loss_fn: has targets of its own"):
+            cv.hessian(self.model(), loss.bound(targets), [(X, targets)], micro_batch=1)
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            losses.MSE(),
+            losses.CrossEntropy(),
+            losses.MeanLoss(functional.mse_loss),
+            losses.Contrastive(functional.mse_loss),
+            losses.Regularised(functional.mse_loss, lambda parameters: 0.0),
+            functional.mse_loss,
+            nn.CrossEntropyLoss(),
+            "mse",
+        ],
+        ids=lambda loss: getattr(loss, "__name__", type(loss).__name__),
+    )
+    def test_a_loss_of_two_arguments_at_a_layer(self, loss):
+        with pytest.raises(LossError, match=r"^loss: .*targets\)"):
+            self.of_layer(loss)
+
+    @pytest.mark.parametrize("loss", [lambda F: F.square().mean(), "mse"], ids=["of the output", "no function"])
+    def test_a_loss_of_one_argument_at_a_model(self, loss):
+        with pytest.raises(LossError, match=r"^loss_fn: .*outputs, targets"):
+            cv.hessian(self.model(), loss, [(X, Y)])
+
+    def test_any_loss_of_a_model_becomes_one_of_a_layer(self):
+        loss = losses.MeanLoss(functional.mse_loss)
+        found = self.of_layer(lambda F: loss(F, Y))
+        assert relative(found, self.of_layer(losses.MSE(Y))) < 1e-12
+
+    def test_the_old_name(self):
+        assert cv.curvature.MeanSquaredError is losses.MSE and cv.curvature.CrossEntropy is losses.CrossEntropy
+
+    def test_a_root(self):
+        loss = losses.CrossEntropy(WORDS, U)
+        S = loss.curvature(Y).between(None, None, 0, N * L)
+        root = loss.curvature(Y).root().flatten(0, 1)
+        assert relative(root @ root.mT, S) < 1e-12

@@ -24,7 +24,7 @@ from curvoscope.distributed.sharded_model import mesh_of
 from curvoscope.distributed.sharded_operators import ShardedMatrix
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
 from curvoscope.families.block_maps import blocks_of
-from curvoscope.losses.objectives import CrossEntropy, LossFunction, MeanLoss, MeanSquaredError, objective_of
+from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
 from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.settings import settings
 
@@ -40,6 +40,8 @@ __all__ = [
     "hessian",
     "trainable",
 ]
+
+MeanSquaredError = MSE  # its name in this module before layers and models shared their losses
 
 
 class ModelHessian(BlockHessian):
@@ -104,7 +106,7 @@ def hessian(
         model: any module, in the mode in which its loss is deterministic (`model.eval()`). It is left as it is.
         loss_fn: `loss_fn(outputs, targets)`, a mean over loss terms. Batches are weighted by their numbers of terms,
             so that the result does not depend on how the data is cut: `CrossEntropy` (and torch's) counts the targets
-            that are not ignored, `MeanSquaredError` (and torch's) the entries. For any other function the number is
+            that are not ignored, `cv.losses.MSE` (and torch's) the entries. For any other function the number is
             found by comparing batches with parts of themselves (a sum over rows stays a sum); a function that no
             number explains is refused, unless there is one batch: give `cv.losses.MeanLoss(function, terms)`, or
             `cv.losses.Contrastive(function)` if rows meet in it. `cv.losses.Regularised(loss, penalty)` adds a penalty

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.safety import undisturbed
-from curvoscope.autodiff.snapshot import device_of
+from curvoscope.autodiff.snapshot import device_of, keywords_for
 from curvoscope.closed.layer_sites import LayerRecorder, layers_of
 from curvoscope.closed.rebuilding import fitting, rebuild
 from curvoscope.estimate import Estimate
@@ -52,7 +52,7 @@ def head_moments(model: nn.Module, batch: Any) -> list[HeadMoments]:
         model.eval()
         with ExitStack() as stack:
             records = [(layer, stack.enter_context(LayerRecorder(model, layer))) for layer in layers]
-            model(*found.arguments, **found.keywords)
+            model(*found.arguments, **keywords_for(model, found))
         for layer, record in records:
             known = fitting(layer, weights, record)[0] if record.once else []
             if not known or known[0].activation != "softmax":  # the rows of others are no distributions

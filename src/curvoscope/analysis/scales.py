@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.safety import check_mode, undisturbed
-from curvoscope.autodiff.snapshot import device_of
+from curvoscope.autodiff.snapshot import device_of, keywords_for
 from curvoscope.errors import EmptyError
 from curvoscope.families.block_maps import blocks_of
 
@@ -49,7 +49,7 @@ def input_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         with undisturbed(model, data.generators), torch.no_grad():
             for batch in data:
                 moved = batch.to(device, dtype)
-                model(*moved.arguments, **moved.keywords)
+                model(*moved.arguments, **keywords_for(model, moved))
     finally:
         for handle in handles:
             handle.remove()

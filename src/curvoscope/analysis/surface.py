@@ -17,7 +17,7 @@ from curvoscope.curvature import ModelHessian, trainable
 from curvoscope.errors import DtypeError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
 from curvoscope.families.block_maps import blocks_of
-from curvoscope.losses.objectives import LossFunction, Objective, objective_of
+from curvoscope.losses import LossFunction, Objective, objective_of
 
 _WORKSPACE = 2**28  # bytes for points at once
 _MOST_AT_ONCE = 64

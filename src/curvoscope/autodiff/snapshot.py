@@ -16,8 +16,9 @@ from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
 from curvoscope.errors import CurvoscopeError, DeviceError, EmptyError, LossError, ModelError, NonFiniteError
+from curvoscope.losses import MSE, CrossEntropy
 from curvoscope.losses.counting import ROWS, SUM, conclude
-from curvoscope.losses.objectives import BinaryCrossEntropy, CrossEntropy, MeanSquaredError, Objective, logits_of
+from curvoscope.losses.objectives import BinaryCrossEntropy, Objective, logits_of
 from curvoscope.operations import Operation
 
 _SAME_LOSS = 1e-5  # relative: models may add up in another order, and in float32
@@ -300,7 +301,7 @@ def objective_of_model(model: Snapshot, batch: Batch) -> tuple[Objective, bool]:
         if not isinstance(expected, Tensor):
             raise LossError("loss_fn", "is None, and the model returns no `loss`; give loss_fn(outputs, targets)")
         errors: dict[Objective, float] = {}
-        known = CrossEntropy(shift=True), CrossEntropy(), MeanSquaredError(squeeze=True), BinaryCrossEntropy()
+        known = CrossEntropy(shift=True), CrossEntropy(), MSE(squeeze=True), BinaryCrossEntropy()
         for candidate in known:
             try:
                 value = candidate(outputs, batch.targets)
@@ -332,6 +333,11 @@ def _same_outputs(model: Snapshot, batch: Batch, labelled: Any) -> bool:
 def decodes_labels(model: nn.Module, batch: Batch) -> bool:
     """Whether the model is an encoder-decoder that is to make the inputs of its decoder from the labels."""
     return batch.labelled and _lacks_decoder_inputs(model, batch.keywords)
+
+
+def keywords_for(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What the model is called with: also the labels, if it is to make the inputs of its decoder from them."""
+    return {**batch.keywords, "labels": batch.targets} if decodes_labels(model, batch) else batch.keywords
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -185,11 +185,13 @@ def _text(
         about = f"Cross-entropy of 15 % hidden tokens on {of_text}"
         return {"input_ids": inputs, "labels": labels}, about, facts | {"hidden": int((labels >= 0).sum())}
     if kind == "text to text":
-        batch = _with_decoder_inputs(model, dict(zip(("input_ids", "labels"), _halves(tokens), strict=True)))
+        batch = dict(zip(("input_ids", "labels"), _halves(tokens), strict=True))
+        _try(model, batch)
         return batch, f"Cross-entropy of the {length} tokens that follow {of_text}", facts
     if kind == "sound to text":
         features = _noise_features(model, config, sequences, request.seed)
-        batch = _with_decoder_inputs(model, {"input_features": features, "labels": tokens})
+        batch = {"input_features": features, "labels": tokens}
+        _try(model, batch)
         about = f"Noise as sound, which has nothing to do with the text: cross-entropy of {of_text}"
         return batch, about, facts | {"noise features": list(features.shape)}
     if kind in _CLASSES:
@@ -216,23 +218,6 @@ def _noise_features(model: nn.Module, config: Any, sequences: int, seed: int) ->
             "model", f"{type(model).__name__} reads sound in another form than Whisper; {loading.CURE}"
         )
     return torch.randn(sequences, bands, 2 * frames, generator=torch.Generator().manual_seed(seed))
-
-
-def _with_decoder_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with what the model itself gives to its decoder for these labels."""
-    seen: list[Tensor] = []
-
-    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        found = keywords.get("input_ids", arguments[0] if arguments else None)
-        seen.extend([found] if isinstance(found, Tensor) else [])
-
-    with model.get_decoder().register_forward_pre_hook(look, with_kwargs=True):  # type: ignore[operator]
-        _try(model, batch)
-    if len(seen) != 1 or seen[0].shape != batch["labels"].shape:
-        raise loading.UnknownArchitectureError(
-            "model", f"{type(model).__name__} makes no inputs of its decoder from labels; {loading.CURE}"
-        )
-    return {**batch, "decoder_input_ids": seen[0].detach().clone()}
 
 
 def _try(model: nn.Module, batch: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvoscope.errors import CurvoscopeError, EmptyError
-from curvoscope.losses.objectives import CrossEntropy, MeanLoss, Objective
+from curvoscope.losses import CrossEntropy, MeanLoss, Objective
 
 Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
 

@@ -154,6 +154,6 @@ class ScalarAttention:
             return losses.MSE(y[..., None])
         if y is not None:
             raise LossError("loss", "given beside targets y; leave out one of the two")
-        if isinstance(loss, losses.MSE | losses.CrossEntropy):
+        if isinstance(loss, losses.Objective):
             return loss
         return lambda F: loss(F[..., 0])

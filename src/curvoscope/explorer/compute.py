@@ -39,7 +39,7 @@ class Beside(losses.CrossEntropy):
     def at(self, F: Tensor) -> LossAt:
         """G and S at F (1, L, d)."""
         found = super().at(F + self._stream)
-        logarithm = self._logits(F + self._stream).log_softmax(-1)
+        logarithm = self.logits(F + self._stream).log_softmax(-1)
         entropy = -float((logarithm.exp() * logarithm).sum(-1).mean())
         value = (1 - self._residual) * entropy + self._residual * found.value
         return LossAt(value, self._residual * found.gradient, found.curvature)

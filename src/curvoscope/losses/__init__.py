@@ -1,24 +1,25 @@
-"""Losses: of a layer's output (`at_layer`), and of a model's outputs and targets (`objectives`)."""
+"""Losses: the same objects serve a layer, `layer.hessian(X, loss)`, and a model, `cv.hessian(model, loss, batches)`."""
 
-from curvoscope.losses.at_layer import (
-    MSE,
-    CrossEntropy,
+from curvoscope.losses.any_loss import at
+from curvoscope.losses.any_loss import objective_of as objective_of
+from curvoscope.losses.contrastive import Contrastive
+from curvoscope.losses.cross_entropy import CrossEntropy, SoftmaxCurvature
+from curvoscope.losses.curvatures import (
     Curvature,
     LossAt,
     PairCurvature,
     ScalarCurvature,
-    SoftmaxCurvature,
     TokenCurvature,
-    at,
 )
-from curvoscope.losses.at_layer import LossFunction as LossFunction
-from curvoscope.losses.at_layer import PerToken as PerToken
-from curvoscope.losses.at_layer import Port as Port
-from curvoscope.losses.at_layer import curvature_of as curvature_of
-from curvoscope.losses.at_layer import group_size as group_size
-from curvoscope.losses.at_layer import through as through
-from curvoscope.losses.contrastive import Contrastive
+from curvoscope.losses.curvatures import PerToken as PerToken
+from curvoscope.losses.curvatures import Port as Port
+from curvoscope.losses.curvatures import curvature_of as curvature_of
+from curvoscope.losses.curvatures import group_size as group_size
+from curvoscope.losses.curvatures import through as through
+from curvoscope.losses.mse import MSE
+from curvoscope.losses.objectives import LossFunction as LossFunction
 from curvoscope.losses.objectives import MeanLoss
+from curvoscope.losses.objectives import Objective as Objective
 from curvoscope.losses.regularised import Regularised
 
 __all__ = [

@@ -19,9 +19,12 @@ class Contrastive(MeanLoss):
         function: takes the outputs and targets of a whole batch and returns a scalar.
 
     Example:
+        >>> import torch, curvoscope as cv
         >>> def info_nce(embeddings, targets):
         ...     return torch.nn.functional.cross_entropy(embeddings @ embeddings.T, targets)
-        >>> loss = cv.losses.Contrastive(info_nce)
+        >>> model, batches = torch.nn.Linear(2, 3).double(), [(torch.ones(4, 2).double(), torch.arange(4))]
+        >>> cv.hessian(model, cv.losses.Contrastive(info_nce), batches, micro_batch=3).terms
+        4.0
     """
 
     couples_rows = True

@@ -6,6 +6,7 @@ squared error one for each entry. For any other function it is found on the data
 it.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from curvoscope.errors import LossError, RangeError, ShapeError
-from curvoscope.losses.counting import SUM, Count, Inquiry, measure, number_of_terms
-from curvoscope.losses.cross_entropy import CrossEntropyGradient, mean_loss
+from curvoscope.errors import LossError
+from curvoscope.losses.counting import SUM, Count, Inquiry, number_of_terms
+from curvoscope.losses.curvatures import Curvature, LossAt
 from curvoscope.losses.outputs import flatten
 from curvoscope.operations import Operation, operations
 
-LossFunction = Callable[[Any, Any], Tensor]
-Terms = Callable[[Any, Any], int | float]
-
-_REDUCTIONS = ("mean", "sum", "batchmean")
+LossFunction = Callable[..., Tensor]  # of a layer's output, or of a model's outputs and targets
+NumberOfTerms = Callable[[Any, Any], int | float]
 
 
 class Objective(ABC):
@@ -47,6 +46,13 @@ class Objective(ABC):
         """The tensors F that the loss reads, and G = dl/dF as a function of F that can be differentiated: its
         vector-Jacobian product is the product with S = d2l/dF2."""
 
+    def at(self, F: Tensor) -> LossAt:
+        """Value, G and S at a layer's output F (N, L, m)."""
+        raise LossError(
+            "loss",
+            f"is {type(self).__name__}, a function of outputs and targets; give the layer lambda F: loss(F, targets)",
+        )
+
     def seen(self, outputs: Any, parameters: Mapping[str, Tensor]) -> Any:
         """What the loss reads, made of the model's outputs and its parameters by name: the outputs alone."""
         return outputs
@@ -64,102 +70,55 @@ class Objective(ABC):
         return self
 
 
-class CrossEntropy(Objective):
-    """Mean over the targets of -log softmax(logits)[target]; targets equal to `ignore_index` do not count.
+class ClosedLoss(Objective):
+    """A loss with G and S in closed form.
 
-    Classes are the last axis of the logits, targets (integers) have the others; `axis=1` is the layout of
-    `torch.nn.functional.cross_entropy`. With `shift`, position i predicts target i + 1, as in a causal language model.
-    Floating-point targets of the shape of the logits are probabilities of the classes: the mean over positions of
-    -sum_c target_c log softmax(logits)_c.
+    With targets of its own it is a function of the outputs alone, as a layer takes it. Without, the targets come with
+    each batch of a model.
     """
 
-    def __init__(self, ignore_index: int = -100, shift: bool = False, axis: int = -1) -> None:
-        self.ignore_index, self.shift, self.axis = ignore_index, shift, axis
+    def __init__(self, targets: Tensor | None) -> None:
+        self.targets = targets
 
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """The mean over the targets that count."""
-        logits = logits_of(outputs)
-        if self._soft(logits, targets):
-            axis = self._axis(logits)
-            return -(targets * logits.log_softmax(axis)).sum() * (logits.shape[axis] / logits.numel())
-        return mean_loss(*self._flat(logits, targets))
+    @abstractmethod
+    def __call__(self, outputs: Any, targets: Any = None) -> Tensor:
+        """The mean over the terms."""
 
-    def terms(self, outputs: Any, targets: Any) -> int:
-        """Targets that count."""
-        logits = logits_of(outputs)
-        if self._soft(logits, targets):
-            return logits.numel() // logits.shape[self._axis(logits)]
-        counted = targets[..., 1:] if self.shift else targets
-        return int((counted != self.ignore_index).sum())
+    @abstractmethod
+    def gradient(self, outputs: Any, targets: Any = None) -> tuple[list[Tensor], list[Tensor]]:
+        """F and G in closed form."""
 
-    def gradient(self, outputs: Any, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """G in closed form."""
-        logits = logits_of(outputs)
-        if self._soft(logits, targets):
-            axis = self._axis(logits)
-            errors = targets.sum(axis, keepdim=True) * logits.softmax(axis) - targets
-            return [logits], [errors * (logits.shape[axis] / logits.numel())]
-        found = CrossEntropyGradient.apply(*self._flat(logits, targets))
-        moved = logits.movedim(self._axis(logits), -1).shape
-        return [logits], [found.view(moved).movedim(-1, self._axis(logits))]
+    @abstractmethod
+    def bound(self, targets: Tensor) -> "ClosedLoss":
+        """The same loss with these targets, for a layer."""
 
-    def _axis(self, logits: Tensor) -> int:
-        return self.axis if logits.ndim > 1 else -1
+    @abstractmethod
+    def curvature(self, F: Tensor) -> Curvature:
+        """S at F (N, L, m), for targets of its own."""
 
-    def _soft(self, logits: Tensor, targets: Any) -> bool:
-        """Whether the targets are probabilities."""
-        if not isinstance(targets, Tensor):
-            raise LossError("targets", f"expected a tensor, got {type(targets).__name__}; pass a function of your own")
-        if not targets.is_floating_point():
-            return False
-        if self.shift:
-            raise LossError("targets", f"expected integers, got {targets.dtype}: `shift` is for words that follow")
-        if targets.shape != logits.shape:
-            shapes = f"{tuple(targets.shape)} of {targets.dtype} for logits {tuple(logits.shape)}"
-            raise ShapeError("targets", f"got {shapes}; expected integers, or probabilities of the shape of the logits")
-        return True
+    def at(self, F: Tensor) -> LossAt:
+        """Value, G and S at a layer's output F (N, L, m)."""
+        if self.targets is None:
+            name = type(self).__name__
+            raise LossError(
+                "loss", f"is {name} without targets; give the layer's: {name}(targets), loss.bound(targets)"
+            )
+        _, (gradient,) = self.gradient(F)
+        return LossAt(float(self(F)), gradient, self.curvature(F))
 
-    def _flat(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (T, V), targets (T,) with some word where they are ignored, weights (T,)."""
-        logits = logits.movedim(self._axis(logits), -1)
-        if targets.shape != logits.shape[:-1]:
-            raise ShapeError("targets", f"got {tuple(targets.shape)} for logits {tuple(logits.shape)}")
-        if self.shift:
-            targets = functional.pad(targets[..., 1:], (0, 1), value=self.ignore_index)
-        counted = targets != self.ignore_index
-        seen = targets[counted]
-        if seen.numel() and (int(seen.min()) < 0 or int(seen.max()) >= logits.shape[-1]):
-            worst = int(seen.min()) if int(seen.min()) < 0 else int(seen.max())
-            raise RangeError("targets", f"{worst} is outside the vocabulary 0 to {logits.shape[-1] - 1}")
-        weights = counted.to(logits.dtype) / counted.sum().clamp_min(1)
-        return logits.reshape(-1, logits.shape[-1]), targets.where(counted, 0).flatten(), weights.flatten()
-
-
-class MeanSquaredError(Objective):
-    """Mean over all entries of (output - target)^2. With `squeeze`, axes of length one do not matter."""
-
-    def __init__(self, squeeze: bool = False) -> None:
-        self.squeeze = squeeze
-
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """The mean over the entries."""
-        return self._residual(logits_of(outputs), targets).square().mean()
-
-    def terms(self, outputs: Any, targets: Any) -> int:
-        """Entries."""
-        return logits_of(outputs).numel()
-
-    def gradient(self, outputs: Any, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """G = 2/n (F - Y), so S = 2/n I."""
-        values = logits_of(outputs)
-        return [values], [self._residual(values, targets) * (2.0 / values.numel())]
-
-    def _residual(self, values: Tensor, targets: Tensor) -> Tensor:
-        if self.squeeze and values.squeeze().shape == targets.squeeze().shape:
-            targets = targets.reshape(values.shape)
-        if values.shape != targets.shape:
-            raise ShapeError("targets", f"got {tuple(targets.shape)} for outputs {tuple(values.shape)}")
-        return values - targets
+    def wanted(self, targets: Any, F: Tensor) -> Tensor:
+        """The targets: those given, or the loss's own. If there are both, they must be the same."""
+        own = self.targets
+        found = own if targets is None else targets
+        if not isinstance(found, Tensor):
+            seen = "none" if found is None else type(found).__name__
+            raise LossError("targets", f"expected a tensor, got {seen}; pass a function of your own")
+        if own is not None and found is not own:
+            if own.shape != found.shape or not torch.equal(own.to(found), found):
+                raise LossError("loss_fn", "has targets of its own, and the batches have others; make it without")
+            return found
+        axes = F.ndim if found.is_floating_point() else F.ndim - 1
+        return found[None] if found is own and found.ndim == axes - 1 else found
 
 
 class BinaryCrossEntropy(Objective):
@@ -182,20 +141,27 @@ class BinaryCrossEntropy(Objective):
 class MeanLoss(Objective):
     """Any loss function(outputs, targets) that returns the mean over `terms(outputs, targets)` terms.
 
-    Without `terms` their number is found on the data. G and S are found by differentiating the function twice.
+    G and S are found by differentiating the function twice.
 
     Args:
         function: takes outputs and targets of a batch and returns a scalar.
-        terms: takes the same and returns the number that the mean divides by.
+        terms: takes the same and returns the number that the mean divides by; None: it is found on the data.
+        summed: whether the function is a sum over the terms.
 
     Example:
+        >>> import torch, curvoscope as cv
         >>> def masked(outputs, targets):
         ...     mask, values = targets
         ...     return ((outputs - values).square() * mask).sum() / mask.sum()
         >>> loss = cv.losses.MeanLoss(masked, lambda outputs, targets: float(targets[0].sum()))
+        >>> values, mask = torch.zeros(3, 1).double(), torch.tensor([[1.0], [0.0], [1.0]]).double()
+        >>> cv.hessian(torch.nn.Linear(1, 1).double(), loss, [(values, (mask, values))]).terms
+        2.0
     """
 
-    def __init__(self, function: LossFunction, terms: Terms | None = None, summed: bool = False) -> None:
+    def __init__(self, function: LossFunction, terms: NumberOfTerms | None = None, summed: bool = False) -> None:
+        if not takes(function, 2):
+            raise LossError("loss_fn", "is no function of (outputs, targets); give lambda outputs, targets: ...")
         self.function, self._terms, self.summed = function, terms, summed
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
@@ -266,6 +232,21 @@ def _check_only_through(value: Tensor, aliases: Iterable[Tensor], opaque: list[s
         stack.extend(following for following, _ in node.next_functions)
 
 
+def takes(function: object, arguments: int) -> bool:
+    """Whether a function can be called with so many arguments, as far as its signature tells."""
+    if not callable(function):
+        return False
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # it has none
+        return True
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
+
+
 def logits_of(outputs: Any) -> Tensor:
     """The tensor that the loss reads: the output itself, its `logits`, or its first entry."""
     found = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
@@ -274,27 +255,3 @@ def logits_of(outputs: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise LossError("loss_fn", f"the model returned {type(outputs).__name__}, expected a tensor or `logits`")
     return found
-
-
-def objective_of(loss_fn: LossFunction | None) -> Objective | None:
-    """The objective behind a loss function; torch's own cross-entropy and squared error are recognised."""
-    if loss_fn is None or isinstance(loss_fn, Objective):
-        return loss_fn
-    reduction = getattr(loss_fn, "reduction", "mean")
-    if reduction not in _REDUCTIONS:
-        raise LossError("loss_fn", f"has reduction={reduction!r}; expected {' or '.join(map(repr, _REDUCTIONS))}")
-    if loss_fn is functional.mse_loss or (type(loss_fn) is nn.MSELoss and reduction == "mean"):
-        return MeanSquaredError()
-    if loss_fn is functional.cross_entropy:
-        return CrossEntropy(axis=1)
-    if type(loss_fn) is nn.CrossEntropyLoss and reduction == "mean":
-        if loss_fn.weight is None and loss_fn.label_smoothing == 0:
-            return CrossEntropy(loss_fn.ignore_index, axis=1)
-        return MeanLoss(loss_fn, partial(_weights, loss_fn))
-    return MeanLoss(loss_fn, getattr(loss_fn, "terms", None))
-
-
-def _weights(loss: nn.CrossEntropyLoss, outputs: Any, targets: Tensor) -> float:
-    """The mean divides by the sum of the targets' class weights; with probabilities as targets, by the positions."""
-    found = measure(loss, outputs, targets).tally
-    return found.outputs / outputs.shape[1 if outputs.ndim > 1 else 0] if found.observed is None else found.observed

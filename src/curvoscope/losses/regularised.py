@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import LossError
+from curvoscope.losses.any_loss import objective_of
 from curvoscope.losses.counting import Count, Inquiry
-from curvoscope.losses.objectives import LossFunction, Objective, objective_of
+from curvoscope.losses.objectives import LossFunction, Objective
 
 Penalty = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -33,9 +34,13 @@ class Regularised(Objective):
         penalty: takes a dict of all parameters by name and returns a scalar.
 
     Example:
+        >>> import torch, curvoscope as cv
         >>> def decay(parameters):
-        ...     return 1e-2 * sum(weight.square().sum() for weight in parameters.values())
-        >>> loss = cv.losses.Regularised(torch.nn.functional.mse_loss, decay)
+        ...     return 0.5 * sum(weight.square().sum() for weight in parameters.values())
+        >>> model, zeros = torch.nn.Linear(2, 1).double(), torch.zeros(4, 2).double()
+        >>> H = cv.hessian(model, cv.losses.Regularised(cv.losses.MSE(), decay), [(zeros, zeros[:, :1])])
+        >>> H.dense().diagonal()
+        tensor([1., 1., 3.], dtype=torch.float64)
     """
 
     reads_parameters = True

@@ -15,7 +15,7 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.curvature import blocks_of, hessian, trainable
 from curvoscope.errors import NonFiniteError
 from curvoscope.estimate import lanczos
-from curvoscope.losses.objectives import CrossEntropy
+from curvoscope.losses import CrossEntropy
 from curvoscope.operators.base import LinearOperator
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments.figure import MeasuredValue

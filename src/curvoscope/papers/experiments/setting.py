@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from curvoscope import losses
 from curvoscope.papers import tasks
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import VOCABULARY
@@ -72,17 +73,10 @@ class LogitLoss:
 
 
 def logit_loss(kind: str, logits: Tensor, tokens: Tensor) -> LogitLoss:
-    """G and R of "ce" or "mse" at the answer logits (N, 6, v).
-
-    For cross-entropy S = w (diag π - π π^T) and R = w^(1/2) (diag s - π s^T) with s = π^(1/2) elementwise.
-    """
+    """G and R of "ce" or "mse" at the answer logits (N, 6, v)."""
     if kind == "mse":
         targets = one_hot(tokens[:, ANSWERS], VOCABULARY).to(logits.dtype)
         identity = torch.eye(logits.shape[-1], dtype=logits.dtype)
         return LogitLoss(2 * (logits - targets), (2**0.5 * identity).expand(*logits.shape, -1))
-    weight = 1 / logits[..., 0].numel()
-    probabilities = logits.softmax(-1)
-    targets = one_hot(tokens[:, ANSWERS.start + 1 : ANSWERS.stop + 1], VOCABULARY).to(logits.dtype)
-    spread = probabilities.sqrt()
-    root = torch.diag_embed(spread) - probabilities[..., :, None] * spread[..., None, :]
-    return LogitLoss(weight * (probabilities - targets), weight**0.5 * root)
+    loss = losses.CrossEntropy(tokens[:, ANSWERS.start + 1 : ANSWERS.stop + 1])
+    return LogitLoss(loss.at(logits).gradient, loss.curvature(logits).root())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
-from curvoscope.losses.objectives import CrossEntropy
+from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, groups_of
 from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Image, Panel

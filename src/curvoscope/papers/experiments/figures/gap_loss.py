@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from curvoscope.analysis.convergence import ConvergenceCurve, convergence
 from curvoscope.analysis.data_sufficiency import data_sufficiency
 from curvoscope.estimate.result import student
-from curvoscope.losses.objectives import CrossEntropy
+from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import Digits, VisionTransformer
 from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel, Series

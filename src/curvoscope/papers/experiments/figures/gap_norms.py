@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
-from curvoscope.losses.objectives import CrossEntropy
+from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, accuracy, groups_of
 from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from curvoscope.curvature import hessian
-from curvoscope.losses.objectives import CrossEntropy
+from curvoscope.losses import CrossEntropy
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvoscope.curvature import ModelHessian, hessian
 from curvoscope.families.block_maps import blocks_of
-from curvoscope.losses.objectives import CrossEntropy
+from curvoscope.losses import CrossEntropy
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.fits import slope

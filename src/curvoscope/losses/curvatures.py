@@ -1,0 +1,219 @@
+"""S, the Hessian of a loss in an output F (N, L, m), in the sparsest form that it has.
+
+These are c I (`ScalarCurvature`), one m x m matrix per token (`TokenCurvature`, `SoftmaxCurvature`), or one matrix over
+all tokens of a group that the loss mixes (`PairCurvature`). A head sees S through its port: the rows of W_O that lead
+from the head to the output, or the columns of F that it fills.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.errors import LossError
+
+Port = Tensor | slice | None
+
+_AT_ONCE = 64  # directions for which products with S are asked for together
+
+
+def through(values: Tensor, port: Port) -> Tensor:
+    """The last axis of `values`, from the output's m to the port's e: W_O (e, m) applied, or columns taken."""
+    if port is None:
+        return values
+    if isinstance(port, slice):
+        return values[..., port]
+    return values @ port.mT
+
+
+class Curvature(ABC):
+    """S, the Hessian of a loss in the output F (N, L, m).
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> F = torch.zeros(1, 2, 3).double()
+        >>> S = cv.losses.MSE(torch.ones(1, 2, 3).double()).at(F).curvature
+        >>> S.apply(torch.full((1, 2, 3), 6.0))[0, 0]
+        tensor([2., 2., 2.])
+    """
+
+    @abstractmethod
+    def apply(self, direction: Tensor) -> Tensor:
+        """S dF for directions (..., N, L, m)."""
+
+
+class ScalarCurvature(Curvature):
+    """S = c I.
+
+    Args:
+        factor: c.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> cv.losses.ScalarCurvature(2.0).apply(torch.ones(1, 1, 3))
+        tensor([[[2., 2., 2.]]])
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def apply(self, direction: Tensor) -> Tensor:
+        """c dF."""
+        return self.factor * direction
+
+    def between(self, left: Port, right: Port, identity: Tensor) -> Tensor:
+        """c P P'^T, (e, e'), from the identity matrix of the output's width."""
+        return self.factor * (through(identity, left).mT @ through(identity, right))
+
+
+class PerToken(Curvature):
+    """S with a block S_t (m, m) for each token and nothing between tokens."""
+
+    @abstractmethod
+    def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
+        """P S_t P'^T for tokens start to stop: (t, e, e')."""
+
+    @abstractmethod
+    def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
+        """The diagonals of P S_t P^T for tokens start to stop: (t, e)."""
+
+    @abstractmethod
+    def workspace(self, left: Port, right: Port) -> int:
+        """Numbers that `between` needs for a token."""
+
+    def by_words(self, port: Port) -> Tensor | None:
+        """Features B (v, e) with P S_t P'^T = B^T E_t B', where there are few words v; E_t is `word_covariance`."""
+        return None
+
+    def word_covariance(self, start: int, stop: int) -> Tensor:
+        """E_t, (t, v, v)."""
+        raise LossError("loss", "has no words")
+
+
+class TokenCurvature(PerToken):
+    """S with one matrix per token and nothing between tokens.
+
+    Args:
+        blocks: S_t, (N, L, m, m).
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> S = cv.losses.TokenCurvature(torch.tensor([[[[2.0, 1.0], [1.0, 3.0]]]]))
+        >>> S.apply(torch.tensor([[[1.0, 0.0]]]))
+        tensor([[[2., 1.]]])
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self._blocks = blocks
+
+    def apply(self, direction: Tensor) -> Tensor:
+        """S_t dF_t."""
+        return torch.matmul(self._blocks, direction[..., None])[..., 0]
+
+    def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
+        """P S_t P'^T."""
+        blocks = self._blocks.flatten(0, 1)[start:stop]
+        return through(through(blocks, right).mT, left).mT
+
+    def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
+        """Of P S_t P^T."""
+        return self.between(port, port, start, stop).diagonal(dim1=1, dim2=2)
+
+    def workspace(self, left: Port, right: Port) -> int:
+        """S_t through one port."""
+        return 2 * self._blocks.shape[-1] ** 2
+
+
+class PairCurvature(Curvature):
+    """S between all tokens of a group: a sequence, or the whole batch.
+
+    Args:
+        blocks: S of each group, (groups, g, m, g, m) with g tokens per group.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> S = cv.losses.PairCurvature(torch.tensor([[0.0, 1.0], [1.0, 0.0]]).view(1, 2, 1, 2, 1))
+        >>> S.apply(torch.tensor([[[5.0], [7.0]]])).flatten()
+        tensor([7., 5.])
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.blocks = blocks
+
+    def apply(self, direction: Tensor) -> Tensor:
+        """sum_u S_tu dF_u."""
+        groups, size, width = self.blocks.shape[:3]
+        matrix = self.blocks.reshape(groups, size * width, size * width)
+        grouped = direction.reshape(*direction.shape[:-3], groups, size * width, 1)
+        return torch.matmul(matrix, grouped).reshape(direction.shape)
+
+
+@dataclass(frozen=True)
+class LossAt:
+    """A loss around one output.
+
+    Args:
+        value: the loss.
+        gradient: G, (N, L, m).
+        curvature: S.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> found = cv.losses.MSE(torch.ones(1, 2, 2)).at(torch.zeros(1, 2, 2))
+        >>> found.value, found.gradient[0, 0], found.curvature.factor
+        (1.0, tensor([-0.5000, -0.5000]), 0.5)
+    """
+
+    value: float
+    gradient: Tensor
+    curvature: Curvature
+
+
+def group_size(product: Callable[[Tensor], Tensor], F: Tensor) -> int:
+    """How many tokens S couples, from its products: does the loss mix tokens, and if so, sequences?"""
+    sequences, length, _ = F.shape
+    sequence = torch.arange(sequences, device=F.device).repeat_interleave(length).view(sequences, length)
+    token = torch.arange(sequences * length, device=F.device).view(sequences, length)
+    if not _mixes(product, F, token):
+        return 1
+    return length if not _mixes(product, F, sequence) else sequences * length
+
+
+def curvature_of(products: Callable[[Tensor], Tensor], F: Tensor, size: int) -> Curvature:
+    """S from its products with directions (n, N, L, m), when it couples groups of `size` tokens: one product for each
+    entry of a group."""
+    sequences, length, width = F.shape
+    groups = sequences * length // size
+    checks.fits(
+        groups * (size * width) ** 2 * F.element_size(),
+        None,
+        "the loss Hessian at the output",
+        "use fewer tokens",
+    )
+    columns = []
+    for entries in torch.arange(size * width, device=F.device).split(max(1, min(_AT_ONCE, 2**24 // F.numel()))):
+        directions = F.new_zeros(len(entries), groups, size * width)
+        directions[torch.arange(len(entries)), :, entries] = 1
+        columns.append(products(directions.view(-1, *F.shape)).reshape(directions.shape))
+    blocks = torch.cat(columns).permute(1, 2, 0)
+    blocks = (blocks + blocks.mT) / 2
+    if size == 1:
+        return TokenCurvature(blocks.view(sequences, length, width, width))
+    return PairCurvature(blocks.view(groups, size, width, size, width))
+
+
+def _mixes(product: Callable[[Tensor], Tensor], F: Tensor, group: Tensor) -> bool:
+    """Whether S has entries between different groups. Two groups differ in some bit of their number, so one random
+    direction a bit, on the groups where the bit is 0, reaches every pair."""
+    generator = torch.Generator().manual_seed(0)
+    for bit in range(int(group.max()).bit_length()):
+        on = (group >> bit & 1 == 0)[..., None]
+        noise = torch.randn(F.shape, generator=generator, dtype=F.dtype).to(F.device)
+        answer = product(noise * on)
+        off = answer.masked_fill(on, 0).abs().max()
+        if off > 16 * torch.finfo(F.dtype).eps * answer.abs().max():
+            return True
+    return False
