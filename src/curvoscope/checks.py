@@ -143,7 +143,7 @@ def fits(needed: int, memory_limit: int | None, what: str, instead: str) -> None
     budget = memory_budget(memory_limit)
     predict(needed)
     if needed > budget:
-        message = f"{what} needs {_size(needed)}, the limit is {_size(budget)}; {instead}"
+        message = f"{what} needs {readable_size(needed)}, the limit is {readable_size(budget)}; {instead}"
         raise MemoryLimitError("memory_limit", message, needed)
 
 
@@ -166,7 +166,8 @@ def chunks(tokens: int, period: int, bytes_per_token: int, budget: int) -> Itera
             )
 
 
-def _size(number: int) -> str:
+def readable_size(number: int) -> str:
+    """A number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"
