@@ -22,9 +22,8 @@ from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatur
 from curvoscope.closed.layers import ClosedFormLayers
 from curvoscope.closed.plan import PARTS, Choice, Plan, PlannedBlock
 from curvoscope.distributed.mesh import Mesh, sharded_ranks
-from curvoscope.distributed.ranks import RankError, ranks_of
+from curvoscope.distributed.ranks import RankError, mesh_of, ranks_of
 from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
-from curvoscope.distributed.sharded_model import mesh_of
 from curvoscope.distributed.sharded_operators import ShardedMatrix
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS

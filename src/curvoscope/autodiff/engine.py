@@ -16,8 +16,8 @@ from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.guard import check_curvature, check_symmetry, probe
 from curvoscope.autodiff.hooks import ActivationHook, Site, layer_of
+from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.safety import check_mode, undisturbed
-from curvoscope.autodiff.second_order import kept_derivatives
 from curvoscope.autodiff.snapshot import (
     LossSummary,
     Snapshot,

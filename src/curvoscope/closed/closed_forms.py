@@ -21,9 +21,9 @@ from curvoscope import checks, losses
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.engine import Autodiff, check_layer
 from curvoscope.autodiff.graph import Graph
-from curvoscope.autodiff.second_order import kept_derivatives
+from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.blocks import Block
-from curvoscope.closed.layers import ClosedFormLayers, LayerRecorder, ModelLayer, OutputSize, Place
+from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerRecorder, ModelLayer, OutputSize
 from curvoscope.closed.plan import Choice
 from curvoscope.closed.rebuilding import Reading, Rebuilt, fitting, rebuild, shaken
 from curvoscope.distributed.rank_sum import RankSum
@@ -73,7 +73,7 @@ class ClosedForms:
         self._chosen = {
             place.layer.name: place.layer
             for place in map(layers.place, engine.blocks.values())
-            if isinstance(place, Place)
+            if isinstance(place, BlockPlace)
         }
         told = engine.ranks.exchange((layers.sizes, len(engine.survey.terms)))
         self._sizes = {name: reduce(OutputSize.joined, (sizes[name] for sizes, _ in told)) for name in self._chosen}
@@ -103,7 +103,7 @@ class ClosedForms:
             self._bytes(layer, coupled, size.width, self._batches * size.tokens),
         )
 
-    def _sized_out(self, place: Place, block: Block) -> str | None:
+    def _sized_out(self, place: BlockPlace, block: Block) -> str | None:
         """Why sizes alone rule out a closed form."""
         role = place.name.removeprefix("b_")[0]
         turned = self._sizes[place.layer.name].rotary and role == "K"

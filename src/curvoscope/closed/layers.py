@@ -66,7 +66,7 @@ class ModelLayer:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlace:
     """Where a block stands: in which layer, and under which name in its closed form."""
 
     layer: ModelLayer
@@ -113,13 +113,13 @@ class ClosedFormLayers:
         """`blocks`: all of the model's."""
         self._model, self._all = model, layers_of(model, blocks)
         self.sizes = {layer.name: OutputSize() for layer in self._all}
-        self._places: dict[tuple[Piece, ...], Place] = {}
+        self._places: dict[tuple[Piece, ...], BlockPlace] = {}
         for layer in self._all:
             for role, block in layer.blocks.items():
                 parts = {layer.exact_name(role): block}
                 if (block.heads or 1) > 1:
                     parts |= {f"{role}.{i}": block.head(i) for i in range(block.heads or 1)}
-                self._places |= {part.pieces: Place(layer, name) for name, part in parts.items()}
+                self._places |= {part.pieces: BlockPlace(layer, name) for name, part in parts.items()}
 
     def mixed_after(self, layer: ModelLayer) -> bool:
         """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
@@ -130,7 +130,7 @@ class ClosedFormLayers:
         """Where each layer ends, by the names of its parameters."""
         return {name: layer.output for layer in self._all for name in layer.parameters}
 
-    def place(self, block: Block) -> Place | str:
+    def place(self, block: Block) -> BlockPlace | str:
         """Where the block stands, or why it stands in no layer."""
         found = self._places.get(block.pieces)
         if block.tied:
