@@ -155,7 +155,8 @@ def hessian(
         blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
             which attention and feed-forward layers of the known families have; an error for any other block. "auto":
-            in closed form where there is one and the loss Hessian at the layer's output is soon found.
+            in closed form if there is one and the loss Hessian at the layer's output takes few products. `H.plan` says
+            which block gets what.
         split: where outer | functional is cut: at the "model"'s output (Gauss-Newton), or at the output of the "layer"
             that each block belongs to. There the parts exist within one layer only.
         micro_batch: rows at a time; None: a batch at a time.
@@ -183,6 +184,23 @@ def hessian(
     densities are Estimates, the same on all ranks and, to rounding, the same as of the model in one piece; `dense()`,
     `diagonal()` and closed forms raise. Should the model fail on one rank in the middle of a pass, or that process end,
     the others raise a RankError at once; should it hang, when the timeout of the group is over.
+
+    Returns:
+        The Hessian over the blocks, (P, P) with P their entries in all. The model has run on every batch, for the loss;
+        everything else is computed when it is asked for.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
+        >>> X, Y = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, Y)], blocks=cv.blocks_of(model).select("*.attn.[QKV]"))
+        >>> H.names
+        ['h.0.attn.Q', 'h.0.attn.K', 'h.0.attn.V']
+        >>> H["h.0.attn.Q"].shape, (H @ torch.ones(48, dtype=torch.float64)).shape
+        ((16, 16), torch.Size([48]))
+        >>> float(H["h.0.attn.Q"].frobenius_norm()) > 0, H.method_of("h.0.attn.Q")
+        (True, 'exact')
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
@@ -260,7 +278,22 @@ def _check_closed(closed: ClosedForms, blocks: Blocks) -> None:
 
 
 def trainable(model: nn.Module, blocks: Blocks) -> Blocks:
-    """The blocks whose parameters are all trainable."""
+    """The blocks whose parameters are all trainable.
+
+    Args:
+        model: any module.
+        blocks: its blocks, from `blocks_of(model)`.
+
+    Returns:
+        Those without a frozen parameter (`requires_grad` False), in the same order.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(3, 2)
+        >>> _ = model.bias.requires_grad_(False)
+        >>> cv.curvature.trainable(model, cv.blocks_of(model)).names
+        ['weight']
+    """
     free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     chosen = [b for b in blocks.values() if all(piece.parameter in free for piece in b.pieces)]
     if not chosen:

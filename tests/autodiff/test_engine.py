@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth_of
 from curvoscope import curvature
+from curvoscope.autodiff import engine
 from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, blocks_of
 from reference import normal, relative
 
@@ -206,7 +207,7 @@ class TestWays:
         H, _, _ = _case("two layers")
         columns = normal(7)(H.shape[0], 5)
         together = getattr(H, part) @ columns
-        monkeypatch.setattr(autodiff, "_AT_ONCE", -1)
+        monkeypatch.setattr(engine, "_AT_ONCE", -1)
         assert relative(getattr(H, part) @ columns, together) < 1e-13
 
     def test_any_callable_gives_what_the_closed_form_does(self):
