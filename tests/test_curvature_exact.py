@@ -11,6 +11,7 @@ from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
 from curvoscope.autodiff.matrix import AutodiffBlock
 from curvoscope.blocks import Blocks
 from curvoscope.closed import closed_forms
+from curvoscope.closed.layers import ClosedFormLayers
 from curvoscope.curvature import CrossEntropy, MeanLoss, blocks_of, hessian
 from curvoscope.errors import BlockNameError, MemoryLimitError, ModelError
 from curvoscope.estimate import Estimate
@@ -169,7 +170,7 @@ def _assert_same(model, loss, batches, split="model", per_head=False, patterns=(
             dense = expected.dense()
             for row, column in {*zip(names, names, strict=True), *zip(names, names[1:] + names[:1], strict=True)}:
                 found = getattr(exact, part)[row, column]
-                assert not isinstance(found, AutodiffBlock)
+                assert not isinstance(found.resolved, AutodiffBlock)
                 here = expected.ranges[row], expected.ranges[column]
                 scale = max(float(total[here].abs().max()), 1e-4 * float(total.abs().max()))
                 error = float((found.dense() - dense[here]).abs().max()) / scale
@@ -243,7 +244,7 @@ class TestAnswers:
             assert relative(block.diagonal(), dense.diagonal(), dense) < 1e-12
             assert torch.equal(block.eigenvalues(), torch.linalg.eigvalsh(dense))
             assert isinstance(block.trace(matvecs=8), Estimate)
-        assert isinstance(H.outer["h.0.mlp.down"], KroneckerSum)
+        assert isinstance(H.outer["h.0.mlp.down"].resolved, KroneckerSum)
 
     def test_parts_add_up_and_a_value_weight_has_no_functional_part_at_its_layer(self):
         for split in ("model", "layer"):
@@ -265,7 +266,7 @@ class TestAnswers:
             ("h.0.attn.Q", "h.0.mlp.up"),
             ("h.0.norm1",) * 2,
         ):
-            assert isinstance(H.total[pair], AutodiffBlock)
+            assert isinstance(H.total[pair].resolved, AutodiffBlock)
             assert torch.equal(H.total[pair].dense(), other.total[pair].dense())
         with pytest.raises(BlockNameError, match=r"h\.7\.attn\.Q"):
             H.method_of("h.7.attn.Q")
@@ -274,7 +275,7 @@ class TestAnswers:
         H = hessian(GPT(2), CrossEntropy(), [tokens()])
         some = H.total.select(["h.1.attn.V", "h.1.attn.Q"])
         assert some["h.1.attn.V", "h.1.attn.Q"].shape == (16, 16)
-        assert not isinstance(some["h.1.attn.Q"], AutodiffBlock)
+        assert not isinstance(some["h.1.attn.Q"].resolved, AutodiffBlock)
 
     def test_nothing_runs_before_a_block_is_asked_for(self):
         model, calls = GPT(), []
@@ -294,7 +295,7 @@ class TestAnswers:
         blocks = Blocks([both["h.0.attn.Q"].head(1), both["h.0.attn.V"]])
         H = hessian(model, CrossEntropy(), batches, blocks, method="exact")
         expected = hessian(model, CrossEntropy(), batches, blocks, method="autodiff").dense()
-        assert isinstance(H["h.0.attn.Q.1", "h.0.attn.V"], AutodiffBlock)
+        assert isinstance(H["h.0.attn.Q.1", "h.0.attn.V"].resolved, AutodiffBlock)
         found = [[H[row, column].dense() for column in blocks] for row in blocks]
         assert relative(torch.cat([torch.cat(row, 1) for row in found]), expected) < 1e-9
 
@@ -389,7 +390,7 @@ class TestFallingBack:
             pytest.skip("TransformerBridge is tested from version 4 on")
         sizes = {"n_layers": 1, "d_model": 6, "n_heads": 2, "d_head": 3, "n_ctx": LENGTH, "d_vocab": WORDS, "d_mlp": 5}
         model = lens.TransformerBridge.boot_native(sizes | {"act_fn": "gelu"})
-        assert closed_forms.ClosedFormLayers(model, blocks_of(model)).sites == {}
+        assert ClosedFormLayers(model, blocks_of(model)).sites == {}
 
 
 def _attention(model):

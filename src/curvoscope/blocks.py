@@ -208,7 +208,22 @@ class Block:
 
 
 class Blocks(Mapping[str, Block]):
-    """Blocks by name, in the order of the model. Made by `cv.blocks_of(model)`; print `table()` to check it."""
+    """Blocks by name, in the order of the model. Made by `cv.blocks_of(model)`; print `table()` to check it.
+
+    Args:
+        blocks: with different names.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> blocks = cv.blocks_of(torch.nn.TransformerEncoderLayer(4, 2, 8))
+        >>> blocks.select("*.attn.Q", "*.mlp.up").shapes
+        {'h.0.attn.Q': (4, 4), 'h.0.mlp.up': (4, 8)}
+        >>> blocks.select("*.attn.Q").per_head().names
+        ['h.0.attn.Q.0', 'h.0.attn.Q.1']
+        >>> print(blocks.select("*.attn.V").table())
+        block       shape  parameter                 slice      layout      heads  tied to
+        h.0.attn.V  4 x 4  self_attn.in_proj_weight  [8:12, :]  transposed  2
+    """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._blocks: dict[str, Block] = {}
@@ -251,7 +266,14 @@ class Blocks(Mapping[str, Block]):
         return {piece.parameter for block in self.values() for piece in block.pieces}
 
     def select(self, *patterns: str) -> "Blocks":
-        """The blocks whose names match one of the shell patterns, in the order of the model: "*.attn.[QKV]"."""
+        """The blocks whose names match one of the shell patterns, in the order of the model.
+
+        Args:
+            *patterns: such as "*.attn.[QKV]"; each must match a block.
+
+        Returns:
+            The blocks chosen.
+        """
         if not patterns:
             raise EmptyError("patterns", 'give at least one, such as "*.attn.Q"')
         for pattern in patterns:
@@ -262,7 +284,7 @@ class Blocks(Mapping[str, Block]):
         return Blocks(block for name, block in self.items() if any(fnmatchcase(name, p) for p in patterns))
 
     def per_head(self) -> "Blocks":
-        """One block a head, "h.0.attn.Q.2" for head 2; K and V by their own heads. Blocks without heads stay."""
+        """One block per head, "h.0.attn.Q.2" for head 2; K and V by their own heads. Blocks without heads stay."""
         return Blocks(
             part
             for block in self.values()

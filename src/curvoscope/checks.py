@@ -106,7 +106,7 @@ def fits(needed: int, budget: int | None, what: str, instead: str) -> None:
     budget = memory_budget() if budget is None else budget
     predict(needed)
     if needed > budget:
-        message = f"{what} needs {_size(needed)}, the limit is {_size(budget)}; {instead}"
+        message = f"{what} needs {readable_size(needed)}, the limit is {readable_size(budget)}; {instead}"
         raise MemoryLimitError("memory_limit", message, needed)
 
 
@@ -129,7 +129,8 @@ def chunks(tokens: int, period: int, bytes_per_token: int, budget: int) -> Itera
             )
 
 
-def _size(number: int) -> str:
+def readable_size(number: int) -> str:
+    """A number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"

@@ -1,6 +1,8 @@
 """`hessian`: the loss Hessian of any torch model over named blocks."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,14 +17,16 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import SecondDerivativeError
 from curvoscope.autodiff.matrix import AutodiffMatrix
 from curvoscope.blocks import Blocks
-from curvoscope.closed.closed_forms import ClosedFormLayers, ClosedForms
+from curvoscope.closed.closed_forms import ClosedForms
 from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatures
+from curvoscope.closed.layers import ClosedFormLayers
+from curvoscope.closed.plan import PARTS, Choice, Plan, PlannedBlock
 from curvoscope.distributed.mesh import Mesh, sharded_ranks
-from curvoscope.distributed.ranks import RankError, ranks_of
+from curvoscope.distributed.ranks import RankError, mesh_of, ranks_of
 from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
-from curvoscope.distributed.sharded_model import mesh_of
 from curvoscope.distributed.sharded_operators import ShardedMatrix
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
+from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
 from curvoscope.operators.block_matrix import BlockHessian
@@ -34,6 +38,7 @@ __all__ = [
     "MeanLoss",
     "MeanSquaredError",
     "ModelHessian",
+    "Plan",
     "RankError",
     "SecondDerivativeError",
     "blocks_of",
@@ -49,34 +54,69 @@ class ModelHessian(BlockHessian):
 
     The total is a double backward pass of its own, not the sum of the two parts: it costs less than they do. Single
     blocks are in closed form where one is known, products with the whole matrix always take one pass of autodiff.
+    Made by `cv.hessian`. To ask for a block (`H["h.0.attn.Q"]`) or for the `plan` computes nothing; what a block is
+    asked does, and what was computed is kept.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(3, 2).double()
+        >>> data = torch.ones(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [data])
+        >>> H.names, H.shape, H.method_of("bias")
+        (['weight', 'bias'], (8, 8), 'autodiff')
     """
 
-    def __init__(self, engine: Autodiff, closed: ClosedForms | None = None) -> None:
+    def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
+        """`closed`: the blocks in closed form; `why`: there are none."""
         known = None if closed is None else closed.block
         self.outer, self.functional, self.total = (
             ShardedMatrix(engine, part, engine.blocks)
             if isinstance(engine, Sharded)
             else AutodiffMatrix(engine, part, engine.blocks, known)
-            for part in ("outer", "functional", "total")
+            for part in PARTS
         )
         self.loss = engine.survey.loss
         self.terms = engine.survey.total
-        self._blocks, self._closed = engine.blocks, closed
-        self._engine = engine
+        self._blocks, self._engine, self._closed, self._why = engine.blocks, engine, closed, why
 
-    def method_of(self, name: str) -> str:
-        """How the diagonal block `name` is computed: "exact", "autodiff" or "difference"."""
+    @cached_property
+    def plan(self) -> Plan:
+        """How each block and part is computed, why, and what it takes; `print(H.plan)` for a table. Nothing is
+        computed for it."""
+        return Plan(tuple(self._planned(name, part) for name in self._blocks for part in PARTS))
+
+    def _planned(self, name: str, part: str) -> PlannedBlock:
+        block = self._blocks[name]
+        choice = Choice(False, self._why) if self._closed is None else self._closed.planned(block)
+        if choice.exact:
+            return PlannedBlock(name, part, "exact", choice.reason, choice.products, choice.bytes)
+        products = min(block.size, DEFAULT_MATVECS)
+        return PlannedBlock(name, part, self._engine.method, choice.reason, products, self._engine.product_bytes)
+
+    def method_of(self, name: str, part: str = "total") -> str:
+        """How a diagonal block is computed: "exact", "autodiff" or "difference".
+
+        A closed form is verified first, if it has not been yet, which runs the model; `plan` says without a run what
+        will be tried.
+
+        Args:
+            name: of the block.
+            part: "outer", "functional" or "total"; all are computed alike.
+
+        Returns:
+            The method.
+        """
+        checks.choice("part", part, PARTS)
         if name not in self._blocks:
             raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
         exact = self._closed is not None and self._closed.reason(self._blocks[name]) is None
-        by_products = "difference" if isinstance(self._engine, Differences) else "autodiff"
-        return "exact" if exact else by_products
+        return "exact" if exact else self._engine.method
 
     @property
     def difference_error(self) -> float | None:
         """The relative error of the worst product so far, as estimated; None where products are exact, or not yet
         made."""
-        return self._engine.error if isinstance(self._engine, Differences) else None
+        return self._engine.error
 
     def layer_curvatures(self) -> Iterator[CurvatureAtOutput]:
         """The Hessian S of the loss at the output of each attention and feed-forward layer, with its functional part,
@@ -118,7 +158,8 @@ def hessian(
         blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
             which attention and feed-forward layers of the known families have; an error for any other block. "auto":
-            in closed form where there is one and the loss Hessian at the layer's output is soon found.
+            in closed form if there is one and the loss Hessian at the layer's output takes few products. `H.plan` says
+            which block gets what.
         split: where outer | functional is cut: at the "model"'s output (Gauss-Newton), or at the output of the "layer"
             that each block belongs to. There the parts exist within one layer only.
         micro_batch: rows at a time; None: a batch at a time.
@@ -146,6 +187,23 @@ def hessian(
     densities are Estimates, the same on all ranks and, to rounding, the same as of the model in one piece; `dense()`,
     `diagonal()` and closed forms raise. Should the model fail on one rank in the middle of a pass, or that process end,
     the others raise a RankError at once; should it hang, when the timeout of the group is over.
+
+    Returns:
+        The Hessian over the blocks, (P, P) with P their entries in all. The model has run on every batch, for the loss;
+        everything else is computed when it is asked for.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
+        >>> X, Y = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, Y)], blocks=cv.blocks_of(model).select("*.attn.[QKV]"))
+        >>> H.names
+        ['h.0.attn.Q', 'h.0.attn.K', 'h.0.attn.V']
+        >>> H["h.0.attn.Q"].shape, (H @ torch.ones(48, dtype=torch.float64)).shape
+        ((16, 16), torch.Size([48]))
+        >>> float(H["h.0.attn.Q"].frobenius_norm()) > 0, H.method_of("h.0.attn.Q")
+        (True, 'exact')
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
@@ -174,13 +232,22 @@ def hessian(
         raise ModelError("micro_batch", "rows meet in the loss: sharded models and differences take whole batches only")
     exact, by_gradients = (Sharded, ShardedDifferences) if isinstance(ranks, Mesh) else (Autodiff, Differences)
     exact = Coupled if coupled else exact
-    engine: Autodiff = by_gradients(*arguments) if hvp == "difference" else exact(*arguments)
+    make = by_gradients if hvp == "difference" else exact
+    with nullcontext() if isinstance(ranks, Mesh) else layers.measuring():
+        engine: Autodiff = make(*arguments)
     if hvp == "auto" and not _differentiable_twice(engine):
         engine = by_gradients(*arguments)
     beside = coupled or engine.objective.reads_parameters  # no closed form sees the loss through one layer's output
+    said = f"{type(engine.objective).__name__} has products only"
     if method == "exact" and beside:
-        raise ModelError("method", f"got 'exact', but {type(engine.objective).__name__} has products only; use 'auto'")
-    if method == "autodiff" or products_only or beside or isinstance(engine, Differences):
+        raise ModelError("method", f"got 'exact', but {said}; use 'auto'")
+    if mesh is not None:
+        return ModelHessian(engine, why="the model is sharded")
+    if engine.method == "difference":
+        return ModelHessian(engine, why="products are differences of gradients")
+    if beside:
+        return ModelHessian(engine, why=said)
+    if method == "autodiff":
         return ModelHessian(engine)
     closed = ClosedForms(engine, layers, limited=method == "auto")
     if method == "exact":
@@ -216,7 +283,22 @@ def _check_closed(closed: ClosedForms, blocks: Blocks) -> None:
 
 
 def trainable(model: nn.Module, blocks: Blocks) -> Blocks:
-    """The blocks whose parameters are all trainable."""
+    """The blocks whose parameters are all trainable.
+
+    Args:
+        model: any module.
+        blocks: its blocks, from `blocks_of(model)`.
+
+    Returns:
+        Those without a frozen parameter (`requires_grad` False), in the same order.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(3, 2)
+        >>> _ = model.bias.requires_grad_(False)
+        >>> cv.curvature.trainable(model, cv.blocks_of(model)).names
+        ['weight']
+    """
     free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     chosen = [b for b in blocks.values() if all(piece.parameter in free for piece in b.pieces)]
     if not chosen:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from autodiff_cases import GPT, cross_entropy, tokens
-from curvoscope.closed.layer_sites import LayerRecorder, layers_of
+from curvoscope.closed.layers import LayerRecorder, layers_of
 from curvoscope.closed.rebuilding import fitting, rebuild, shaken
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import ModelError

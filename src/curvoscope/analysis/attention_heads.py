@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.safety import undisturbed
 from curvoscope.autodiff.snapshot import device_of, keywords_for
-from curvoscope.closed.layer_sites import LayerRecorder, layers_of
+from curvoscope.closed.layers import LayerRecorder, layers_of
 from curvoscope.closed.rebuilding import fitting, rebuild
 from curvoscope.estimate import Estimate
 from curvoscope.exact.attention import SelfAttention

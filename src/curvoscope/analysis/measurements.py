@@ -11,7 +11,6 @@ from curvoscope.curvature import ModelHessian
 from curvoscope.errors import RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.operators import LinearOperator
-from curvoscope.operators.matrix_free import MatrixFree
 
 DEFAULT_TOLERANCE = 0.05
 _ALL_EIGENVALUES = 2048  # size of a closed form up to which its eigenvalues are exact
@@ -106,20 +105,20 @@ def headline_of(rows: Sequence[Measurement], rounding: float) -> str:
 
 
 def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int) -> Measurement:
-    operator = getattr(H, part)[name]
-    if isinstance(operator, MatrixFree):
+    operator, method = getattr(H, part)[name], H.method_of(name, part)
+    if method != "exact":
         norm = operator.frobenius_norm(tolerance=effort.tolerance, matvecs=effort.matvecs, seed=seed)
         trace = operator.trace(matvecs=effort.matvecs or max(_LEAST, norm.matvecs), seed=seed)
     else:
         norm, trace = operator.frobenius_norm(), operator.trace()
-    top = _eigenvalue(operator, "LA", effort, seed)
-    return Measurement(name, part, H.shapes[name], H.method_of(name), norm, trace, top)
+    top = _eigenvalue(operator, "LA", effort, seed, exact=method == "exact")
+    return Measurement(name, part, H.shapes[name], method, norm, trace, top)
 
 
-def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int) -> Estimate:
+def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int, exact: bool = False) -> Estimate:
     """By Lanczos, unless the entries have a closed form and are few."""
     size = operator.shape[0]
-    if not isinstance(operator, MatrixFree) and size <= _ALL_EIGENVALUES:
+    if exact and size <= _ALL_EIGENVALUES:
         return operator.eigenvalues(1, which)[0]
     if effort.matvecs is not None and size <= effort.matvecs:
         return estimate.eigenvalues(operator, 1, which, seed=seed)[0]

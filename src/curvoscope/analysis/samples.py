@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from curvoscope.analysis.surface import Surface
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.graph import Graph
-from curvoscope.autodiff.second_order import kept_derivatives
+from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.errors import EmptyError, LossError, NonFiniteError, RangeError
 
 _AGREE = 1e4  # units of rounding between a row in its batch and the same row alone

@@ -36,12 +36,14 @@ _LONGEST = 4  # times 1 + |w|
 class Differences(Autodiff):
     """Products with the Hessian of the mean loss and with its two parts, from first derivatives of the model."""
 
+    method = "difference"
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         with self.ranks.together():
             if self.split != "model":
                 raise ModelError("hvp", "with 'difference' the parts are cut at the model's output; use split='model'")
-        self.error: float | None = None  # the largest of all products so far, over the size of the product
+        self.error = None  # the largest of all products so far, over the size of the product
         self._scales: dict[Key, Scale] = {}
 
     def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:

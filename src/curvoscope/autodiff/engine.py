@@ -16,8 +16,8 @@ from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.guard import check_curvature, check_symmetry, probe
 from curvoscope.autodiff.hooks import ActivationHook, Site, layer_of
+from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.safety import check_mode, undisturbed
-from curvoscope.autodiff.second_order import kept_derivatives
 from curvoscope.autodiff.snapshot import (
     LossSummary,
     Snapshot,
@@ -42,6 +42,9 @@ _MOST_AT_ONCE = 64
 
 class Autodiff:
     """Products with the Hessian of the mean loss over all batches, and with its two parts."""
+
+    method = "autodiff"
+    error: float | None = None  # of products, relative; None where they are exact
 
     def __init__(
         self,
@@ -152,6 +155,11 @@ class Autodiff:
 
         self._visit(names, layer, add)
         return totals[0] if totals else vectors.new_zeros(len(vectors), self.length(rows))
+
+    @property
+    def product_bytes(self) -> int:
+        """What a product takes, by the size of the forward pass."""
+        return _PASSES * self.survey.written
 
     def _weight(self, position: int) -> float:
         return self.survey.weights[position]
@@ -287,7 +295,7 @@ class Autodiff:
             self._kept.move_to_end(key)
             return
         checks.fits(
-            _PASSES * self.survey.written,
+            self.product_bytes,
             None,
             "a product with the Hessian, by the size of the forward pass,",
             "give a smaller micro_batch=, or fewer or shorter sequences",

@@ -55,11 +55,14 @@ class ActivationHook:
         self._handle.remove()
 
     def _take_input(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._found.append(next(iter((*inputs, *keywords.values())), None))
+        self._take(next(iter((*inputs, *keywords.values())), None))
 
     def _take_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) else output
-        self._found.append(getattr(first, "last_hidden_state", first))
+        self._take(getattr(first, "last_hidden_state", first))
+
+    def _take(self, value: Any) -> None:
+        self._found.append(value)
 
     @property
     def once(self) -> bool:
@@ -76,3 +79,19 @@ class ActivationHook:
             does = "returns" if self._side == "output" else "is called with"
             raise ModelError(self._path, f"{does} {type(found).__name__}, not a tensor; use split='model'")
         return found
+
+
+class ShapeHook(ActivationHook):
+    """Takes down the shapes of the tensors at a site, None for anything else, since the last `clear()`."""
+
+    def _take(self, value: Any) -> None:
+        super()._take(tuple(value.shape) if isinstance(value, Tensor) else None)
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._found.clear()
+
+    @property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """One for each call of the module."""
+        return self._found

@@ -1,13 +1,16 @@
 """Hessians by autodiff as matrices of blocks: one block, and all of them together."""
 
+import functools
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Block, Blocks
-from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockMatrix
 from curvoscope.operators.matrix_free import MatrixFree
 
@@ -27,13 +30,67 @@ class AutodiffBlock(MatrixFree):
         return AutodiffBlock(self._engine, self._part, self._column, self._row)
 
 
+class LazyBlock(LinearOperator):
+    """A block whose shape is known now, and whose operator is chosen and made when it is first computed with.
+
+    What a `LinearOperator` is asked is answered by `resolved`, the operator itself; transposes, sums and multiples are
+    lazy as well.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], LinearOperator],
+        row_shape: Shape,
+        column_shape: Shape,
+        like: Tensor,
+        symmetric: bool = False,
+    ) -> None:
+        super().__init__(row_shape, column_shape, like, symmetric)
+        self._make = make
+
+    @functools.cached_property
+    def resolved(self) -> LinearOperator:
+        """The operator, from now on."""
+        return self._make()
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self.resolved._matmat(columns)
+
+    def _transposed(self) -> LinearOperator:
+        return LazyBlock(lambda: self.resolved.T, self.column_shape, self.row_shape, self.like)
+
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        def add() -> LinearOperator:
+            return self.resolved + (other.resolved if isinstance(other, LazyBlock) else other)
+
+        return LazyBlock(add, self.row_shape, self.column_shape, self.like, self.symmetric and other.symmetric)
+
+    def __mul__(self, factor: float) -> LinearOperator:
+        return LazyBlock(lambda: self.resolved * factor, self.row_shape, self.column_shape, self.like, self.symmetric)
+
+
+def _delegate(name: str, method: Callable[..., Any]) -> None:
+    @functools.wraps(method)
+    def answer(self: LazyBlock, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.resolved, name)(*arguments, **options)
+
+    setattr(LazyBlock, name, answer)
+
+
+# Every other method is the operator's own, also what it overrides: a new question needs no line here.
+_OWN = {*vars(LazyBlock), "__rmul__", "__neg__", "__sub__", "__repr__", "adjoint"}
+for _name, _method in vars(LinearOperator).items():
+    if inspect.isfunction(_method) and _name not in _OWN:
+        _delegate(_name, _method)
+
+
 Known = Callable[[str, Block, Block], LinearOperator | None]  # part, row, column -> the block, where it is known better
 
 
 class AutodiffMatrix(MatrixFree, BlockMatrix):
     """The Hessian over all blocks, or its outer or functional part. A product costs one pass, whatever the blocks.
 
-    `known`: gives the blocks that need no autodiff when they are asked for one by one.
+    `known`: gives the blocks that need no autodiff, when one of them is first computed with.
     """
 
     def __init__(self, engine: Autodiff, part: str, blocks: Blocks, known: Known | None = None) -> None:
@@ -42,9 +99,16 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
         BlockMatrix.__init__(self, blocks.shapes, self._single, like)
 
     def _single(self, row: str, column: str) -> LinearOperator:
-        pair = self._blocks[row], self._blocks[column]
-        found = None if self._known is None else self._known(self._part, *pair)
-        return AutodiffBlock(self._engine, self._part, *pair) if found is None else found
+        pair, known = (self._blocks[row], self._blocks[column]), self._known
+        block = AutodiffBlock(self._engine, self._part, *pair)
+        if known is None:
+            return block
+
+        def choose() -> LinearOperator:
+            found = known(self._part, *pair)
+            return block if found is None else found
+
+        return LazyBlock(choose, block.row_shape, block.column_shape, self.like, block.symmetric)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         blocks = list(self._blocks.values())

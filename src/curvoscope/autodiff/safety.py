@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from curvoscope.attention.switch import long_attention
-from curvoscope.autodiff.second_order import REPLACED
+from curvoscope.autodiff.kernels import REPLACED
 from curvoscope.errors import ModelError
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]

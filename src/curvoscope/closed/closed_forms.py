@@ -8,25 +8,24 @@ of the tail give those of the model: S = S_o + S_f with S_o = J^T S_out J, J = d
     split at the model     outer: outer(S_o)     functional: outer(S_f) + functional
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import count
 from operator import add
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.engine import Autodiff, check_layer
 from curvoscope.autodiff.graph import Graph
-from curvoscope.autodiff.hooks import Site
-from curvoscope.autodiff.second_order import kept_derivatives
-from curvoscope.blocks import Block, Blocks, Piece
-from curvoscope.closed.layer_sites import LayerRecorder, ModelLayer, layers_of
-from curvoscope.closed.rebuilding import Reading, Rebuilt, exact_name, fitting, rebuild, shaken
+from curvoscope.autodiff.kernels import kept_derivatives
+from curvoscope.blocks import Block
+from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerRecorder, ModelLayer, OutputSize
+from curvoscope.closed.plan import Choice
+from curvoscope.closed.rebuilding import Reading, Rebuilt, fitting, rebuild, shaken
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
 from curvoscope.errors import ModelError
@@ -37,6 +36,8 @@ from curvoscope.operators.block_matrix import BlockHessian
 _MOST_PRODUCTS = 256  # through the tail of the network, for one layer, unless closed forms are asked for
 _MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
 _SMALL_GRAPH = 2**22  # bytes up to which many products are made at once
+_KINDS = {"attn": "attention", "mlp": "feed-forward layer"}
+_NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
 _TOTAL = {"total": ("total", "total")}
 _PARTS = {  # of the Hessian: which part of S, and which part of the layer's Hessian with it
     "model": {"outer": ("outer", "outer"), "functional": ("functional", "total"), **_TOTAL},
@@ -44,20 +45,11 @@ _PARTS = {  # of the Hessian: which part of S, and which part of the layer's Hes
 }
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a block stands: in which layer, and under which name in its closed form."""
-
-    layer: ModelLayer
-    name: str
-
-
 @dataclass
-class _Found:
+class _Verified:
     """What the first runs tell of a layer: its reading and the shape of F for each micro-batch, or a reason why not."""
 
     reason: str | None = None
-    rotary: bool = False
     readings: list[Reading] = field(default_factory=list)
     shapes: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -66,67 +58,142 @@ class _Found:
         rows, length, width = record.F.shape
         self.readings.append(reading)
         self.shapes.append((rows, length, width))
-        self.rotary = self.rotary or record.rotary is not None
-
-
-class ClosedFormLayers:
-    """The layers of a model that may have a closed form, and which blocks they hold."""
-
-    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
-        """`blocks`: all of the model's."""
-        self._all = layers_of(model, blocks)
-        self._places: dict[tuple[Piece, ...], _Place] = {}
-        for layer in self._all:
-            for role, block in layer.blocks.items():
-                parts = {exact_name(layer, role): block}
-                if (block.heads or 1) > 1:
-                    parts |= {f"{role}.{i}": block.head(i) for i in range(block.heads or 1)}
-                self._places |= {part.pieces: _Place(layer, name) for name, part in parts.items()}
-
-    def mixed_after(self, layer: ModelLayer) -> bool:
-        """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
-        return any(other.kind == "attn" for other in self._all[self._all.index(layer) + 1 :])
-
-    @property
-    def sites(self) -> dict[str, Site]:
-        """Where each layer ends, by the names of its parameters."""
-        return {name: layer.output for layer in self._all for name in layer.parameters}
-
-    def place(self, block: Block) -> _Place | str:
-        """Where the block stands, or why it stands in no layer."""
-        found = self._places.get(block.pieces)
-        if block.tied:
-            return f"it is tied to {', '.join(block.tied)}"
-        return "no closed form is known for it" if found is None else found
 
 
 class ClosedForms:
-    """The blocks of a Hessian that have a closed form. Nothing is computed before the first of them is asked for."""
+    """The blocks of a Hessian that have a closed form, each made once. Nothing is computed before the first is asked
+    for: until then sizes alone tell which layers may have one (`planned`), and then the layer is verified (`reason`).
+    """
 
     def __init__(self, engine: Autodiff, layers: ClosedFormLayers, limited: bool) -> None:
-        """`limited`: only where S takes few products through the tail of the network."""
+        """`layers`: with the sizes of their outputs. `limited`: only where S takes few products through the tail of the
+        network."""
         self._engine, self._layers, self._limited = engine, layers, limited
         self._parts = _PARTS[engine.split]
         self._chosen = {
             place.layer.name: place.layer
             for place in map(layers.place, engine.blocks.values())
-            if isinstance(place, _Place)
+            if isinstance(place, BlockPlace)
         }
-        self._found: dict[str, _Found] = {}
-        self._was_read = False
+        told = engine.ranks.exchange((layers.sizes, len(engine.survey.terms)))
+        self._sizes = {name: reduce(OutputSize.joined, (sizes[name] for sizes, _ in told)) for name in self._chosen}
+        self._batches = max(batches for _, batches in told)
+        self._ruled_out = self._agreed({name: self._misfit(layer) for name, layer in self._chosen.items()})
+        self._verified: dict[str, _Verified] = {}
         self._at: dict[tuple[str, str], list[tuple[Rebuilt, LossAt]]] = {}
         self._hessians: dict[tuple[str, str, bool], list[BlockHessian]] = {}
+
+    # ---- before anything is computed
+
+    def planned(self, block: Block) -> Choice:
+        """Whether a closed form is tried, and what S at the layer's output will take."""
+        place = self._layers.place(block)
+        if isinstance(place, str):
+            return Choice(False, place)
+        reason = self._sized_out(place, block)
+        if reason is not None:
+            return Choice(False, reason)
+        layer, size = place.layer, self._sizes[place.layer.name]
+        coupled = self._coupled(layer)
+        when = "verified when first used" if self._limited else "verified"
+        return Choice(
+            True,
+            f"{_KINDS[layer.kind]} in closed form, {when}",
+            coupled * size.width,
+            self._bytes(layer, coupled, size.width, self._batches * size.tokens),
+        )
+
+    def _sized_out(self, place: BlockPlace, block: Block) -> str | None:
+        """Why sizes alone rule out a closed form."""
+        role = place.name.removeprefix("b_")[0]
+        turned = self._sizes[place.layer.name].rotary and role == "K"
+        if self._limited and turned and block.size > _MOST_DENSE:
+            return "behind rotary positions its closed form gives products only"
+        return self._ruled_out[place.layer.name]
+
+    def _misfit(self, layer: ModelLayer) -> str | None:
+        size = self._sizes[layer.name]
+        if not size.once:
+            return _NOT_ONCE
+        return self._too_large(layer, self._coupled(layer), size.width, self._batches * size.tokens)
+
+    def _agreed(self, reasons: dict[str, str | None]) -> dict[str, str | None]:
+        """What rules out a closed form on one rank rules it out on all."""
+        told = self._engine.ranks.exchange(reasons)
+        return {name: next((other[name] for other in told if other[name] is not None), None) for name in reasons}
+
+    def _coupled(self, layer: ModelLayer) -> int:
+        """How many tokens S couples, by the layers that follow."""
+        return self._sizes[layer.name].length if self._layers.mixed_after(layer) else 1
+
+    def _too_large(self, layer: ModelLayer, coupled: int, width: int, tokens: int) -> str | None:
+        """Why S is not computed, unless closed forms are asked for."""
+        if not self._limited:
+            return None
+        if coupled * width > _MOST_PRODUCTS:
+            takes = f"takes {coupled * width} products or more, the limit is {_MOST_PRODUCTS}"
+            return f"the loss Hessian at its output {takes}"
+        if len(self._chosen) * self._bytes(layer, coupled, width, tokens) > checks.memory_budget():
+            return "the loss Hessian at its output does not fit into memory"
+        return None
+
+    def _bytes(self, layer: ModelLayer, coupled: int, width: int, tokens: int) -> int:
+        """What S at a layer and the cores made of it take, for all tokens."""
+        widest = max(max(block.shape) for block in layer.blocks.values()) if coupled > 1 else width
+        return 2 * tokens * coupled * widest**2 * self._engine.dtype.itemsize
+
+    # ---- which layers have a closed form
 
     def reason(self, block: Block) -> str | None:
         """Why the block is not computed in closed form; None if it is."""
         place = self._layers.place(block)
         if isinstance(place, str):
             return place
-        found = self._seen(place.layer)
-        role = place.name.removeprefix("b_")[0]
-        if found.reason is None and self._limited and found.rotary and role == "K" and block.size > _MOST_DENSE:
-            return "behind rotary positions its closed form gives products only"
-        return found.reason
+        return self._sized_out(place, block) or self._verify(place.layer).reason
+
+    def _verify(self, layer: ModelLayer) -> _Verified:
+        """Rebuild the layer, on all micro-batches and at shaken weights; see what S couples on the first."""
+        if layer.name not in self._verified:
+            found = _Verified()
+            with self._engine.ranks.together():
+                self._engine.walk(lambda weight, batch: self._read(layer, found, batch))
+                if found.reason is None:
+                    self._tails(layer, partial(self._probe, found), first=True)
+            found.reason = self._agreed({layer.name: found.reason})[layer.name]
+            self._verified[layer.name] = found
+        return self._verified[layer.name]
+
+    def _read(self, layer: ModelLayer, found: _Verified, batch: Batch) -> None:
+        """See how the layer computes a micro-batch: in one run at its own weights, and in one at shaken weights."""
+        snapshot, candidates = self._engine.snapshot, None
+        for at in (lambda weights: weights, shaken):
+            if found.reason is not None:
+                return
+            weights = at(snapshot.weights)
+            with torch.no_grad(), LayerRecorder(self._engine.model, layer) as record:
+                snapshot(weights, batch)
+            if not record.once:
+                found.reason = _NOT_ONCE
+                return
+            named = {name: weights[path] for name, path in snapshot.paths.items()}
+            candidates, least = fitting(layer, named, record, candidates)
+            if not candidates:
+                found.reason = least
+            elif at is shaken:
+                found.add(candidates[0], record)
+
+    def _probe(self, found: _Verified, number: int, tail: "DownstreamLoss") -> None:
+        """See whether the weights act through F alone, and how many tokens S couples."""
+        try:
+            tail.check()
+        except ModelError as problem:
+            found.reason = str(problem)
+            return
+        if self._limited:  # to see what S couples takes products
+            tokens = sum(rows * length for rows, length, _ in found.shapes)
+            found.reason = self._too_large(tail.layer, tail.coupled("total"), found.shapes[0][2], tokens)
+
+    # ---- closed forms
 
     @property
     def layers(self) -> list[ModelLayer]:
@@ -135,7 +202,7 @@ class ClosedForms:
 
     def tail(self, layer: ModelLayer) -> "tuple[DownstreamLoss, Rebuilt | None]":
         """The network behind a layer, and the layer in closed form if it has one, on the only micro-batch."""
-        found, tails = self._seen(layer), list[DownstreamLoss]()
+        found, tails = self._verify(layer), list[DownstreamLoss]()
         self._tails(layer, lambda number, tail: tails.append(tail))
         if len(tails) != 1:
             raise BatchError("batches", f"got {len(tails)} micro-batches; a layer's output is of one batch: give one")
@@ -165,102 +232,10 @@ class ClosedForms:
         like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
         return RankSum(own, row.shape, column.shape, like, row == column, ranks)
 
-    # ---- which layers have a closed form
-
-    def _seen(self, layer: ModelLayer) -> _Found:
-        """What is known of a layer. Sizes alone rule most of them out; only then are the others read."""
-        if not self._found:
-            sized = {name: _Found() for name in self._chosen}
-            with self._engine.ranks.together():
-                self._engine.walk(lambda weight, batch: self._measure(sized, batch))
-            self._agree(sized)
-            self._found = sized
-        if self._found[layer.name].reason is None and not self._was_read:
-            found = {name: _Found(seen.reason) for name, seen in self._found.items()}
-            with self._engine.ranks.together():
-                self._engine.walk(lambda weight, batch: self._read(found, batch))
-                for name, seen in found.items():
-                    if seen.reason is None:
-                        self._tails(self._chosen[name], partial(self._probe, seen), first=True)
-            self._agree(found)
-            self._found, self._was_read = found, True
-        return self._found[layer.name]
-
-    def _agree(self, found: dict[str, _Found]) -> None:
-        """What rules out a closed form on one rank rules it out on all."""
-        told = self._engine.ranks.exchange({name: (seen.reason, seen.rotary) for name, seen in found.items()})
-        for name, seen in found.items():
-            seen.reason = next((other[name][0] for other in told if other[name][0] is not None), None)
-            seen.rotary = any(other[name][1] for other in told)
-
-    def _measure(self, found: dict[str, _Found], batch: Batch) -> None:
-        left = {name: layer for name, layer in self._chosen.items() if found[name].reason is None}
-        if left:
-            for name, record in self._recorded(left, self._engine.snapshot.weights, batch).items():
-                found[name].reason = self._misfit(left[name], record)
-
-    def _read(self, found: dict[str, _Found], batch: Batch) -> None:
-        """See how the layers compute a micro-batch: all in one run at their own weights, and one at shaken weights."""
-        snapshot, candidates = self._engine.snapshot, dict[str, Iterable[Reading]]()
-        for at in (lambda weights: weights, shaken):
-            left = {name: layer for name, layer in self._chosen.items() if found[name].reason is None}
-            if not left:
-                return
-            weights = at(snapshot.weights)
-            named = {name: weights[path] for name, path in snapshot.paths.items()}
-            for name, record in self._recorded(left, weights, batch).items():
-                seen = found[name]
-                fits, least = fitting(left[name], named, record, candidates.get(name))
-                candidates[name] = fits
-                if not fits:
-                    seen.reason = least
-                elif at is shaken:
-                    seen.add(fits[0], record)
-
-    def _recorded(
-        self, layers: Mapping[str, ModelLayer], weights: Mapping[str, Tensor], batch: Batch
-    ) -> dict[str, LayerRecorder]:
-        with torch.no_grad(), ExitStack() as stack:
-            records = {
-                name: stack.enter_context(LayerRecorder(self._engine.model, layer)) for name, layer in layers.items()
-            }
-            self._engine.snapshot(weights, batch)
-        return records
-
-    def _misfit(self, layer: ModelLayer, record: LayerRecorder) -> str | None:
-        """What rules out a closed form before it is tried."""
-        if not record.once:
-            return "it does not run exactly once in a pass, from tensor to tensor"
-        length, width = record.F.shape[1:]
-        return self._too_many((length if self._layers.mixed_after(layer) else 1) * width)
-
-    def _probe(self, seen: _Found, number: int, tail: "DownstreamLoss") -> None:
-        """See whether the weights act through F alone, and how many tokens S couples."""
-        try:
-            tail.check()
-        except ModelError as problem:
-            seen.reason = str(problem)
-            return
-        if self._limited:
-            size, width = tail.coupled("total"), seen.shapes[0][2]
-            seen.reason = self._too_many(size * width)
-            widest = max(max(block.shape) for block in tail.layer.blocks.values()) if size > 1 else width
-            tokens = sum(rows * length for rows, length, _ in seen.shapes)
-            needed = 2 * len(self._chosen) * tokens * size * widest**2 * self._engine.dtype.itemsize
-            if needed > checks.memory_budget():
-                seen.reason = "the loss Hessian at its output does not fit into memory"
-
-    def _too_many(self, products: int) -> str | None:
-        if not self._limited or products <= _MOST_PRODUCTS:
-            return None
-        return f"the loss Hessian at its output takes {products} products or more, the limit is {_MOST_PRODUCTS}"
-
-    # ---- closed forms
-
     def _of_layer(self, layer: ModelLayer, part: str, per_head: bool) -> list[BlockHessian]:
         """The layer's Hessian with a part of S, one summand for each micro-batch."""
         if (layer.name, part) not in self._at:
-            readings = self._found[layer.name].readings
+            readings = self._verified[layer.name].readings
             summands: list[tuple[Rebuilt, LossAt]] = []
             self._tails(layer, lambda i, tail: summands.append((tail.rebuilt(readings[i]), tail.loss(part))))
             self._at[layer.name, part] = summands

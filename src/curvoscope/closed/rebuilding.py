@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvoscope.closed.layer_sites import LayerRecorder, ModelLayer
+from curvoscope.closed.layers import LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.exact.attention import SelfAttention
@@ -25,8 +25,6 @@ from curvoscope.exact.rotary import Rotary
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
-# Roles of a feed-forward layer's blocks, and their names in closed form; attention has the same in both
-_FEEDFORWARD = {"up": "W1", "b_up": "b1", "down": "W2", "b_down": "b2", "gate": "W_gate", "b_gate": "b_gate"}
 _ROUNDING = 1000  # times epsilon: how far a rebuilt layer may be from the module
 
 
@@ -72,11 +70,6 @@ class Rebuilt:
         A, heads = (values.masked_fill(blind, 0) for values in (passed.A, passed.head_output))
         F = layer.to_output(heads)
         return replace(passed, A=A, head_output=heads, F=F if layer.b_O is None else F + layer.b_O)
-
-
-def exact_name(layer: ModelLayer, role: str) -> str:
-    """The name of a block in closed form."""
-    return _FEEDFORWARD[role] if layer.kind == "mlp" else role
 
 
 def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecorder, reading: Reading) -> Rebuilt:

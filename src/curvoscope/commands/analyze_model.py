@@ -22,7 +22,7 @@ from curvoscope.analysis.pair_norms import PairNorm, pair_norms
 from curvoscope.analysis.propagation import Propagation, propagation
 from curvoscope.analysis.scales import input_scales
 from curvoscope.blocks import layer_and_role
-from curvoscope.closed.layer_sites import layers_of
+from curvoscope.closed.layers import layers_of
 from curvoscope.commands.document import (
     REPORTS,
     as_estimate,

@@ -8,15 +8,17 @@ unlike things.
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from curvoscope.errors import CurvoscopeError, EmptyError
+from curvoscope.errors import CurvoscopeError, EmptyError, ModelError
 from curvoscope.losses import CrossEntropy, MeanLoss, Objective
 
 Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
@@ -178,6 +180,33 @@ def ranks_of(process_group: object) -> Ranks:
         return Group(process_group)
     except (RuntimeError, ValueError) as error:
         raise RankError("process_group", f"the group is not initialised, or destroyed: {cure}") from error
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh that the model's parameters are spread over; None if they are not."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None  # nobody has made a DTensor, and to load it takes as long as this package
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Shard
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass the outermost module still has its parameters whole
+    found = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    if not found:
+        return None
+    meshes = {p.device_mesh for p in found.values()}
+    mesh = meshes.pop()
+    if meshes or mesh.ndim > 1:
+        raise ModelError("model", f"lies on {mesh} and others, or on several axes of it; expected one mesh of one axis")
+    for name, p in found.items():
+        (placement,) = p.placements
+        if not isinstance(placement, Shard):
+            raise ModelError(name, f"is placed as {placement}, expected Shard: use fully_shard alone")
+        local, step = p.to_local().shape[placement.dim], -(-p.shape[placement.dim] // mesh.size())
+        if local > step:
+            raise ModelError(name, f"has {local} of {p.shape[placement.dim]} rows here, expected {step} at most")
+    return mesh
 
 
 def hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -6,7 +6,6 @@ gathered again then, so that no rank holds more whole parameters than those of t
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from curvoscope.autodiff.snapshot import Snapshot
@@ -22,7 +20,6 @@ from curvoscope.blocks import Blocks
 from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import RankError
 from curvoscope.distributed.shards import Sharding, gather, gathered
-from curvoscope.errors import ModelError
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -31,33 +28,6 @@ Note = tuple[tuple[str, ...], tuple[Tensor, ...], int]  # paths and parts that a
 _Packed = tuple[Note, tuple[int, ...], tuple[int, ...], int]  # and which view of it
 
 _AT_ONCE = 2**24  # bytes of whole parameters that are gathered together, if there are several
-
-
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh that the model's parameters are spread over; None if they are not."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return None  # nobody has made a DTensor, and to load it takes as long as this package
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Shard
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass the outermost module still has its parameters whole
-    found = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    if not found:
-        return None
-    meshes = {p.device_mesh for p in found.values()}
-    mesh = meshes.pop()
-    if meshes or mesh.ndim > 1:
-        raise ModelError("model", f"lies on {mesh} and others, or on several axes of it; expected one mesh of one axis")
-    for name, p in found.items():
-        (placement,) = p.placements
-        if not isinstance(placement, Shard):
-            raise ModelError(name, f"is placed as {placement}, expected Shard: use fully_shard alone")
-        local, step = p.to_local().shape[placement.dim], -(-p.shape[placement.dim] // mesh.size())
-        if local > step:
-            raise ModelError(name, f"has {local} of {p.shape[placement.dim]} rows here, expected {step} at most")
-    return mesh
 
 
 class ShardedSnapshot(Snapshot):

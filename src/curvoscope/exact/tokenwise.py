@@ -44,19 +44,19 @@ class TokenDiagonal(LinearOperator):
     def _workspace(self, room: int) -> int:
         return 0
 
-    def _trace(self, memory_limit: int | None) -> float:
+    def _trace(self) -> float:
         return float(self.blocks.diagonal(dim1=1, dim2=2).sum())
 
-    def _diagonal(self, memory_limit: int | None) -> Tensor:
+    def _diagonal(self) -> Tensor:
         return self.blocks.diagonal(dim1=1, dim2=2).flatten()
 
-    def _norm(self, memory_limit: int | None) -> float:
+    def _norm(self) -> float:
         return norm(self.blocks)
 
     def _spectrum_is_cheap(self) -> bool:
         return True
 
-    def _all_eigenvalues(self, memory_limit: int | None) -> Tensor:
+    def _all_eigenvalues(self) -> Tensor:
         return torch.linalg.eigvalsh(self.blocks).flatten().sort().values
 
 

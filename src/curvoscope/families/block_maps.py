@@ -24,5 +24,19 @@ def blocks_of(model: nn.Module) -> Blocks:
     do not tell, the module is looked at: its `forward` for the places of norms, a run on random numbers for the order
     in a fused weight. Every other parameter is a block under its own name, as it is stored: a vector is one row, more
     axes are (first, rest).
+
+    Args:
+        model: any module.
+
+    Returns:
+        All parameters of the model as named blocks, each entry in one of them.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.TransformerEncoderLayer(4, 2, 8)
+        >>> cv.blocks_of(model).select("h.0.attn.[QKVO]").shapes
+        {'h.0.attn.Q': (4, 4), 'h.0.attn.K': (4, 4), 'h.0.attn.V': (4, 4), 'h.0.attn.O': (4, 4)}
+        >>> cv.blocks_of(torch.nn.Linear(3, 2)).names
+        ['weight', 'bias']
     """
     return assemble(model, _FAMILIES)

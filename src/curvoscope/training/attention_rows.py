@@ -8,7 +8,7 @@ from torch import nn
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.closed.layer_sites import LayerRecorder, ModelLayer, layers_of
+from curvoscope.closed.layers import LayerRecorder, ModelLayer, layers_of
 from curvoscope.closed.rebuilding import Reading, fitting, rebuild
 from curvoscope.exact.attention import SelfAttention
 from curvoscope.exact.moments import Moments

@@ -5,19 +5,25 @@ the blocks say where it is. Two kinds of modules keep several projections in one
 """
 
 import inspect
-from collections.abc import Mapping
-from contextlib import ExitStack
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from curvoscope.autodiff.hooks import ActivationHook, Site
-from curvoscope.blocks import Block, Blocks, layer_and_role
+from curvoscope.autodiff.hooks import ActivationHook, ShapeHook, Site
+from curvoscope.blocks import Block, Blocks, Piece, layer_and_role
 from curvoscope.families.direct import is_direct
 
 _ENDS = {"attn": ("Q", "O"), "mlp": ("up", "down")}  # first and last projection
 _NEEDED = {"attn": ("Q", "K", "V", "O"), "mlp": ("up", "down")}
+# Roles of a feed-forward layer's blocks, and their names in closed form; attention has the same in both
+_FEEDFORWARD = {"up": "W1", "b_up": "b1", "down": "W2", "b_down": "b2", "gate": "W_gate", "b_gate": "b_gate"}
+_ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
 _DIRECT = {  # weights without modules: input, output, and the stream that is added to the output
     "attn": (("norm1", "output"), ("norm2", "input"), ("norm1", "input")),
     "mlp": (("norm2", "output"), ("", "output"), ("norm2", "input")),
@@ -50,9 +56,119 @@ class ModelLayer:
         """Names of the parameters."""
         return sorted({piece.parameter for block in self.blocks.values() for piece in block.pieces})
 
+    def exact_name(self, role: str) -> str:
+        """The name of a block in closed form."""
+        return _FEEDFORWARD[role] if self.kind == "mlp" else role
+
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights W (a, p) by role, from tensors shaped like the parameters."""
         return {role: block.matrix(tensors) for role, block in self.blocks.items()}
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """Where a block stands: in which layer, and under which name in its closed form."""
+
+    layer: ModelLayer
+    name: str
+
+
+@dataclass(frozen=True)
+class OutputSize:
+    """The largest output (N, L, m) of a layer in a pass: N L tokens, L, m; `rotary`: its module was called with tables
+    of rotary positions. `once`: in each pass there was one output. Without a pass the sizes are zero.
+    """
+
+    tokens: int = 0
+    length: int = 0
+    width: int = 0
+    rotary: bool = False
+    once: bool = True
+
+    @classmethod
+    def of(cls, layer: ModelLayer, shapes: Sequence[tuple[int, ...] | None], rotary: bool) -> "OutputSize":
+        """From the shapes of the outputs of a layer in one pass, None being no tensor."""
+        shape = shapes[0] if len(shapes) == 1 else None
+        if shape is None:
+            return cls(once=False)
+        *lead, width = shape
+        length = 1 if not lead else lead[0] if layer.tokens_first and len(lead) == 2 else lead[-1]
+        return cls(math.prod(lead), length, width, rotary)
+
+    def joined(self, other: "OutputSize") -> "OutputSize":
+        """The larger of two."""
+        return OutputSize(
+            max(self.tokens, other.tokens),
+            max(self.length, other.length),
+            max(self.width, other.width),
+            self.rotary or other.rotary,
+            self.once and other.once,
+        )
+
+
+class ClosedFormLayers:
+    """The layers of a model that may have a closed form, and which blocks they hold."""
+
+    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
+        """`blocks`: all of the model's."""
+        self._model, self._all = model, layers_of(model, blocks)
+        self.sizes = {layer.name: OutputSize() for layer in self._all}
+        self._places: dict[tuple[Piece, ...], BlockPlace] = {}
+        for layer in self._all:
+            for role, block in layer.blocks.items():
+                parts = {layer.exact_name(role): block}
+                if (block.heads or 1) > 1:
+                    parts |= {f"{role}.{i}": block.head(i) for i in range(block.heads or 1)}
+                self._places |= {part.pieces: BlockPlace(layer, name) for name, part in parts.items()}
+
+    def mixed_after(self, layer: ModelLayer) -> bool:
+        """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
+        return any(other.kind == "attn" for other in self._all[self._all.index(layer) + 1 :])
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """Where each layer ends, by the names of its parameters."""
+        return {name: layer.output for layer in self._all for name in layer.parameters}
+
+    def place(self, block: Block) -> BlockPlace | str:
+        """Where the block stands, or why it stands in no layer."""
+        found = self._places.get(block.pieces)
+        if block.tied:
+            return f"it is tied to {', '.join(block.tied)}"
+        return "no closed form is known for it" if found is None else found
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, every pass of the model adds to `sizes`: no pass is made for them, and no tensor is kept."""
+        with ExitStack() as stack:
+            hooks = {layer.name: ShapeHook(self._model, layer.output) for layer in self._all}
+            for hook in hooks.values():
+                stack.enter_context(hook)
+            turned: set[str] = set()
+
+            def begin(module: nn.Module, inputs: Any) -> None:
+                for hook in hooks.values():
+                    hook.clear()
+
+            def end(module: nn.Module, inputs: Any, output: Any) -> None:
+                for layer in self._all:
+                    size = OutputSize.of(layer, hooks[layer.name].shapes, layer.name in turned)
+                    self.sizes[layer.name] = self.sizes[layer.name].joined(size)
+
+            def note(layer: str, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+                if _arguments(module, inputs, keywords).get(_ROTARY) is not None:
+                    turned.add(layer)
+
+            handles: list[RemovableHandle] = [
+                self._model.register_forward_pre_hook(begin),
+                self._model.register_forward_hook(end),
+            ]
+            for layer in self._all:
+                caller = self._model.get_submodule(layer.caller)
+                handles.append(caller.register_forward_pre_hook(partial(note, layer.name), with_kwargs=True))
+            for handle in handles:
+                stack.callback(handle.remove)
+            yield
 
 
 def layers_of(model: nn.Module, blocks: Blocks) -> list[ModelLayer]:
@@ -96,6 +212,12 @@ def _owner(block: Block) -> str:
     return block.pieces[0].parameter.rpartition(".")[0]
 
 
+def _arguments(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """What a module is called with, by name."""
+    bound = inspect.signature(module.forward).bind_partial(*inputs, **keywords).arguments
+    return {**bound, **bound.get("kwargs", {})}
+
+
 class LayerRecorder:
     """What passes through a layer while the model runs inside: X and F (N, L, .), and the call's arguments."""
 
@@ -118,13 +240,12 @@ class LayerRecorder:
         self._stack.close()
 
     def _call(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        bound = inspect.signature(module.forward).bind_partial(*inputs, **keywords).arguments
-        self.arguments = {**bound, **bound.get("kwargs", {})}
+        self.arguments = _arguments(module, inputs, keywords)
 
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines, where the module was called with some."""
-        return self.arguments.get("position_embeddings")
+        return self.arguments.get(_ROTARY)
 
     @property
     def once(self) -> bool:
