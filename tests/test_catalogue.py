@@ -328,7 +328,7 @@ COMMANDS = {
     "analyze: a file that is no model": ("analyze plain.txt", "model"),
     "analyze: a folder without a configuration": ("analyze folder", "model"),
     "analyze: options of the other kind": ("analyze gpt2-tiny --d 8", "d"),
-    "analyze: blocks without a model": ("analyze --blocks *.Q", "blocks"),
+    "analyze: blocks that the default has not": ("analyze --blocks h.9.*", "blocks"),
     "analyze: no width": ("analyze --d 0", "d"),
     "analyze: no sequences": ("analyze --sequences 0", "sequences"),
     "analyze: nothing selected": ("analyze gpt2-tiny --blocks nothing", "blocks"),

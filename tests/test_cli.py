@@ -16,7 +16,7 @@ from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import addition, answer_targets
 
 SMALL = ["--d", "4", "--sequences", "3", "--seed", "5"]
-FIGURES = ["heat_map", "densities", "histograms", "hessian", "depth"]
+FIGURES = ["norms", "pairs", "histograms", "hessian", "densities", "depth"]
 SHOWN = [*(f"{name}.png" for name in FIGURES), "report.html", "report.md", "table.json"]
 WRITTEN = sorted([*SHOWN, *(f"{name}.svg" for name in FIGURES)])
 
@@ -36,12 +36,14 @@ def test_analyze_prints_the_table_the_sentence_and_the_files(tmp_path):
     stdout, out = done.stdout, tmp_path / "curvoscope-analyze"
     assert done.returncode == 0 and done.stderr == ""
     assert files(out) == WRITTEN
-    assert stdout.splitlines()[-8:] == [f"wrote {out.name}/{name}" for name in SHOWN]
+    assert stdout.splitlines()[-9:] == [f"wrote {out.name}/{name}" for name in SHOWN]
     table = json.loads((out / "table.json").read_text())
     assert table["verdict"] in " ".join(stdout.split())
     matrices = {f"h.0.{name}" for name in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down")}
     for row in table["rows"]:
-        if row["row"] == row["column"] or {row["row"], row["column"]} <= matrices:
+        assert f"{row['frobenius_norm']['value']:.2e}" in stdout or row["frobenius_norm"]["value"] == 0
+    for row in table["dense"]:
+        if {row["row"], row["column"]} <= matrices:
             assert f"{row['frobenius_norm']:.2e}" in stdout or row["frobenius_norm"] == 0
     for name in ("hessian.png", "histograms.png"):
         with Image.open(out / name) as image:
@@ -61,7 +63,7 @@ def test_json_is_the_file_and_the_only_thing_on_stdout(call, undrawn, tmp_path, 
     assert stdout == (tmp_path / "table.json").read_text()
     document = json.loads(stdout)
     expected = {"seed": 5, "d": 4, "sequences": 3, "norm": norm, "attention": attention, "dtype": dtype}
-    assert document["configuration"] == expected and document["seed"] == 5
+    assert document["configuration"] == expected | {"method": "auto", "split": "model"} and document["seed"] == 5
     assert document["versions"]["torch"] == torch.__version__
     assert document["versions"]["curvoscope"] == version("curvoscope")
     assert document["versions"]["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
@@ -71,7 +73,7 @@ def test_json_is_the_file_and_the_only_thing_on_stdout(call, undrawn, tmp_path, 
     model = GPT2(4, norm=norm, activation=attention, seed=5, dtype=getattr(torch, dtype))
     H = cv.hessian(model, cv.curvature.CrossEntropy(), [(inputs, targets)], method="autodiff")
     compared = set()
-    for row in document["rows"]:
+    for row in document["dense"]:
         if {row["row"], row["column"]} <= set(H.names):
             expected = getattr(H, row["part"])[row["row"], row["column"]].dense()
             size = 1e-9 if dtype == "float64" else 1e-3
@@ -89,7 +91,7 @@ def test_json_is_the_file_and_the_only_thing_on_stdout(call, undrawn, tmp_path, 
 @pytest.mark.slow
 def test_seeds_differ(call, undrawn, tmp_path):
     documents = [json.loads(call("analyze", *SMALL, "--seed", seed, "--out", tmp_path, "--json")[1]) for seed in (1, 2)]
-    assert documents[0]["rows"][0]["trace"] != documents[1]["rows"][0]["trace"]
+    assert documents[0]["dense"][0]["trace"] != documents[1]["dense"][0]["trace"]
     assert files(tmp_path) == WRITTEN
 
 
@@ -183,7 +185,7 @@ def test_interrupted_quietly(call, monkeypatch, tmp_path):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(analyze, "_measure", interrupted)
+    monkeypatch.setattr(analyze, "hessian", interrupted)
     assert call("analyze", "--out", tmp_path) == (130, "", "")
 
 

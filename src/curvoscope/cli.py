@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from curvoscope import __version__
-from curvoscope.errors import CurvoscopeError, RangeError
+from curvoscope.errors import CurvoscopeError
 
 app = typer.Typer(
     name="curvoscope",
@@ -60,14 +60,19 @@ class Split(StrEnum):
 
 
 Model = Annotated[
-    str | None,
+    str,
     typer.Argument(
         help="A local Hugging Face folder (config.json and safetensors), or addition, gpt2-tiny, gpt2-small, "
         "llama-tiny, bert-tiny, vit-tiny: random weights.",
-        show_default=False,
         metavar="MODEL",
     ),
 ]
+Width = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
+Norm = Annotated[
+    NormPlacement | None,
+    typer.Option(help="addition only: LayerNorm: none, or before each branch. (default: none)"),
+]
+Attention = Annotated[AttentionKind | None, typer.Option(help="addition only: attention weights. (default: softmax)")]
 BlockPatterns = Annotated[
     list[str] | None, typer.Option(help="Shell pattern of block names, such as '*.attn.[QKV]'; may be repeated.")
 ]
@@ -88,13 +93,6 @@ class WithNames(TyperCommand):
 
         self.epilog = f"NAME: all, {', '.join(NAMES)}"
         super().format_help(ctx, formatter)
-
-
-def _only(when: str, **options: object) -> None:
-    """Refuse options that mean nothing here, rather than to ignore them."""
-    for name, value in options.items():
-        if value is not None:
-            raise RangeError(name, f"has a meaning only {when}; leave --{name} out")
 
 
 def _path(text: Path | None) -> str | None:
@@ -119,27 +117,22 @@ def _options(
 
 @app.command()
 def analyze(
-    model: Model = None,
+    model: Model = "addition",
     seed: Seed = 0,
-    d: Annotated[int | None, typer.Option(help="Without MODEL: width of the model. (default: 16)")] = None,
-    norm: Annotated[
-        NormPlacement | None,
-        typer.Option(help="Without MODEL: LayerNorm: none, or before each branch. (default: none)"),
-    ] = None,
-    attention: Annotated[
-        AttentionKind | None, typer.Option(help="Without MODEL: attention weights. (default: softmax)")
-    ] = None,
+    d: Width = None,
+    norm: Norm = None,
+    attention: Attention = None,
     blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
     length: Length = None,
     method: Annotated[
-        Method | None, typer.Option(help="Closed forms (exact), products (autodiff), or what is best for each block.")
-    ] = None,
+        Method, typer.Option(help="Closed forms (exact), products (autodiff), or what is best for each block.")
+    ] = Method.auto,
     split: Annotated[
-        Split | None,
+        Split,
         typer.Option(help="Where outer and functional part are split: the model's output, or each layer's own."),
-    ] = None,
+    ] = Split.model,
     tolerance: Annotated[
         float | None,
         typer.Option(help="Relative standard error of the norms; the traces cost as much. (default: 0.05)"),
@@ -153,42 +146,23 @@ def analyze(
 ) -> None:
     """The Hessian of MODEL, block by block: norms, traces and largest eigenvalues with error bars.
 
-    Without MODEL: the exact Hessian of the paper's single-block GPT-2 on five-digit addition.
+    The default, addition, is the paper's single-block GPT-2 on five-digit addition.
     """
-    if model is None:
-        from curvoscope.commands import analyze as command
-
-        _only("with a MODEL", blocks=blocks, text=text, length=length, method=method, split=split)
-        _only("with a MODEL", tolerance=tolerance, matvecs=matvecs)
-        configuration = command.Configuration(
-            seed,
-            16 if d is None else d,
-            64 if sequences is None else sequences,
-            (norm or NormPlacement.none).value,
-            (attention or AttentionKind.softmax).value,
-            (dtype or Dtype.float64).value,
-        )
-        command.run(configuration, out, as_json)
-        return
-    from curvoscope.commands import analyze_model
+    from curvoscope.commands import analyze as command
     from curvoscope.commands.subject import Request
 
-    _only("without a MODEL", d=d, norm=norm, attention=attention)
-    request = Request(model, seed, _path(text), sequences, length, dtype and dtype.value)
-    options = analyze_model.AnalyzeOptions(
-        tuple(blocks or ()),
-        (method or Method.auto).value,
-        (split or Split.model).value,
-        tolerance,
-        matvecs,
-    )
-    analyze_model.run(request, options, out, as_json)
+    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
+    options = command.AnalyzeOptions(tuple(blocks or ()), method, split, tolerance, matvecs)
+    command.run(request, options, out, as_json)
 
 
 @app.command()
 def spectrum(
-    model: Model = None,
+    model: Model = "addition",
     seed: Seed = 0,
+    d: Width = None,
+    norm: Norm = None,
+    attention: Attention = None,
     blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
@@ -202,12 +176,12 @@ def spectrum(
 ) -> None:
     """The spectral densities of MODEL's Hessian, block by block, with confidence bands.
 
-    Without MODEL: those of the paper's single-block GPT-2 on five-digit addition.
+    The default, addition, is the paper's single-block GPT-2 on five-digit addition.
     """
     from curvoscope.commands import spectrum as command
     from curvoscope.commands.subject import Request
 
-    request = Request(model or "addition", seed, _path(text), sequences, length, dtype and dtype.value)
+    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
     command.run(request, command.SpectrumOptions(tuple(blocks or ()), matvecs), out, as_json)
 
 

@@ -78,13 +78,13 @@ def test_a_training_run_that_was_killed(undrawn, tmp_path, capsys):
 
 
 def test_a_folder_named_script(undrawn, tmp_path):
-    from curvoscope.commands import analyze_model
+    from curvoscope.commands import analyze
     from curvoscope.commands.subject import Request
 
     folder = tmp_path / "a<" / "script><script>alert(1)<" / "script>"
     saved(folder)
-    options = analyze_model.AnalyzeOptions(("h.0.attn.V",), matvecs=4)
-    analyze_model.run(Request(str(folder), 0, sequences=2, length=6), options, tmp_path / "out", True)
+    options = analyze.AnalyzeOptions(("h.0.attn.V",), matvecs=4)
+    analyze.run(Request(str(folder), 0, sequences=2, length=6), options, tmp_path / "out", True)
     page = Page((tmp_path / "out" / "report.html").read_text())
     assert len(page.all("script")) == 1 and page.text.count(str(folder)) >= 4
     assert "<script" not in (tmp_path / "out" / "report.md").read_text().split("```")[0]

@@ -1,5 +1,3 @@
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from curvoscope.operators import BlockHessian, BlockMatrix
 from curvoscope.operators.compositions import Product
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import addition, answer_targets
-from curvoscope.report.figures import hessian_figure, histogram_figure
+from curvoscope.report.figures import hessian_figure
 
 TITLE = "Query entries are 12,345 times smaller than value entries (median)"
 
@@ -57,10 +55,9 @@ def words(figure):
     return [text for text in texts if text.get_text() and text.get_visible()]
 
 
-@pytest.mark.parametrize("draw", [hessian_figure, histogram_figure])
 @pytest.mark.parametrize("activation", ["softmax", "linear"])
-def test_nothing_overlaps_and_nothing_is_cut_off(draw, activation):
-    figure = draw(attention_hessian(activation=activation), TITLE)
+def test_nothing_overlaps_and_nothing_is_cut_off(activation):
+    figure = hessian_figure(attention_hessian(activation=activation), TITLE)
     renderer = drawn(figure).get_renderer()
     width, height = figure.canvas.get_width_height()
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in words(figure)]
@@ -72,11 +69,10 @@ def test_nothing_overlaps_and_nothing_is_cut_off(draw, activation):
 
 
 def test_text_is_readable_at_half_width():
-    for draw in (hessian_figure, histogram_figure):
-        figure = draw(attention_hessian(), TITLE)
-        drawn(figure)
-        assert figure.get_figwidth() / 2 <= 3.3  # a column
-        assert min(text.get_size() for text in words(figure)) / 2 >= 6  # points in print
+    figure = hessian_figure(attention_hessian(), TITLE)
+    drawn(figure)
+    assert figure.get_figwidth() / 2 <= 3.3  # a column
+    assert min(text.get_size() for text in words(figure)) / 2 >= 6  # points in print
 
 
 def test_the_picture_is_the_logarithm_of_the_hessian_with_zeros_apart():
@@ -110,49 +106,13 @@ def test_the_picture_is_the_logarithm_of_the_hessian_with_zeros_apart():
 def test_a_hessian_of_zeros_can_be_drawn():
     zeros = torch.zeros(8, 8, dtype=torch.float64)
     H = given(zeros, zeros, {"Q": (2, 2), "V": (2, 2)})
-    for draw in (hessian_figure, histogram_figure):
-        figure = draw(H, TITLE)
-        drawn(figure)
-    assert "exactly zero: all 64" in hessian_figure(H, TITLE).legends[0].get_texts()[0].get_text()
-
-
-@pytest.mark.parametrize("activation", ["softmax", "linear"])
-def test_histograms_lose_no_entry(activation):
-    H = attention_hessian(activation=activation)
-    figure = histogram_figure(H, TITLE)
-    for name, axes in zip("QV", figure.axes, strict=True):
-        heading = axes.get_title(loc="left")
-        curves = list(axes.patches)
-        for part in ("outer", "functional", "total"):
-            entries = getattr(H, part)[name].dense().abs()
-            zeros = int((entries == 0).sum())
-            if zeros:
-                said = re.search(rf"{part} part exactly zero: (all )?([\d,]+)", heading)
-                assert said and int(said[2].replace(",", "")) == zeros
-            if zeros < entries.numel():
-                shares, edges, _ = curves.pop(0).get_data()
-                assert shares.sum() == pytest.approx(1 - zeros / entries.numel())
-                positive = np.log10(entries[entries > 0].numpy())
-                assert edges[-1] >= positive.max()
-                above = (positive > edges[30]).sum() / entries.numel()
-                assert shares[30:].sum() == pytest.approx(above)
-        assert not curves
-        median = np.median(H.total[name].dense().abs())
-        assert axes.lines[0].get_xdata()[0] == pytest.approx(np.log10(median))
-
-
-def test_parts_differ_in_colour_and_stroke():
-    figure = histogram_figure(attention_hessian(), TITLE)
-    lines = figure.legends[0].get_lines()
-    assert [line.get_label() for line in lines] == ["outer", "functional", "total"]
-    okabe_ito = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
-    assert len({line.get_color() for line in lines} & okabe_ito) == 3
-    assert len({str(line._unscaled_dash_pattern) for line in lines}) == 3
+    figure = hessian_figure(H, TITLE)
+    drawn(figure)
+    assert "exactly zero: all 64" in figure.legends[0].get_texts()[0].get_text()
 
 
 def test_no_global_state():
     from matplotlib._pylab_helpers import Gcf
 
     hessian_figure(attention_hessian(), TITLE)
-    histogram_figure(attention_hessian(), TITLE)
     assert not Gcf.figs

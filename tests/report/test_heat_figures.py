@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from curvoscope.analysis import PARTS, BlockRow
+from curvoscope.analysis import PARTS
 from curvoscope.analysis.measurements import Measurement
+from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.estimate import Estimate
 from curvoscope.report.heat_figures import layer_map, pair_map
 
@@ -18,15 +19,17 @@ def labels(axes):
 
 def test_pairs_are_symmetric_and_zero_is_below_the_scale():
     norms = {("h.0.attn.Q", "h.0.attn.Q"): 1.0, ("h.0.attn.V", "h.0.attn.V"): 0.0, ("h.0.attn.Q", "h.0.attn.V"): 5.0}
-    rows = [BlockRow(*pair, part, norm, 0.0) for pair, norm in norms.items() for part in PARTS]
-    figure = pair_map(rows, "a $ here and $ there")
+    exact = {pair: Estimate(norm, 0.0, 0, "exact") for pair, norm in norms.items()}
+    rows = [Measurement(a, part, (1, 1), "exact", *[n] * 3) for (a, b), n in exact.items() if a == b for part in PARTS]
+    pairs = [PairNorm(*pair, part, norm) for pair, norm in exact.items() if len(set(pair)) == 2 for part in PARTS]
+    figure = pair_map(rows, pairs, "a $ here and $ there")
     panels = images(figure)
     assert list(panels) == list(PARTS) and figure._suptitle.get_text() == r"a \$ here and \$ there"
     for axes in panels.values():
         image = axes.images[0]
         shown = np.asarray(image.get_array())
         assert shown[0, 0] == 1 and shown[0, 1] == shown[1, 0] == 5 and shown[1, 1] < image.norm.vmin == 1
-    assert labels(panels["outer"]) == (["Q", "V"], ["Q", "V"])
+    assert labels(panels["outer"]) == (["h.0.attn.Q", "h.0.attn.V"], ["h.0.attn.Q", "h.0.attn.V"])
 
 
 def test_layers_are_lines_and_what_was_not_measured_is_blank():

@@ -36,15 +36,6 @@ def test_the_numbers_are_those_of_the_document(run):
         check(page, document)
         return
     if document["kind"] == "analyze":
-        expected = [row for row in document["rows"] if row["row"] == row["column"]]
-        names = ("frobenius_norm", "trace", "largest_eigenvalue", "smallest_eigenvalue", "negative_share")
-        for shown, row in zip(rows, expected, strict=True):
-            assert [cell[0] for cell in shown[:2]] == [row["row"], row["part"]]
-            assert [cell[1] for cell in shown[2:]] == [row[name] for name in (*names, "median_absolute")]
-        others = [row for row in document["rows"] if row["row"] != row["column"]]
-        found = [(*(cell[0] for cell in shown[:3]), shown[3][1]) for shown in table(page, "Off-diagonal")]
-        assert found == [(row["row"], row["column"], row["part"], row["frobenius_norm"]) for row in others]
-    elif document["kind"] == "analyze MODEL":
         for shown, row in zip(rows, document["rows"], strict=True):
             assert [cell[0] for cell in shown[:3]] == [row["block"], row["part"], row["method"]]
             expected = [(row[name]["value"], row[name]["stderr"]) for name in NUMBERS]
@@ -57,6 +48,8 @@ def test_the_numbers_are_those_of_the_document(run):
         assert found == [(*name, norm["value"], norm["stderr"]) for name, norm in zip(names, norms, strict=True)]
         found = [(shown[0][0], shown[1][0], shown[2][1]) for shown in table(page, "Entries")]
         assert found == [(one["block"], one["part"], one["median"]) for one in document["histograms"]]
+        if document["dense"]:
+            all_entries(page, document)
     else:
         for shown, one in zip(rows, document["blocks"], strict=True):
             quantiles = [one["quantiles"][share] for share in ("0.05", "0.5", "0.95")]
@@ -73,7 +66,7 @@ def test_the_numbers_are_those_of_the_document(run):
     heads = document["attention"]
     assert shown == [(one["layer"], str(one["head"]), *(one[name]["value"] for name in moments)) for one in heads]
     assert len(heads) == 1
-    if document["kind"] == "analyze":
+    if document.get("depth"):
         assert [row[0][0] for row in table(page, "Curvature at")] == [one["layer"] for one in document["depth"]]
         assert [row[1][1] for row in table(page, "Curvature at")] == [
             one["spectral"]["value"] for one in document["depth"]
@@ -83,6 +76,18 @@ def test_the_numbers_are_those_of_the_document(run):
 def table(page, beginning):
     """The rows of the table whose caption begins so."""
     return next(one for one in page.tables if one["caption"].startswith(beginning))["rows"][1:]
+
+
+def all_entries(page, document):
+    expected = [row for row in document["dense"] if row["row"] == row["column"]]
+    names = ("frobenius_norm", "trace", "largest_eigenvalue", "smallest_eigenvalue", "negative_share")
+    for shown, row in zip(table(page, "Diagonal blocks"), expected, strict=True):
+        assert [cell[0] for cell in shown[:2]] == [row["row"], row["part"]]
+        assert [cell[1] for cell in shown[2:]] == [row[name] for name in (*names, "median_absolute")]
+    others = [row for row in document["dense"] if row["row"] != row["column"]]
+    found = [(*(cell[0] for cell in shown[:3]), shown[3][1]) for shown in table(page, "Pairs of blocks")]
+    assert found == [(row["row"], row["column"], row["part"], row["frobenius_norm"]) for row in others]
+    assert document["verdict"] in page.text
 
 
 def watched(page, document):
@@ -178,7 +183,7 @@ def test_the_contrast_is_that_of_wcag_aa(run):
 
 
 def test_script_stays_text(tmp_path):
-    _, document = run_of("analyze MODEL", tmp_path)
+    _, document = run_of("some blocks", tmp_path)
     evil = '</script><script>alert("1")</script><img src=x onerror=alert(1)>'
     for key in ("title", "question", "answer", "command"):
         document[key] = evil

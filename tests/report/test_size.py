@@ -16,7 +16,7 @@ from curvoscope.estimate import Density, Estimate
 from curvoscope.report import density_figures, head_figures
 from curvoscope.report.block_figures import norm_figure
 from curvoscope.report.contents import report_of
-from curvoscope.report.heat_figures import model_pair_map
+from curvoscope.report.heat_figures import pair_map
 
 ROLES = ("norm1", "attn.Q", "attn.K", "attn.V", "attn.O", "norm2", "mlp.up", "mlp.down")
 BLOCKS = [*(f"h.{layer}.{role}" for layer in range(12) for role in ROLES), "embed", "positions", "final_norm", "head"]
@@ -72,9 +72,9 @@ def test_blocks():
         for part in PARTS
     ]
     heads = [HeadMoments(f"h.{i}.attn", j, *(estimate() for _ in range(4))) for i in range(12) for j in range(12)]
-    files = pictures("norms", norm_figure(rows, "title")) | pictures("pairs", model_pair_map(rows, pairs, "title"))
+    files = pictures("norms", norm_figure(rows, "title")) | pictures("pairs", pair_map(rows, pairs, "title"))
     files |= pictures("heads", head_figures.head_figure(heads, head_figures.headline_of(heads)))
-    document = common("analyze MODEL") | {
+    document = common("analyze") | {
         "rounding": 0.0,
         "rows": [facts(one) for one in rows],
         "pairs": [facts(one) for one in pairs],

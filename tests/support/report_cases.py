@@ -12,7 +12,7 @@ import pytest
 
 from curvoscope import commands
 from curvoscope.analysis.propagation import AttentionSummary
-from curvoscope.commands import analyze, analyze_model, reproduce_report, spectrum, watch_report
+from curvoscope.commands import analyze, reproduce_report, spectrum, watch_report
 from curvoscope.commands.subject import Request
 from curvoscope.estimate import Estimate
 from curvoscope.papers.experiments import Figure, MeasuredValue, Row, Verdict
@@ -22,7 +22,7 @@ from curvoscope.papers.experiments.setting import Setting
 from curvoscope.training import Incident, Record
 from curvoscope.training.records import BlockNorms, Details
 
-KINDS = ("analyze", "analyze MODEL", "spectrum", "watch", "reproduce")
+KINDS = ("analyze", "some blocks", "spectrum", "watch", "reproduce")
 DOCUMENTS = dict(zip(KINDS, ("table.json", "table.json", "spectrum.json", "watch.json", "reproduce.json"), strict=True))
 _MADE = {}
 
@@ -42,10 +42,10 @@ def run_of(kind, out):
 
 def _make(kind, out):
     if kind == "analyze":
-        analyze.run(analyze.Configuration(5, 4, 3, "none", "softmax", "float64"), out, True)
-    elif kind == "analyze MODEL":
-        options = analyze_model.AnalyzeOptions(("h.0.attn.[QV]", "positions"), matvecs=16)
-        analyze_model.run(Request("addition", 1, sequences=3), options, out, True)
+        analyze.run(Request("addition", 5, sequences=3, d=4), analyze.AnalyzeOptions(), out, True)
+    elif kind == "some blocks":
+        options = analyze.AnalyzeOptions(("h.0.attn.[QV]", "positions"), matvecs=16)
+        analyze.run(Request("addition", 1, sequences=3), options, out, True)
     elif kind == "spectrum":
         spectrum.run(Request("addition", 1, sequences=3), spectrum.SpectrumOptions(("h.0.attn.[QV]",), 16), out, True)
     elif kind == "watch":

@@ -1,155 +1,270 @@
-"""`curvoscope analyze`: the exact Hessian of the paper's single-block GPT-2, all of its layers."""
+"""`curvoscope analyze [MODEL]`: the blocks of a model's Hessian, part by part, and the ends of its spectrum."""
 
 import dataclasses
-from collections.abc import Callable
+import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, TaskID
 
 from curvoscope import checks, commands
-from curvoscope.analysis import PARTS, BlockRow, block_rows, headline, verdict
 from curvoscope.analysis.attention_heads import HeadMoments, head_moments
+from curvoscope.analysis.entries import EntryHistogram, entry_histograms
+from curvoscope.analysis.heterogeneity import PARTS, BlockRow, block_table, headline, verdict
+from curvoscope.analysis.measurements import (
+    Effort,
+    Extremes,
+    Measurement,
+    extremes,
+    headline_of,
+    measurements,
+    rounding_of,
+)
+from curvoscope.analysis.pair_norms import PairNorm, pair_norms
 from curvoscope.analysis.propagation import Propagation, propagation
+from curvoscope.analysis.scales import input_scales
 from curvoscope.analysis.spectra import BlockSpectrum
-from curvoscope.commands.document import REPORTS, depth_facts, heads_facts, pictures, shown_files, write_run
-from curvoscope.commands.subject import DTYPES
+from curvoscope.blocks import layer_and_role
+from curvoscope.closed.layers import layers_of
+from curvoscope.commands.document import (
+    REPORTS,
+    as_estimate,
+    common_facts,
+    depth_facts,
+    extremes_facts,
+    heads_facts,
+    pictures,
+    show_extremes,
+    show_subject,
+    shown_files,
+    write_run,
+)
+from curvoscope.commands.progress import work
+from curvoscope.commands.subject import Request, Subject, select, subject_of
+from curvoscope.curvature import ModelHessian, hessian
 from curvoscope.estimate import Density
 from curvoscope.operators import BlockHessian
-from curvoscope.papers import tasks
-from curvoscope.papers.networks import GPT2
-from curvoscope.report import answers, depth_figures, figures, head_figures, tables
-from curvoscope.report.density_figures import density_figure
-from curvoscope.report.density_figures import headline_of as densities_headline
-from curvoscope.report.heat_figures import pair_map
-from curvoscope.versions import versions
+from curvoscope.report import answers, density_figures, depth_figures, entry_figures, head_figures, model_tables, tables
+from curvoscope.report.block_figures import norm_figure
+from curvoscope.report.figures import hessian_figure
+from curvoscope.report.heat_figures import layer_map, pair_map
 
-_LINEAR = "Attention moments by head: without softmax the rows of attention are no distributions."
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_DEPTH_TOLERANCE = 0.1
+_DEPTH_LIMIT = 2_000_000  # parameters, above which curvature through depth takes longer than all the rest
+_DENSE_LIMIT = 2_000_000  # columns times parameters, up to which all entries are computed by products
+_SAMPLED = 16  # columns of a block for the histogram of its entries
 
 
 @dataclasses.dataclass(frozen=True)
-class Configuration:
-    """What decides the numbers. The names are those of the options."""
+class AnalyzeOptions:
+    """How to measure. The names are those of the options."""
 
-    seed: int
-    d: int
-    sequences: int
-    norm: str
-    attention: str
-    dtype: str
+    blocks: tuple[str, ...] = ()
+    method: str = "auto"
+    split: str = "model"
+    tolerance: float | None = None
+    matvecs: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass
+class DenseBlocks:
+    """What all entries of the Hessian show, and the figures of them; `verdict` compares query and value."""
+
+    rows: list[BlockRow] = dataclasses.field(default_factory=list)
+    verdict: str | None = None
+    figures: dict[str, "matplotlib.figure.Figure"] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
 class Found:
-    """What was measured."""
+    """What was measured; `missing` lists what was not, with the reasons."""
 
-    H: BlockHessian
-    rows: list[BlockRow]
-    spectra: list[BlockSpectrum]
-    heads: list[HeadMoments]
-    depth: Propagation
-
-
-_FIGURES: dict[str, Callable[[Found], Any]] = {
-    "heat_map": lambda found: pair_map(found.rows, "Norms of the Hessian's blocks"),
-    "densities": lambda found: density_figure(found.spectra, densities_headline(found.spectra)),
-    "histograms": lambda found: figures.histogram_figure(found.H, headline(found.rows)),
-    "hessian": lambda found: figures.hessian_figure(found.H, headline(found.rows)),
-    "heads": lambda found: head_figures.head_figure(found.heads, head_figures.headline_of(found.heads)),
-    "depth": lambda found: depth_figures.propagation_figure({"this model": found.depth}, "Curvature through depth"),
-}
+    rows: list[Measurement]
+    rounding: float
+    loss: float
+    ends: Extremes
+    dense: DenseBlocks
+    pairs: list[PairNorm] = dataclasses.field(default_factory=list)
+    histograms: list[EntryHistogram] = dataclasses.field(default_factory=list)
+    heads: list[HeadMoments] = dataclasses.field(default_factory=list)
+    depth: Propagation | None = None
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)
+    missing: list[str] = dataclasses.field(default_factory=list)
 
 
-def run(configuration: Configuration, out: Path, as_json: bool) -> None:
-    """Measure every block, print the table and what it shows; write figures, reports and table.json into `out`."""
-    size = 12 * configuration.d**2
-    # The picture of the Hessian and what Matplotlib makes of it; the rest is done a block at a time.
-    checks.fits(16 * size**2, None, f"the picture of a {size} x {size} Hessian", "take a smaller --d")
+def run(request: Request, options: AnalyzeOptions, out: Path, as_json: bool) -> None:
+    """Measure, print the table and what it shows; write figures, reports and table.json into `out`."""
+    effort = Effort(options.tolerance, options.matvecs)
+    if request.d is not None and _is_whole(options):
+        size = 12 * request.d**2
+        # The picture of the Hessian and what Matplotlib makes of it; the rest is done a block at a time.
+        checks.fits(16 * size**2, None, f"the picture of a {size} x {size} Hessian", "take a smaller --d")
+    subject = subject_of(request)
+    chosen = select(subject.blocks, options.blocks, layers_only=options.split == "layer")
     commands.make_directory(out)
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("the exact Hessian", total=None)
-        found = _measure(configuration, progress, task)
-        shown = [name for name in _FIGURES if name != "heads" or len(found.heads) > 1]
-        progress.update(task, description="the figures", completed=0, total=len(shown))
-        drawn: dict[str, bytes] = {}
-        for name in shown:
-            drawn |= pictures(name, _FIGURES[name](found))
-            progress.advance(task)
-    document = write_run(out, "table.json", _facts(found, configuration), drawn)
+    with work(len(chosen) * len(PARTS) + 5) as step:
+        H = hessian(subject.model, subject.loss, [subject.batch], chosen, options.method, options.split)
+        labels = (f"{name}, {part}" for name in chosen for part in PARTS)
+        step(next(labels))
+        rows = []
+        for row in measurements(H, effort, request.seed):
+            rows.append(row)
+            step(next(labels, "pairs of blocks"))
+        loss, rounding = H.loss, rounding_of(rows, H.total.dtype)
+        pairs, histograms, missing = _whole_products(H, options, request.seed)
+        step("all entries")
+        dense = _dense_blocks(_small_hessian(subject, H, options))
+        step("the whole Hessian")
+        del H  # its graphs and copies of the weights make room for those of the whole
+        whole = hessian(subject.model, subject.loss, [subject.batch], method="autodiff")
+        ends = extremes(whole, effort, request.seed)
+        del whole
+        step("its layers")
+        found = Found(rows, rounding, loss, ends, dense, pairs, histograms, missing=missing)
+        _layers(found, subject, options, request)
+        step("the figures")
+        figures = _draw(found)
+    facts = common_facts("analyze", subject, request, options, loss) | _facts(request.model, found)
+    document = write_run(out, "table.json", facts, figures)
     if as_json:
         print(document, end="")
-    else:
-        _show(found.rows, configuration)
-        for name in (*shown_files(drawn), *REPORTS, "table.json"):
-            print(f"wrote {out / name}")
+        return
+    console = commands.console()
+    show_subject(console, subject, loss)
+    console.print(model_tables.block_table(rows, rounding))
+    if dense.rows:
+        console.print(tables.off_diagonal_table(dense.rows))
+    if dense.verdict is not None:
+        console.print(dense.verdict + "\n")
+    show_extremes(console, ends)
+    for name in (*shown_files(figures), *REPORTS, "table.json"):
+        print(f"wrote {out / name}")
 
 
-def _measure(configuration: Configuration, progress: Progress, task: TaskID) -> Found:
-    """The exact Hessian of the loss on one batch of additions, over the block's weights (attention's biases apart) and
-    the final norm; the spectra of its blocks; moments and curvature layer by layer."""
-    tokens = tasks.addition(configuration.sequences, seed=configuration.seed)
-    inputs, targets = tokens[:, :-1], tasks.answer_targets(tokens)
-    model = GPT2(
-        configuration.d,
-        norm=configuration.norm,
-        activation=configuration.attention,
-        seed=configuration.seed,
-        dtype=DTYPES[configuration.dtype],
-    )
-    with torch.no_grad():
-        X = model.residual_stream(inputs, 0)
-    stack, loss = model.stack(), model.exact_loss(targets)
-    H = stack.hessian(X, loss)
-    blocks = len(H.names)
-    progress.update(task, description="its blocks", total=len(PARTS) * blocks * (blocks + 1) // 2)
-    rows, spectra = [], []
-    for row in block_rows(H):
-        rows.append(row)
-        progress.advance(task)
+def _whole_products(
+    H: ModelHessian, options: AnalyzeOptions, seed: int
+) -> tuple[list[PairNorm], list[EntryHistogram], list[str]]:
+    """What takes products with the matrix of all chosen blocks: off-diagonal norms, entries, and why not."""
+    if options.split == "layer":
+        return [], [], ["Off-diagonal blocks and entries: split at the layers, the parts exist within one layer only."]
+    missing = []
+    pairs = [pair for column in pair_norms(H, seed=seed) for pair in column]
+    if not pairs:
+        missing.append("Off-diagonal blocks: only one block was asked for.")
+    roles = {name: found[1] for name in H.names if (found := layer_and_role(name)) is not None}
+    sampled = [next((name for name in roles if roles[name] == role), None) for role in ("attn.Q", "attn.V")]
+    histograms = entry_histograms(H, [name for name in sampled if name is not None], _SAMPLED, seed)
+    if not histograms:
+        missing.append("Histograms of the entries: no query or value block is among those that were asked for.")
+    return pairs, histograms, missing
+
+
+def _is_whole(options: AnalyzeOptions) -> bool:
+    """Whether the options leave room for a closed form of all layers at once."""
+    return not options.blocks and options.method != "autodiff" and options.split == "model"
+
+
+def _small_hessian(subject: Subject, H: ModelHessian, options: AnalyzeOptions) -> BlockHessian | None:
+    """The matrix to compute all entries of: in closed form if there is one, else `H` if it takes few products."""
+    exact = subject.exact_hessian() if _is_whole(options) else None
+    if exact is not None or options.split == "layer":
+        return exact
+    return H if H.shape[0] * subject.facts["parameters"] <= _DENSE_LIMIT else None
+
+
+def _dense_blocks(H: BlockHessian | None) -> DenseBlocks:
+    if H is None:
+        return DenseBlocks()
+    rows, spectra = block_table(H), []
     for name in filter(tables.is_matrix, H.names):
         density = Density.exact(torch.linalg.eigvalsh(H.total[name].dense()))
         spectra.append(BlockSpectrum(name, H.total[name].shape[0], "exact", density, density.log_spectrum()))
-    progress.update(task, description="its layers", total=None)
-    heads = head_moments(model, (inputs, targets))
-    return Found(H, rows, spectra, heads, propagation(stack, (X, loss), seed=configuration.seed))
+    comparable = {"Q", "V"} <= {name.rpartition(".")[2] for name in H.names}
+    title = headline(rows) if comparable else "The Hessian, block by block"
+    figures = {"hessian": hessian_figure(H, title)}
+    if spectra:
+        figures["densities"] = density_figures.density_figure(spectra, density_figures.headline_of(spectra))
+    return DenseBlocks(rows, verdict(rows) if comparable else None, figures)
 
 
-def _facts(found: Found, configuration: Configuration) -> dict[str, Any]:
-    """table.json: what was measured, on what, what it shows, and how to measure it again."""
-    rows = found.rows
-    options = dataclasses.asdict(configuration)
+def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Request) -> None:
+    """Attention by head, the scale of the layers' inputs, and curvature through depth unless it would take long."""
+    data = [subject.batch]
+    size = sum(parameter.numel() for parameter in subject.model.parameters())
+    found.heads = head_moments(subject.model, subject.batch)
+    found.scales = input_scales(subject.model, data)
+    if not found.heads:
+        found.missing.append("Attention moments by head: no softmax attention layer of a known form was found.")
+    depth = "Curvature through depth"
+    if not layers_of(subject.model, subject.blocks):
+        found.missing.append(f"{depth}: the model has no layers of a known form.")
+    elif options.blocks:
+        found.missing.append(f"{depth}: it is of the whole model, and only some blocks were asked for.")
+    elif size > _DEPTH_LIMIT:
+        found.missing.append(
+            f"{depth}: left out above {_DEPTH_LIMIT:,} parameters for the time it takes; "
+            "curvoscope.analysis.propagation measures it."
+        )
+    else:
+        found.depth = propagation(
+            subject.model, subject.batch, subject.loss, tolerance=_DEPTH_TOLERANCE, seed=request.seed
+        )
+    if not found.dense.rows:
+        name = shlex.quote(request.model)
+        found.missing.append(f"Spectra by block: they take a command of their own, curvoscope spectrum {name}.")
+        found.missing.append("The Hessian entry by entry: only of few parameters, for the time that it takes.")
+
+
+def _draw(found: Found) -> dict[str, bytes]:
+    """The files of the figures, of what was measured."""
+    title, rounding = headline_of(found.rows, found.rounding), found.rounding
+    figures: dict[str, Any] = {"norms": norm_figure(found.rows, title, rounding)}
+    if found.pairs:
+        figures["pairs"] = pair_map(found.rows, found.pairs, title, rounding)
+    else:
+        figures["heat_map"] = layer_map(found.rows, title, rounding)
+    if found.histograms:
+        figures["histograms"] = entry_figures.entry_figure(found.histograms, "Entries of a query and a value block")
+    figures |= found.dense.figures
+    if len(found.heads) > 1:
+        figures["heads"] = head_figures.head_figure(found.heads, head_figures.headline_of(found.heads))
+    if found.depth is not None:
+        growth = f"From the last layer to the first |S| grows by a factor of {found.depth.growth():.3g}"
+        figures["depth"] = depth_figures.propagation_figure({"this model": found.depth}, growth)
+    return {name: content for key, figure in figures.items() for name, content in pictures(key, figure).items()}
+
+
+def _facts(name: str, found: Found) -> dict[str, Any]:
+    """table.json: what was measured, and what it shows."""
+    rows = [
+        {
+            "block": row.block,
+            "part": row.part,
+            "shape": list(row.shape),
+            "method": row.method,
+            "frobenius_norm": as_estimate(row.frobenius_norm),
+            "trace": as_estimate(row.trace),
+            "largest_eigenvalue": as_estimate(row.largest_eigenvalue),
+        }
+        for row in found.rows
+    ]
+    pairs = [
+        {"row": one.row, "column": one.column, "part": one.part, "frobenius_norm": as_estimate(one.frobenius_norm)}
+        for one in found.pairs
+    ]
     return {
-        "kind": "analyze",
-        "title": "Curvature of a GPT-2 of one block",
-        "about": [_about(configuration)],
-        "configuration": options,
-        "command": " ".join(["curvoscope analyze", *(f"--{name} {value}" for name, value in options.items())]),
-        "versions": versions(),
-        "seed": configuration.seed,
-        "verdict": verdict(rows),
-        **answers.of_pairs(rows),
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rounding": found.rounding,
+        **answers.of_blocks(name, found.rows, found.rounding, found.ends, found.scales),
+        "rows": rows,
+        "hessian": extremes_facts(found.ends),
+        "pairs": pairs,
+        "dense": [dataclasses.asdict(row) for row in found.dense.rows],
+        "verdict": found.dense.verdict,
+        "histograms": [dataclasses.asdict(one) for one in found.histograms],
         "attention": heads_facts(found.heads),
-        "depth": depth_facts(found.depth),
-        "missing": [] if found.heads else [_LINEAR],
+        "depth": [] if found.depth is None else depth_facts(found.depth),
+        "missing": found.missing,
     }
-
-
-def _about(configuration: Configuration) -> str:
-    return (
-        f"Exact Hessian of the Transformer block in a GPT-2 of one block: d = {configuration.d}, norm "
-        f"{configuration.norm}, {configuration.attention} attention, {configuration.sequences} five-digit "
-        f"additions, seed {configuration.seed}, {configuration.dtype}. Outer and functional part are split "
-        "at the model's output."
-    )
-
-
-def _show(rows: list[BlockRow], configuration: Configuration) -> None:
-    console = Console(highlight=False)
-    console.print(_about(configuration) + "\n")
-    console.print(tables.diagonal_table(rows))
-    console.print(tables.off_diagonal_table(rows))
-    console.print(verdict(rows) + "\n")

@@ -12,6 +12,7 @@ from curvoscope.curvature import CrossEntropy, blocks_of, trainable
 from curvoscope.errors import BlockNameError, RangeError
 from curvoscope.families import configs, loading, text
 from curvoscope.families.tokenizer import tokenizer
+from curvoscope.operators import BlockHessian
 from curvoscope.papers import tasks
 from curvoscope.papers.networks import GPT2
 from curvoscope.versions import versions
@@ -19,7 +20,8 @@ from curvoscope.versions import versions
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 ADDITION = "addition"
 NAMES = (ADDITION, *configs.NAMES)
-_SEQUENCES = {ADDITION: 64, "image": 32}
+_SEQUENCES = {"image": 32}
+_OF_ADDITION = {"sequences": 64, "dtype": "float64", "d": 16, "norm": "none", "attention": "softmax"}
 _TEXTS = 8
 _LENGTH = 64
 _CLASSES = ("image", "text class", "token class")
@@ -27,7 +29,10 @@ _CLASSES = ("image", "text class", "token class")
 
 @dataclass(frozen=True)
 class Request:
-    """What decides the model and its batch. The names are those of the options; None: what suits the model."""
+    """What decides the model and its batch. The names are those of the options; None: what suits the model.
+
+    `d`, `norm` and `attention` are of the model "addition", which has defaults for them.
+    """
 
     model: str
     seed: int
@@ -35,6 +40,17 @@ class Request:
     sequences: int | None = None
     length: int | None = None
     dtype: str | None = None
+    d: int | None = None
+    norm: str | None = None
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in _OF_ADDITION.items():
+            if self.model == ADDITION and getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in ("d", "norm", "attention"):
+            if self.model != ADDITION and getattr(self, name) is not None:
+                raise RangeError(name, f"has a meaning only for {ADDITION}; leave --{name} out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,21 +65,32 @@ class Subject:
     facts: dict[str, Any]
     versions: dict[str, str]
 
+    def exact_hessian(self) -> BlockHessian | None:
+        """The closed form of all layers at once, attention's biases apart: the paper's network alone has one."""
+        if not isinstance(self.model, GPT2):
+            return None
+        inputs, targets = self.batch
+        with torch.no_grad():
+            X = self.model.residual_stream(inputs, 0)
+        return self.model.stack().hessian(X, self.model.exact_loss(targets))
+
 
 def subject_of(request: Request) -> Subject:
     """Load or make the model and give it data. A name of the package is never taken for a folder."""
     folder = None if request.model in NAMES else Path(request.model)
     is_path = folder is not None and (folder.exists() or len(folder.parts) > 1 or folder.is_absolute())
-    dtype = request.dtype or ("float64" if request.model == ADDITION else "float32")
+    dtype = request.dtype or "float32"
     if folder is not None and is_path:
         loaded = loading.load(folder, DTYPES[dtype])
     else:
-        folder, loaded = None, _made(request.model, request.seed, DTYPES[dtype])
+        folder, loaded = None, _made(request, DTYPES[dtype])
     batch, about, facts = _batch(request, loaded, folder)
     model = loaded.model
     size = sum(parameter.numel() for parameter in model.parameters())
     weights = f"random weights, seed {request.seed}" if folder is None else f"weights of {folder}"
     lines = [f"{type(model).__name__}, {size:,} parameters in {dtype}, {weights}.", about]
+    if request.d is not None:
+        lines.append(f"One block, d = {request.d}, norm {request.norm}, {request.attention} attention.")
     if loaded.unused:
         lines.append(f"Not used: {len(loaded.unused)} tensors of the folder, {', '.join(loaded.unused[:3])}, ...")
     facts = {
@@ -83,13 +110,12 @@ def subject_of(request: Request) -> Subject:
     return Subject(model, CrossEntropy(shift=loaded.kind == "causal"), batch, blocks, lines, facts, used)
 
 
-def _made(name: str, seed: int, dtype: torch.dtype) -> loading.Loaded:
+def _made(request: Request, dtype: torch.dtype) -> loading.Loaded:
     """The model of that name with random weights, in evaluation mode; those of "addition" are drawn in float64."""
-    if name != ADDITION:
-        return configs.make(name, seed, dtype, others=(ADDITION,))
-    if not 0 <= seed < 2**32:
-        raise RangeError("seed", f"got {seed}, expected 0 to 2**32 - 1")
-    return loading.Loaded(GPT2(seed=seed, dtype=dtype).eval(), ADDITION)
+    if request.d is None or request.norm is None or request.attention is None:
+        return configs.make(request.model, request.seed, dtype, others=(ADDITION,))
+    model = GPT2(request.d, norm=request.norm, activation=request.attention, seed=request.seed, dtype=dtype)
+    return loading.Loaded(model.eval(), ADDITION)
 
 
 def select(blocks: Blocks, patterns: tuple[str, ...], layers_only: bool = False) -> Blocks:

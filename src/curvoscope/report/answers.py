@@ -5,28 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curvoscope.analysis.advice import Findings, advice
-from curvoscope.analysis.heterogeneity import BlockRow, times, verdict
+from curvoscope.analysis.heterogeneity import times
 from curvoscope.analysis.measurements import Extremes, Measurement
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
-from curvoscope.estimate import Estimate
 from curvoscope.report.model_tables import with_error
 from curvoscope.training.records import Record
 
 Conclusion = dict[str, Any]
 """question, answer and advice: what a document of a run says in words."""
-
-
-def of_pairs(rows: Sequence[BlockRow]) -> Conclusion:
-    """Of the exact Hessian of one Transformer block. Its own λ max is not the model's: no cap of the learning rate."""
-    diagonal = [row for row in rows if row.diagonal]
-    words = f"{verdict(rows)} {_apart([(row.row, row.frobenius_norm) for row in diagonal if row.part == 'total'], 0.0)}"
-    found = [
-        Measurement(row.row, row.part, (0, 0), "exact", *map(_exact, (row.frobenius_norm, row.trace, top)))
-        for row in diagonal
-        if (top := row.largest_eigenvalue) is not None and top > (row.eigenvalue_tolerance or 0.0)
-    ]
-    question = "Why do the query block and the value block of a Transformer's Hessian differ in size?"
-    return _answer(question, words, Findings(rows=found))
 
 
 def of_blocks(
@@ -186,8 +172,3 @@ def _reach(ends: Extremes) -> str:
     if rate is None:
         return f"{span}: none is positive, and no learning rate is critical."
     return f"{span}, so that plain gradient descent needs a learning rate below 2/λ max = {with_error(rate)}."
-
-
-def _exact(value: float | None) -> Estimate:
-    assert value is not None  # diagonal blocks have all numbers
-    return Estimate(value, 0.0, 0, "exact")

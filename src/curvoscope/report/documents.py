@@ -47,14 +47,6 @@ class PerLayer:
     depth: list[Depth] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerAnalysis(Common, PerLayer):
-    """`curvoscope analyze`: exact numbers of all pairs of blocks."""
-
-    kind: Literal["analyze"]
-    rows: list[BlockRow]
-
-
 @dataclass(frozen=True)
 class Whole:
     """The ends of the spectrum of the whole Hessian."""
@@ -67,13 +59,15 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAnalysis(Common, PerLayer):
-    """`curvoscope analyze MODEL`."""
+    """`curvoscope analyze`. `dense`: exact numbers of all pairs of blocks, of a Hessian that is small enough."""
 
-    kind: Literal["analyze MODEL"]
+    kind: Literal["analyze", "analyze MODEL"]
     rounding: float
     rows: list[Measurement]
     hessian: Whole
     pairs: list[PairNorm] = field(default_factory=list)
+    dense: list[BlockRow] = field(default_factory=list)
+    verdict: str | None = None
     histograms: list[EntryHistogram] = field(default_factory=list)
 
 
@@ -160,4 +154,4 @@ class Reproduction(Common):
     figures: list[Reproduced]
 
 
-Document = LayerAnalysis | ModelAnalysis | SpectrumDocument | Training | Reproduction
+Document = ModelAnalysis | SpectrumDocument | Training | Reproduction

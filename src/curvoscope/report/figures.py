@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from curvoscope.analysis import PARTS, Part
+from curvoscope.analysis import Part
 from curvoscope.operators import BlockHessian
 
 if TYPE_CHECKING:
@@ -76,51 +76,9 @@ def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
     return figure
 
 
-def histogram_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
-    """Histograms of log10 |entry| of the query and of the value block on one axis, a line for each part.
-
-    A thin line marks the median of the total. The first bin takes the long tail below the axis. Entries that
-    are exactly zero have no logarithm: the heading of a panel says how many there are.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    chosen = [name for name in H.names if name.rpartition(".")[2] in ("Q", "V")]
-    entries = {name: {part: _magnitude(getattr(H, part)[name].dense()) for part in PARTS} for name in chosen}
-    seen = np.concatenate([values[values > 0] for parts in entries.values() for values in parts.values()])
-    low, high = (-1.0, 0.0) if seen.size == 0 else np.percentile(np.log10(seen), [0.1, 100])
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    for axes, (name, parts) in zip(panels, entries.items(), strict=True):
-        _histograms(axes, parts, np.linspace(low, high, 61))
-        zeros = {part: values == 0 for part, values in parts.items()}
-        notes = [f"{part} part exactly zero: {_count(where)} entries" for part, where in zeros.items() if where.any()]
-        heading = f"{_long_name(name)} block, median {_power_of_ten(float(np.median(parts['total'])))}"
-        axes.set_title("\n".join([heading, *notes]), size=_HEADING, loc="left")
-    panels[1].set_xlabel("$\\log_{10}$ |entry| (first bin: all below)", size=_HEADING)
-    figure.suptitle(title, size=_HEADING)
-    handles = [Line2D([], [], label=part, **style) for part, style in STYLES.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=_TEXT, frameon=False)
-    return figure
-
-
 def plain(text: str) -> str:
     """A name for Matplotlib: no mathematics, even with a dollar in it."""
     return text.replace("$", "\\$")
-
-
-def _histograms(axes: "matplotlib.axes.Axes", parts: dict[Part, np.ndarray], edges: np.ndarray) -> None:
-    for part, values in parts.items():
-        if values.any():
-            logarithm = np.log10(values[values > 0]).clip(edges[0], edges[-1])
-            axes.stairs(np.histogram(logarithm, edges)[0] / values.size, edges, **STYLES[part])
-    median = float(np.median(parts["total"]))
-    if median > 0:
-        axes.axvline(np.log10(median), color="#666666", linewidth=1.2)
-    axes.set_ylabel("share of entries", size=_HEADING)
-    axes.tick_params(labelsize=_TEXT, pad=6)  # apart in the corner, wherever the ticks fall
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _log_magnitude(H: BlockHessian) -> tuple[np.ndarray, dict[tuple[str, str], float]]:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from curvoscope.analysis.heterogeneity import PARTS, BlockRow, Part
+from curvoscope.analysis.heterogeneity import PARTS, Part
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
 from curvoscope.report.figures import plain
-from curvoscope.report.tables import short as short_in_one_layer
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -24,18 +23,7 @@ _TEXT, _HEADING = 9, 11
 NormsByPlace = dict[tuple[int, int], float]
 
 
-def pair_map(rows: Sequence[BlockRow], title: str) -> "matplotlib.figure.Figure":
-    """log10 |H(a, b)|_F for all pairs of blocks."""
-    names = list(dict.fromkeys(row.row for row in rows if row.diagonal))
-    panels: dict[Part, NormsByPlace] = {part: {} for part in PARTS}
-    for row in rows:
-        i, j = names.index(row.row), names.index(row.column)
-        panels[row.part][i, j] = panels[row.part][j, i] = row.frobenius_norm
-    labels = [short_in_one_layer(name) for name in names]
-    return _draw(panels, labels, labels, title, 0.0)
-
-
-def model_pair_map(
+def pair_map(
     rows: Sequence[Measurement], pairs: Sequence[PairNorm], title: str, rounding: float = 0.0
 ) -> "matplotlib.figure.Figure":
     """log10 |H(a, b)|_F for all pairs of a model's blocks, the diagonal from `rows`."""

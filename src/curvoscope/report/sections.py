@@ -7,7 +7,6 @@ from curvoscope.report import cells
 from curvoscope.report.captions import CAPTIONS
 from curvoscope.report.contents import Cell, ReportFigure, Section, Table
 from curvoscope.report.documents import (
-    LayerAnalysis,
     ModelAnalysis,
     PerLayer,
     Reproduction,
@@ -22,9 +21,7 @@ Files = Mapping[str, bytes]
 _MOST_PAIRS = 600  # rows of a table, for the size of the page
 
 
-def sections_of(
-    found: LayerAnalysis | ModelAnalysis | SpectrumDocument | Training | Reproduction, files: Files
-) -> Iterator[Section]:
+def sections_of(found: ModelAnalysis | SpectrumDocument | Training | Reproduction, files: Files) -> Iterator[Section]:
     """Subject by subject; one that has neither tables nor figures was not measured."""
     make = next(make for kind, make in _KINDS.items() if isinstance(found, kind))
     return make(found, lambda *names, told=None: _figures(files, names, told))
@@ -45,7 +42,7 @@ FigureSource = Callable[..., list[ReportFigure]]
 # ---- analyze
 
 
-def _pairs(found: LayerAnalysis, figures: FigureSource) -> Iterator[Section]:
+def _dense(found: ModelAnalysis, figures: FigureSource) -> Section:
     diagonal = [
         (
             Cell(row.row),
@@ -57,23 +54,23 @@ def _pairs(found: LayerAnalysis, figures: FigureSource) -> Iterator[Section]:
             cells.share(row.negative_share),
             cells.plain(row.median_absolute),
         )
-        for row in found.rows
+        for row in found.dense
         if row.diagonal
     ]
     others = [
         (Cell(row.row), Cell(row.column), Cell(row.part), *map(cells.plain, (row.frobenius_norm, row.median_absolute)))
-        for row in found.rows
+        for row in found.dense
         if not row.diagonal
     ]
     numbers = ("‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median |entry|")
     note = "exact to rounding; ~0 within the error of the eigenvalue solver"
-    yield Section("ModelAnalysis", tables=[Table(f"Diagonal blocks: {note}", ("block", "part", *numbers), 2, diagonal)])
     columns = ("block", "with", "part", "‖H‖F", "median |entry|")
-    folded = Table("Off-diagonal blocks: exact to rounding", columns, 3, others, folded=True)
-    yield Section("Heat map of the norms", tables=[folded] if others else [], figures=figures("heat_map"))
-    yield Section("Spectra by block", figures=figures("densities"))
-    yield Section("Entries", figures=figures("histograms", "hessian"))
-    yield from _layers(found, figures)
+    tables = [
+        Table(f"Diagonal blocks: {note}", ("block", "part", *numbers), 2, diagonal),
+        Table("Pairs of blocks: exact to rounding", columns, 3, others, folded=True),
+    ]
+    shown = [table for table in tables if table.rows]
+    return Section("All entries of the Hessian", found.verdict or "", shown, figures("hessian", "densities"))
 
 
 def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
@@ -88,7 +85,7 @@ def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
     ]
     caption = "Blocks of the Hessian: ± standard error in percent, ~0 up to rounding"
     table = Table(caption, ("block", "part", "by", "‖H‖F", "trace", "λ max"), 3, rows)
-    yield Section("ModelAnalysis", tables=[table], figures=figures("norms"))
+    yield Section("Blocks of the Hessian", tables=[table], figures=figures("norms"))
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
     shown = sorted(found.pairs, key=lambda one: -one.frobenius_norm.value)[:_MOST_PAIRS]
     pairs = [
@@ -115,6 +112,7 @@ def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
     columns = ("block", "part", "median |entry|", "exact zeros", "entries", "in columns", "of columns")
     table = Table("Entries that the histograms count", columns, 2, entries)
     yield Section("Histograms of the entries", tables=[table] if entries else [], figures=figures("histograms"))
+    yield _dense(found, figures)
     yield from _layers(found, figures)
 
 
@@ -208,7 +206,6 @@ def _whole(whole: Whole) -> Table:
 
 
 _KINDS: dict[type, Callable[[Any, FigureSource], Iterator[Section]]] = {
-    LayerAnalysis: _pairs,
     ModelAnalysis: _blocks,
     SpectrumDocument: _spectra,
     Training: training,

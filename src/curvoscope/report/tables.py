@@ -8,27 +8,6 @@ from rich.table import Table
 from curvoscope.analysis import BlockRow
 
 
-def diagonal_table(rows: Sequence[BlockRow]) -> Table:
-    """The diagonal blocks: norm, trace, extreme eigenvalues, share of negative ones, median |entry|."""
-    table = empty_table("Diagonal blocks", ("block", "part"), ("‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median"))
-    chosen = [row for row in rows if row.diagonal]
-    for i, row in enumerate(chosen):
-        assert row.trace is not None and row.negative_share is not None and row.eigenvalue_tolerance is not None
-        assert row.largest_eigenvalue is not None and row.smallest_eigenvalue is not None
-        table.add_row(
-            short(row.row) if _first(chosen, i) else "",
-            row.part,
-            _number(row.frobenius_norm),
-            _number(row.trace),
-            _number(row.largest_eigenvalue, row.eigenvalue_tolerance),
-            _number(row.smallest_eigenvalue, row.eigenvalue_tolerance),
-            f"{row.negative_share:.1%}",
-            _number(row.median_absolute),
-            end_section=_last(chosen, i),
-        )
-    return table
-
-
 def off_diagonal_table(rows: Sequence[BlockRow]) -> Table:
     """The blocks above the diagonal, of weight matrices only: norm and median |entry|."""
     table = empty_table("Off-diagonal blocks of weight matrices", ("blocks", "part"), ("‖H‖F", "median"))

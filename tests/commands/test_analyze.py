@@ -1,4 +1,4 @@
-"""`curvoscope analyze MODEL`: the numbers of table.json are those of the dense Hessian by nested autodiff."""
+"""`curvoscope analyze`: the numbers of table.json are those of the dense Hessian by nested autodiff."""
 
 import json
 import re
@@ -334,10 +334,10 @@ class TestErrors:
         [
             (["gpt2-tin"], "error: model: 'gpt2-tin' is no folder and none of"),
             (["some/where"], "error: model: some/where is no folder"),
-            (["gpt2-tiny", "--d", "8"], "error: d: has a meaning only without a MODEL"),
-            (["gpt2-tiny", "--norm", "pre"], "error: norm: has a meaning only without a MODEL"),
-            (["--tolerance", "0.1"], "error: tolerance: has a meaning only with a MODEL"),
-            (["--blocks", "*"], "error: blocks: has a meaning only with a MODEL"),
+            (["gpt2-tiny", "--d", "8"], "error: d: has a meaning only for addition"),
+            (["gpt2-tiny", "--norm", "pre"], "error: norm: has a meaning only for addition"),
+            (["--tolerance", "2"], "error: tolerance: got 2"),
+            (["--blocks", "h.1.attn.Q"], "error: blocks: 'h.1.attn.Q' matches none of"),
             (["gpt2-tiny", "--blocks", "h.0.atn.Q"], "error: blocks: 'h.0.atn.Q' matches none of 31 blocks; nearest"),
             (["gpt2-tiny", "--tolerance", "2"], "error: tolerance: got 2"),
             (["gpt2-tiny", "--tolerance", "0.1", "--matvecs", "8"], "error: tolerance: got both"),
