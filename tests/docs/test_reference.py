@@ -1,9 +1,6 @@
 """The reference has every public name, and its two generators read docstrings and commands as they are meant."""
 
-import importlib
-import pkgutil
 import pydoc
-import re
 import sys
 
 import pytest
@@ -11,13 +8,10 @@ import pytest
 import curvoscope as cv
 from curvoscope.papers import experiments
 from fences import DOCS
+from public_names import DOCUMENTED, MODULES, PACKAGES
 
 sys.path.insert(0, str(DOCS / "_ext"))
 
-REFERENCE = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-DOCUMENTED = set(re.findall(r"auto(?:class|function):: ([\w.]+)", REFERENCE))
-MODULES = set(re.findall(r"automodule:: ([\w.]+)", REFERENCE))
-PACKAGES = [cv, *(importlib.import_module(f"curvoscope.{one.name}") for one in pkgutil.iter_modules(cv.__path__))]
 SHOWN = {id(pydoc.locate(name)) for name in DOCUMENTED}  # also under another name
 PUBLIC = {id(getattr(cv, name)) for name in cv.__all__}
 
