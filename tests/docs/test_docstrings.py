@@ -11,6 +11,7 @@ from public_names import public_names
 
 PUBLIC = public_names()
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+NEEDS = {"curvoscope.training.trainer_callback": "transformers", "curvoscope.training.lightning_callback": "lightning"}
 NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -31,7 +32,7 @@ def docstring(thing):
     found = inspect.cleandoc(thing.__doc__ or "")
     if inspect.isclass(thing):
         assert not found.startswith(f"{thing.__name__}("), "the docstring is the one that dataclasses make"
-        found += "\n" + inspect.cleandoc(vars(thing).get("__init__", thing).__doc__ or "")
+        found += "\n\n" + inspect.cleandoc(getattr(vars(thing).get("__init__"), "__doc__", None) or "")
     return found
 
 
@@ -53,9 +54,18 @@ def test_sections(name):
         assert has(text, "Returns") or has(text, "Yields"), "returns something, but has no section Returns"
 
 
-@pytest.mark.parametrize("name", [name for name, thing in PUBLIC.items() if not is_error(thing)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS))  # the imports take many seconds
+        for name, thing in PUBLIC.items()
+        if not is_error(thing)
+    ],
+)
 def test_example(name):
     thing = PUBLIC[name]
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     text = docstring(thing)
     assert has(text, "Examples?"), "has no section Example"
     example = doctest.DocTestParser().get_doctest(text, {}, name, inspect.getsourcefile(thing), 0)

@@ -1,4 +1,4 @@
-"""Torch's own attention replaced by ours where its scores would fill the memory."""
+"""Torch's own attention, replaced by ours when its scores would exceed the memory."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
