@@ -12,6 +12,7 @@ from public_names import public_names
 PUBLIC = public_names()
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 NEEDS = {"curvoscope.training.trainer_callback": "transformers", "curvoscope.training.lightning_callback": "lightning"}
+SLOW = {*NEEDS, "curvoscope.papers.theorems.verify"}  # many seconds: the imports, all theorems
 NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -57,7 +58,7 @@ def test_sections(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS))  # the imports take many seconds
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
         for name, thing in PUBLIC.items()
         if not is_error(thing)
     ],
