@@ -56,6 +56,30 @@ def test_docstrings_become_markup():
     assert lines[4:] == [".. rubric:: Arguments", "``a, b``", "    first", "    and more.", "End."]
 
 
+def test_sections_become_markup():
+    pytest.importorskip("sphinx")
+    from docstrings import convert
+
+    text = [
+        "Args:",
+        "    x: a",
+        "",
+        "Returns:",
+        "    |x| of",
+        "    `x`.",
+        "",
+        "Example:",
+        "    >>> 1 | 2",
+        "    3",
+        "",
+        "End.",
+    ]
+    lines = [line for line in convert(text) if line]
+    assert lines[:3] == [".. rubric:: Arguments", "``x``", "    a"]
+    assert lines[3:6] == [".. rubric:: Returns", r"\|x\| of", r"\ ``x``\ ."]
+    assert lines[6:] == [".. rubric:: Example", ".. code-block:: pycon", "    >>> 1 | 2", "    3", "End."]
+
+
 def test_commands_become_tables():
     pytest.importorskip("sphinx")
     from generated import command_line, command_page
