@@ -60,21 +60,8 @@ def test_sections_become_markup():
     pytest.importorskip("sphinx")
     from docstrings import convert
 
-    text = [
-        "Args:",
-        "    x: a",
-        "",
-        "Returns:",
-        "    |x| of",
-        "    `x`.",
-        "",
-        "Example:",
-        "    >>> 1 | 2",
-        "    3",
-        "",
-        "End.",
-    ]
-    lines = [line for line in convert(text) if line]
+    text = "Args:\n    x: a\n\nReturns:\n    |x| of\n    `x`.\n\nExample:\n    >>> 1 | 2\n    3\n\nEnd."
+    lines = [line for line in convert(text.split("\n")) if line]
     assert lines[:3] == [".. rubric:: Arguments", "``x``", "    a"]
     assert lines[3:6] == [".. rubric:: Returns", r"\|x\| of", r"\ ``x``\ ."]
     assert lines[6:] == [".. rubric:: Example", ".. code-block:: pycon", "    >>> 1 | 2", "    3", "End."]
