@@ -25,8 +25,9 @@ _AT_ONCE = 4_000_000  # of them
 
 @dataclass(frozen=True)
 class HeadMoments:
-    """One head of one layer, on average over all rows i of all sequences; the standard error is that between sequences, 0
-    for a single one.
+    """One head of one layer, averaged over all rows i of all sequences.
+
+    The standard error is that between sequences, 0 for a single one.
 
     With x² the mean square |x_j|² of the inputs: `entropy` of A_i in nats; `first` |M1_i|²/x²; `second` tr M2_i/x², 0
     for one-hot rows; `third` |M3_i|_F/x³, the size of the third central moment, None if it would take too long.
