@@ -1,9 +1,9 @@
 """Docstrings as reStructuredText.
 
 A docstring of the package is plain text: paragraphs, names in single backticks, formulas in Unicode or ASCII, lists
-with dashes, indented blocks of formulas or code, and the sections `Args:`, `Returns:`, `Yields:`, `Raises:` and
-`Example:` (Google style). Read as reStructuredText, as sphinx.ext.napoleon would, |x|² would be a substitution and W_ a
-link; so the text is escaped, and only what is listed here is marked up.
+with dashes, indented blocks of formulas or code, and the sections `Args:`, `Attributes:`, `Returns:`, `Yields:`,
+`Raises:` and `Example:` (Google style). Read as reStructuredText, as sphinx.ext.napoleon would, |x|² would be a
+substitution and W_ a link; so the text is escaped, and only what is listed here is marked up.
 """
 
 import re
@@ -17,13 +17,14 @@ _SPECIAL = re.compile(r"([\\*|]|_(?!\w)|(?<!\w)_)")
 _ARGUMENT = re.compile(r"^    (\*{0,2}\w[\w, *]*): (.*)$")
 _SECTIONS = {
     "Args:": "Arguments",
+    "Attributes:": "Attributes",
     "Returns:": "Returns",
     "Yields:": "Yields",
     "Raises:": "Raises",
     "Example:": "Example",
     "Examples:": "Example",
 }
-_LISTS = ("Arguments", "Raises")
+_LISTS = ("Arguments", "Attributes", "Raises")
 _TARGETS = {
     name: f"{module.__name__}.{name}"
     for module in (attention, estimate, analysis, training, exact, curvoscope)

@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import re
+from dataclasses import is_dataclass
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def test_sections(name):
         return
     signature = inspect.signature(thing)
     if any(parameter.kind in NAMED for parameter in signature.parameters.values()):
-        assert has(text, "Args"), "has parameters, but no section Args"
+        fields = is_dataclass(thing) and has(text, "Attributes")
+        assert has(text, "Args") or fields, "has parameters, but no section Args"
     if inspect.isfunction(thing) and signature.return_annotation not in (None, "None"):
         assert has(text, "Returns") or has(text, "Yields"), "returns something, but has no section Returns"
 

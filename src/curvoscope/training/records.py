@@ -211,7 +211,7 @@ class Incident:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity: the infinite degrees of freedom of an Estimate become null."""
+    """Infinity has no word in JSON: the infinite degrees of freedom of an Estimate become null."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
