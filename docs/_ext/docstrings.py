@@ -1,7 +1,8 @@
 """Docstrings as reStructuredText.
 
 A docstring of the package is plain text: paragraphs, names in single backticks, formulas in Unicode or ASCII, lists
-with dashes, indented blocks of formulas or code, and an `Args:` section. Read as reStructuredText, |x|² would be a
+with dashes, indented blocks of formulas or code, and the sections `Args:`, `Attributes:`, `Returns:`, `Yields:`,
+`Raises:` and `Example:` (Google style). Read as reStructuredText, as sphinx.ext.napoleon would, |x|² would be a
 substitution and W_ a link; so the text is escaped, and only what is listed here is marked up.
 """
 
@@ -14,6 +15,16 @@ from curvoscope import analysis, attention, estimate, exact, training
 
 _SPECIAL = re.compile(r"([\\*|]|_(?!\w)|(?<!\w)_)")
 _ARGUMENT = re.compile(r"^    (\*{0,2}\w[\w, *]*): (.*)$")
+_SECTIONS = {
+    "Args:": "Arguments",
+    "Attributes:": "Attributes",
+    "Returns:": "Returns",
+    "Yields:": "Yields",
+    "Raises:": "Raises",
+    "Example:": "Example",
+    "Examples:": "Example",
+}
+_LISTS = ("Arguments", "Attributes", "Raises")
 _TARGETS = {
     name: f"{module.__name__}.{name}"
     for module in (attention, estimate, analysis, training, exact, curvoscope)
@@ -44,7 +55,8 @@ def _code(name: str) -> str:
 
 def convert(lines: list[str]) -> Iterator[str]:
     """The lines of a docstring, cleaned of their common indentation, as reStructuredText."""
-    arguments = literal = False
+    section = ""
+    literal = False
     blank = True
     for line in lines:
         if not line.strip():
@@ -52,29 +64,36 @@ def convert(lines: list[str]) -> Iterator[str]:
             yield ""
             continue
         indented = line.startswith("    ")
-        if line == "Args:":
-            arguments, literal = True, False
-            yield from (".. rubric:: Arguments", "")
-        elif arguments and indented:
-            found = _ARGUMENT.match(line)
-            if found:
-                yield ""
-                yield f"``{found[1]}``"
-                yield f"    {inline(found[2])}"
-            else:
-                yield "    " + inline(line.strip())
+        if line in _SECTIONS:
+            section, literal = _SECTIONS[line], False
+            yield from ("", f".. rubric:: {section}", "")
+            if section == "Example":
+                yield from (".. code-block:: pycon", "")
+        elif section and indented:
+            yield from _in_section(section, line)
         elif indented and (blank or literal):
             if not literal:
                 yield from ("::", "")
             literal = True
             yield line
         else:
-            if literal and not blank:
+            if (literal or section) and not blank:
                 yield ""
-            arguments = literal = False
+            section, literal = "", False
             yield inline(line)
         blank = False
     yield ""
+
+
+def _in_section(section: str, line: str) -> Iterator[str]:
+    """A line of a section: of code as it stands, of a definition list of arguments and errors, or of a paragraph."""
+    found = _ARGUMENT.match(line) if section in _LISTS else None
+    if section == "Example":
+        yield line
+    elif found:
+        yield from ("", f"``{found[1]}``", f"    {inline(found[2])}")
+    else:
+        yield "    " * (section in _LISTS) + inline(line.strip())
 
 
 def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -17,7 +17,7 @@ Opened = TypeVar("Opened", bound="Database")
 
 
 class StoreError(CurvoscopeError):
-    """A store that cannot be read or written."""
+    """A store cannot be read or written."""
 
 
 class Database:

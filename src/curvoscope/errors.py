@@ -1,8 +1,8 @@
-"""What can go wrong, one class a kind. Each error names the argument, the value seen and what to do."""
+"""What can go wrong, one class per kind. Each error names the argument, the value seen and what to do."""
 
 
 class CurvoscopeError(Exception):
-    """Base of all errors of this package. `argument` is the name of what was wrong."""
+    """Base class of all errors of this package; `argument` is the name of the argument at fault."""
 
     def __init__(self, argument: str, message: str) -> None:
         super().__init__(f"{argument}: {message}")
@@ -10,51 +10,50 @@ class CurvoscopeError(Exception):
 
 
 class ShapeError(CurvoscopeError, ValueError):
-    """Sizes that do not fit together."""
+    """Shapes do not fit together."""
 
 
 class EmptyError(CurvoscopeError, ValueError):
-    """No tokens, no sequences, no blocks: nothing to compute."""
+    """There are no tokens, sequences or blocks: nothing to compute."""
 
 
 class DtypeError(CurvoscopeError, TypeError):
-    """A tensor that is not floating point, or dtypes that differ."""
+    """A tensor is not floating point, or dtypes differ."""
 
 
 class DeviceError(CurvoscopeError, ValueError):
-    """Tensors on different devices."""
+    """Tensors are on different devices."""
 
 
 class NonFiniteError(CurvoscopeError, ValueError):
-    """NaN or infinity, in the input or out of the computation."""
+    """The input or the result of a computation contains NaN or infinity."""
 
 
 class RangeError(CurvoscopeError, ValueError):
-    """A number, an index or a choice outside what is allowed."""
+    """A number, an index or a choice is outside its allowed range."""
 
 
 class MaskError(CurvoscopeError, ValueError):
-    """A mask that leaves a query without keys, or of the wrong kind."""
+    """A mask leaves a query without keys, or is of the wrong kind."""
 
 
 class LossError(CurvoscopeError, ValueError):
-    """A loss that is not a scalar, or cannot be differentiated twice."""
+    """A loss is not a scalar, or cannot be differentiated twice."""
 
 
 class BlockNameError(CurvoscopeError, KeyError):
-    """A block name that does not exist."""
+    """A block name does not exist."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show the repr of the message
 
 
 class ModelError(CurvoscopeError, ValueError):
-    """A model that cannot do what is asked of it: a parameter is missing, frozen or not initialised, a closed form is
-    not known, or a saved state is that of another model."""
+    """A model cannot do what is asked: a parameter is missing or frozen, a closed form is not known, ..."""
 
 
 class MemoryLimitError(CurvoscopeError, MemoryError):
-    """A computation larger than the memory at hand, refused before it starts. `needed`: the bytes it would take."""
+    """A computation needs more memory than is allowed and is not started; `needed` is the number of bytes."""
 
     def __init__(self, argument: str, message: str, needed: int) -> None:
         super().__init__(argument, message)

@@ -1,9 +1,6 @@
 """The reference has every public name, and its two generators read docstrings and commands as they are meant."""
 
-import importlib
-import pkgutil
 import pydoc
-import re
 import sys
 
 import pytest
@@ -11,13 +8,10 @@ import pytest
 import curvoscope as cv
 from curvoscope.papers import experiments
 from fences import DOCS
+from public_names import DOCUMENTED, MODULES, PACKAGES
 
 sys.path.insert(0, str(DOCS / "_ext"))
 
-REFERENCE = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-DOCUMENTED = set(re.findall(r"auto(?:class|function):: ([\w.]+)", REFERENCE))
-MODULES = set(re.findall(r"automodule:: ([\w.]+)", REFERENCE))
-PACKAGES = [cv, *(importlib.import_module(f"curvoscope.{one.name}") for one in pkgutil.iter_modules(cv.__path__))]
 SHOWN = {id(pydoc.locate(name)) for name in DOCUMENTED}  # also under another name
 PUBLIC = {id(getattr(cv, name)) for name in cv.__all__}
 
@@ -60,6 +54,17 @@ def test_docstrings_become_markup():
     lines = [line for line in convert(text) if line]
     assert lines[:4] == ["One line.", "::", "    x = 1", "More."]
     assert lines[4:] == [".. rubric:: Arguments", "``a, b``", "    first", "    and more.", "End."]
+
+
+def test_sections_become_markup():
+    pytest.importorskip("sphinx")
+    from docstrings import convert
+
+    text = "Args:\n    x: a\n\nReturns:\n    |x| of\n    `x`.\n\nExample:\n    >>> 1 | 2\n    3\n\nEnd."
+    lines = [line for line in convert(text.split("\n")) if line]
+    assert lines[:3] == [".. rubric:: Arguments", "``x``", "    a"]
+    assert lines[3:6] == [".. rubric:: Returns", r"\|x\| of", r"\ ``x``\ ."]
+    assert lines[6:] == [".. rubric:: Example", ".. code-block:: pycon", "    >>> 1 | 2", "    3", "End."]
 
 
 def test_commands_become_tables():

@@ -1,6 +1,6 @@
-"""Recommendations for training, each from a number that was measured and the threshold that it crossed.
+"""Recommendations for training, each backed by a measured number and the threshold that it crossed.
 
-Nothing is recommended without a measurement: what was not measured is left out of `Findings`, and out of the advice.
+Nothing is recommended without a measurement: what was not measured is missing from `Findings`, and from the advice.
 """
 
 import statistics
@@ -27,11 +27,24 @@ _LEAST_STEPS = 20  # of a series, below which its median says nothing
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured of a model and its training; every field may be missing.
+    """Measurements of a model and its training, for `advice`; every field is optional.
 
-    learning_rate and momentum are those in use (momentum that of SGD, 0 without). sharpness: λ_max by training step.
-    gradient_norms: |g| at training steps. taylor: along the gradient. input_scales: the root mean square of the inputs
-    of layers, by name, see `input_scales`.
+    Args:
+        rows: norms, traces and largest eigenvalues of the blocks.
+        extremes: the largest and the smallest eigenvalue of the whole Hessian.
+        distances: distances between the spectra of the blocks.
+        taylor: the second-order prediction along the gradient, from `taylor`.
+        sharpness: λ_max by training step.
+        gradient_norms: |g| at training steps.
+        input_scales: the root mean square of the inputs of layers, by name, from `input_scales`.
+        learning_rate: the learning rate in use.
+        momentum: the momentum of SGD, 0 without.
+
+    Example:
+        >>> import curvoscope as cv
+        >>> findings = cv.analysis.Findings(sharpness={0: 30.0, 100: 15.0}, learning_rate=0.1)
+        >>> [one.subject for one in cv.analysis.advice(findings)]
+        ['warm-up']
     """
 
     rows: Sequence[Measurement] = ()
@@ -55,9 +68,21 @@ class Findings:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation on a `subject`, the measured `quantity` with its value, and the threshold behind it.
+    """One recommendation with the measured number and the threshold behind it.
 
-    `settings` are numbers to set, by block where they differ; `blocks` are those that the advice is about.
+    Args:
+        subject: what it is about: "clipping", "warm-up", ...
+        recommendation: what to do, as a sentence.
+        quantity: what was measured.
+        value: the measured value of that quantity.
+        threshold: the value above (or below) which the advice is given.
+        settings: numbers to set, by block if they differ.
+        blocks: the blocks that the advice is about.
+
+    Example:
+        >>> import curvoscope as cv
+        >>> print(cv.analysis.Advice("clipping", "Clip the gradient", "largest over median gradient norm", 12.0, 10.0))
+        Clip the gradient (largest over median gradient norm: 12, threshold 10)
     """
 
     subject: str
@@ -73,7 +98,20 @@ class Advice:
 
 
 def advice(findings: Findings | None) -> list[Advice]:
-    """All recommendations that the findings bear out; an empty list where nothing was measured."""
+    """All recommendations that the findings support.
+
+    Args:
+        findings: what was measured; None if nothing was.
+
+    Returns:
+        The recommendations, an empty list if nothing was measured or no threshold was crossed.
+
+    Example:
+        >>> import curvoscope as cv
+        >>> for one in cv.analysis.advice(cv.analysis.Findings(input_scales={"h.0.mlp": 20.0})):
+        ...     print(one.subject, one.value, one.threshold, one.blocks)
+        normalisation 20.0 3.0 ('h.0.mlp',)
+    """
     if findings is None:
         return []
     rules = (_cap, _warm_up, _block_rates, _normalisation, _clipping, _sharing)
@@ -86,7 +124,7 @@ def _critical(findings: Findings, sharpness: float) -> float:
 
 
 def _cap(findings: Findings) -> Iterator[Advice]:
-    """A cap of the learning rate: only for plain gradient descent and SGD with momentum, whose steps are -η g."""
+    """Cap the learning rate: only for plain gradient descent and SGD with momentum, whose steps are -η g."""
     if findings.extremes is None or findings.extremes.largest.value <= 0:
         return
     top = findings.extremes.largest.value
@@ -104,7 +142,7 @@ def _cap(findings: Findings) -> Iterator[Advice]:
 
 
 def _warm_up(findings: Findings) -> Iterator[Advice]:
-    """Warm-up: where the learning rate is above the edge at the first measurement of λ_max, or at the only one."""
+    """Warm up if the learning rate is above the edge at the first (or only) measurement of λ_max."""
     rate = findings.learning_rate
     series = sorted(findings.sharpness.items())
     if not series and findings.extremes is not None:
@@ -133,7 +171,7 @@ def _warm_up(findings: Findings) -> Iterator[Advice]:
 
 
 def _block_rates(findings: Findings) -> Iterator[Advice]:
-    """Learning rates by block, in the inverse ratio of their largest eigenvalues."""
+    """Learning rates per block, inversely proportional to their largest eigenvalues."""
     tops = {
         row.block: row.largest_eigenvalue.value
         for row in findings.rows
@@ -173,7 +211,7 @@ def _normalisation(findings: Findings) -> Iterator[Advice]:
 
 
 def _clipping(findings: Findings) -> Iterator[Advice]:
-    """Clipping: gradients that spike, or steps that leave the region where the quadratic prediction holds."""
+    """Clip gradients that spike, or steps that leave the region in which the quadratic prediction holds."""
     norms = [norm for norm in findings.gradient_norms if norm > 0]
     if len(norms) >= _LEAST_STEPS:
         median = statistics.median(norms)
@@ -207,7 +245,7 @@ def _clipping(findings: Findings) -> Iterator[Advice]:
 def _sharing(findings: Findings) -> Iterator[Advice]:
     """Blocks that can share one adaptive learning rate: groups whose spectra are all within `ALIKE` of each other.
 
-    The distances are blind below their threshold: the advice says down to where the spectra are alike.
+    The distances do not see eigenvalues below their threshold: the advice says down to which size the spectra agree.
     """
     known = findings.distances
     if known is None:

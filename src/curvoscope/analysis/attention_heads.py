@@ -25,11 +25,12 @@ _AT_ONCE = 4_000_000  # of them
 
 @dataclass(frozen=True)
 class HeadMoments:
-    """One head of one layer, on average over all rows i of all sequences; the standard error is that of sequences, 0
-    for a single one, which shows no spread.
+    """One head of one layer, averaged over all rows i of all sequences.
+
+    The standard error is that between sequences, 0 for a single one.
 
     With x² the mean square |x_j|² of the inputs: `entropy` of A_i in nats; `first` |M1_i|²/x²; `second` tr M2_i/x², 0
-    for one-hot rows; `third` |M3_i|_F/x³, the size of the third central moment, None where it would take too long.
+    for one-hot rows; `third` |M3_i|_F/x³, the size of the third central moment, None if it would take too long.
     """
 
     layer: str
@@ -41,7 +42,7 @@ class HeadMoments:
 
 
 def head_moments(model: nn.Module, batch: Any) -> list[HeadMoments]:
-    """Of all heads of the softmax attention layers that can be rebuilt in closed form; the model is left as it is."""
+    """The moments of all heads of the softmax attention layers that can be rebuilt in closed form."""
     (given,) = Batches([batch])
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     found = given.to(device_of(model, None), dtype)

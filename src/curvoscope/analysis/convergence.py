@@ -1,8 +1,8 @@
-"""How much the mean loss moves when samples are added: L_{k+b} - L_k as the data grows, and what explains it.
+"""Changes of the mean loss when samples are added: L_{k+b} - L_k as the data grows, and what explains it.
 
-For any losses, at any weights, L_{k+b} - L_k = b/(k+b) (mean of the b new losses - L_k). The rate 1/k is this
-arithmetic and nothing else: numbers drawn at random show it too, and stand beside every curve. What a model adds is the
-constant, the spread of the losses of its samples, and how it grows with the distance from the weights.
+For any losses, at any weights, L_{k+b} - L_k = b/(k+b) (mean of the b new losses - L_k). The rate 1/k follows from this
+arithmetic alone: random numbers show it too, and every curve is compared with them. The model adds only the constant,
+the spread of its samples' losses, and how this spread grows with the distance from the weights.
 """
 
 import math
@@ -30,11 +30,29 @@ class ConvergenceCurve:
     """|L_{k+b} - L_k| against k at the weights (`distance` 0) or at w + τξ, ξ ~ N(0, I), for `distance` τ.
 
     All tensors are (n,): means over random orders of the samples, and over displacements. `law` is the expected size
-    without free constant, E|L_{k+b} - L_k| = sqrt(2/π) s sqrt(b/(k(k+b))), s² the variance of the losses measured there
-    (for b = 1 their mean absolute deviation in place of sqrt(2/π) s; for b < 50 the normal law is rough). Its square,
-    E(L_{k+b} - L_k)² = s² b/(k(k+b)), is exact over random orders: `law_rms`. `second_order_rms` has the V(τ) of
-    `VarianceLaw` for s², from derivatives at the weights alone. `null` is `mean` for normal random numbers of the same
-    mean and deviation. `bound` is what every order obeys, None where its hypotheses are not known to hold.
+    without free constant, E|L_{k+b} - L_k| = sqrt(2/π) s sqrt(b/(k(k+b))), with s² the variance of the losses measured
+    there (for b = 1, their mean absolute deviation replaces sqrt(2/π) s; for b < 50 the normal law is rough). Its
+    square, E(L_{k+b} - L_k)² = s² b/(k(k+b)), is exact over random orders.
+
+    Args:
+        distance: τ.
+        counts: the numbers of samples k.
+        mean, rms: mean and root mean square of the measured changes.
+        law, law_rms: the law for the mean, and the exact one for the root mean square.
+        second_order_rms: `law_rms` with the V(τ) of `VarianceLaw` for s², from derivatives at the weights alone.
+        null: `mean` for normal random numbers of the same mean and deviation.
+        bound: what every order obeys; None if its hypotheses are not known to hold.
+        variance: s², the mean over displacements.
+        slope, null_slope: the exponents of `mean` and `null` in k, with their intervals.
+        identity_error: the error of the averaging identity, relative to the largest loss.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> data = [(torch.randn(40, 2), torch.randn(40, 1))]
+        >>> curve = cv.analysis.convergence(torch.nn.Linear(2, 1), torch.nn.MSELoss(), data).curves[0]
+        >>> curve.distance, tuple(curve.mean.shape) == tuple(curve.counts.shape), bool(0.8 < curve.ratio < 1.2)
+        (0.0, True, True)
     """
 
     distance: float
@@ -53,18 +71,34 @@ class ConvergenceCurve:
 
     @property
     def ratio(self) -> float:
-        """The mean over k of the measured change over the law: 1 where the law holds."""
+        """The mean over k of the measured change divided by the law: 1 if the law holds."""
         return float((self.mean / self.law).mean())
 
     @property
     def second_order_ratio(self) -> float:
-        """The measured s² over V(τ): far from 1, the losses are no longer quadratic at this distance."""
+        """The measured s² divided by V(τ): far from 1, the losses are no longer quadratic at this distance."""
         return float((self.law_rms / self.second_order_rms).square().mean())
 
 
 @dataclass(frozen=True, eq=False)
 class Convergence:
-    """Curves at several distances, the second-order law behind them, and whether the weights are stationary."""
+    """The result of `convergence`: curves, the second-order law behind them, and whether the weights are stationary.
+
+    Args:
+        batch: b, the samples added at a time.
+        samples: N, the number of samples.
+        curves: one per distance, in ascending order.
+        variance: the variance of the losses as a function of the distance, to second order.
+        plateau: the norm of the gradient against the number of samples.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> data = [(torch.randn(40, 2), torch.randn(40, 1))]
+        >>> found = cv.analysis.convergence(torch.nn.Linear(2, 1), torch.nn.MSELoss(), data, distances=(0, 0.1))
+        >>> found.samples, [curve.distance for curve in found.curves]
+        (40, [0.0, 0.1])
+    """
 
     batch: int
     samples: int
@@ -88,18 +122,29 @@ def convergence(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Convergence:
-    """The convergence study: changes of the mean loss with the number of samples, beside their laws and a null line.
+    """Measure how the mean loss changes with the number of samples, and compare with its laws and with random numbers.
 
     Args:
         model, loss_fn, batches, blocks, device: as in `hessian`; a sample is a row of a batch.
         batch: b, the samples added at a time.
-        distances: τ of displacements τξ, ξ ~ N(0, I): of length τ sqrt(P). 0 is the weights themselves.
+        distances: τ of displacements τξ, ξ ~ N(0, I), of length τ sqrt(P). 0 stands for the weights themselves.
         orders: random orders of the samples over which changes are averaged.
         draws: pairs ±ξ for each distance above 0.
         probes: products with each sample's Hessian for the second-order law.
         smoothness: M, if every sample's loss is known to be M-smooth in the weights everywhere (largest eigenvalue of
             its Hessian at *any* weights, not at these): then the bound (2B + M|δ|²) b/(k+b) is given at a distance.
-        seed: of orders, displacements, probes and random numbers.
+        seed: for orders, displacements, probes and random numbers.
+
+    Returns:
+        One curve per distance, the variance law and the test of the gradient.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> data = [(torch.randn(40, 2), torch.randn(40, 1))]
+        >>> found = cv.analysis.convergence(torch.nn.Linear(2, 1), torch.nn.MSELoss(), data, batch=1)
+        >>> -1.2 < found.curves[0].slope.value < -0.7, found.curves[0].identity_error < 1e-12
+        (True, True)
     """
     taus = sorted({float(tau) for tau in distances})
     if not taus or taus[0] < 0 or not math.isfinite(taus[-1]):
@@ -125,7 +170,7 @@ def convergence(
 
 
 def displacements(surface: Surface, tau: float, draws: int, generator: torch.Generator) -> Tensor:
-    """±τξ, (2 draws, P); the point itself, (1, P), for τ = 0."""
+    """±τξ, (2 draws, P); for τ = 0 the weights themselves, (1, P)."""
     if tau == 0:
         return torch.zeros(1, surface.size, dtype=torch.float64)
     xi = tau * torch.randn(draws, surface.size, generator=generator, dtype=torch.float64)
@@ -133,7 +178,7 @@ def displacements(surface: Surface, tau: float, draws: int, generator: torch.Gen
 
 
 def _counts(total: int, batch: int) -> Tensor:
-    """Numbers of samples k, multiples of b, evenly spread in the logarithm, so that k + b ≤ N."""
+    """Numbers of samples k, multiples of b with k + b ≤ N, evenly spread in the logarithm."""
     most = total // batch - 1
     if most < 3:
         raise EmptyError("batches", f"{total} samples; batches of {batch} need at least {4 * batch} for a curve")
@@ -201,8 +246,8 @@ def _changes(
 def _bound(here: Samples, moves: Tensor, counts: Tensor, batch: int, smoothness: float | None) -> Tensor | None:
     """b/(k+b) B at the weights, b/(k+b) (2B + M|δ|²) away from them, the mean over displacements.
 
-    Needs losses that are not negative, and M-smooth everywhere if away: ℓ_i(w + δ) ≤ 2 ℓ_i(w) + M|δ|², so that both
-    numbers of the difference lie between 0 and that. Neither stationarity nor a Hessian at the weights comes in.
+    Needs losses that are not negative and, away from the weights, M-smooth everywhere: ℓ_i(w + δ) ≤ 2 ℓ_i(w) + M|δ|²,
+    so that both numbers of the difference lie between 0 and that. Uses neither stationarity nor a Hessian.
     """
     if float(here.losses.min()) < 0:
         return None

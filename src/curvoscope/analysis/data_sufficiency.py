@@ -1,4 +1,4 @@
-"""How many samples are enough: until adding some moves the loss, here or around here, less than a tolerance."""
+"""How many samples are enough: adding more changes the loss, at the weights or nearby, by less than a tolerance."""
 
 import math
 from collections.abc import Iterable
@@ -20,10 +20,28 @@ _AT_ONCE = 50  # bootstrap samples
 
 @dataclass(frozen=True)
 class DataSufficiency:
-    """k*(ε), with the ends of its interval: from k* samples on, b more change the mean loss by less than ε (root mean
-    square), sqrt(V b/(k(k+b))) ≤ ε; for k ≫ b this is k* = sqrt(V b)/ε. V is the variance of the losses of samples.
+    """k*(ε), the number of samples from which on b more change the mean loss by less than ε (root mean square).
 
-    `settled` is the stronger question: from so many samples on L_k is within ε of its limit, sqrt(V/k) ≤ ε.
+    The condition is sqrt(V b/(k(k+b))) ≤ ε, V the variance of the samples' losses; for k ≫ b, k* = sqrt(V b)/ε.
+
+    Args:
+        tolerance: ε.
+        batch: b.
+        distance: τ.
+        variance, variance_interval: V and its interval.
+        samples, interval: k* and its interval.
+        settled, settled_interval: the answer to the stronger question: from so many samples on, L_k is within ε of its
+            limit, sqrt(V/k) ≤ ε.
+        available: the number of samples at hand.
+        level: the level of the intervals.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> data = [(torch.tensor([[0.0], [0.0]]), torch.tensor([[0.0], [2.0]]))]
+        >>> found = cv.analysis.data_sufficiency(model, torch.nn.MSELoss(), data, tolerance=0.5)
+        >>> found.variance, found.samples, found.settled, found.is_enough  # losses 0 and 4
+        (8.0, 6, 32, False)
     """
 
     tolerance: float
@@ -40,7 +58,7 @@ class DataSufficiency:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the samples at hand are as many as the upper end of the interval of k*."""
+        """Whether there are at least as many samples as the upper end of the interval of k*."""
         return self.available >= self.interval[1]
 
 
@@ -59,15 +77,28 @@ def data_sufficiency(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> DataSufficiency:
-    """How many samples until the landscape moves less than `tolerance`.
+    """The number of samples after which the loss moves by less than `tolerance`.
 
     Args:
         model, loss_fn, batches, blocks, device: as in `hessian`; a sample is a row of a batch.
         tolerance: ε, in units of the loss.
-        batch: b, the samples that are added at a time.
-        distance: τ: the loss is looked at w + τξ, ξ ~ N(0, I), over `draws` pairs ±ξ. 0: at the weights.
-        level: of the interval, from `resamples` bootstrap samples of the samples.
-        seed: of ξ and of the bootstrap.
+        batch: b, the samples added at a time.
+        distance: τ: the loss is taken at w + τξ, ξ ~ N(0, I). 0: at the weights.
+        draws: pairs ±ξ if the distance is above 0.
+        level: of the interval.
+        resamples: bootstrap samples for the interval.
+        seed: for ξ and the bootstrap.
+
+    Returns:
+        k* with its interval, and whether the samples at hand are enough.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> data = [(torch.randn(40, 2), torch.randn(40, 1))]
+        >>> found = cv.analysis.data_sufficiency(torch.nn.Linear(2, 1), torch.nn.MSELoss(), data, tolerance=10.0)
+        >>> found.is_enough, found.available
+        (True, 40)
     """
     if not 0 < tolerance < math.inf:
         raise RangeError("tolerance", f"got {tolerance}, expected a positive change of the loss")
@@ -107,7 +138,7 @@ def _count(variance: float, batch: int, tolerance: float) -> int:
 
 
 def _interval(found: Samples, level: float, resamples: int, generator: torch.Generator) -> tuple[float, float]:
-    """Quantiles of the variance over samples drawn again with replacement, the same ones at all displacements."""
+    """Quantiles of the variance over samples redrawn with replacement, the same ones at all displacements."""
     count = found.losses.shape[1]
     values = []
     for done in range(0, resamples, _AT_ONCE):

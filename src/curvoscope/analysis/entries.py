@@ -1,4 +1,4 @@
-"""Entries of the diagonal blocks of a Hessian: all of a small block, those of some random columns of a large one."""
+"""Entries of the diagonal blocks of a Hessian: all of a small block, random columns of a large one."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ _TAIL = 1e-3  # share of the entries that the first bin may take beside its own
 class EntryHistogram:
     """Shares of the |entries| of one block and part in bins of log10 |entry|.
 
-    `edges` (bins + 1), `shares` (bins): the first bin takes all below it too, entries that are exactly zero are in
-    none, `zeros` counts them. `entries` were looked at, in `columns` of `size` columns; `median` is that of |entry|.
+    `edges` (bins + 1), `shares` (bins): the first bin includes everything below it; entries that are exactly zero are
+    in no bin, `zeros` counts them. `entries` were read, in `columns` of `size` columns; `median` is that of |entry|.
     """
 
     block: str
@@ -31,9 +31,9 @@ class EntryHistogram:
 
 
 def entry_histograms(H: BlockHessian, blocks: list[str], columns: int = 16, seed: int = 0) -> list[EntryHistogram]:
-    """Of the parts of diagonal blocks, on one axis; `columns` of each, drawn at random, or all if there are no more.
+    """Histograms of the parts of diagonal blocks on one axis, from at most `columns` random columns of each.
 
-    A column is a product with a unit vector, 2 `columns` products a block with the whole matrix.
+    A column is a product with a unit vector: 2 `columns` products per block with the whole matrix.
     """
     generator = torch.Generator().manual_seed(seed)
     found: dict[tuple[str, Part], torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Straight lines through logarithms: the exponent of a power law, with its interval and the range it was read from."""
+"""Straight lines through logarithms: the exponent of a power law, with its interval and the fitted range."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How the blocks of a Hessian differ: a row for each block and part, a sentence on query and value."""
+"""How the blocks of a Hessian differ: one row per block and part, and a sentence on query and value."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,25 @@ PARTS: tuple[Part, ...] = ("outer", "functional", "total")
 
 @dataclass(frozen=True)
 class BlockRow:
-    """Numbers of one block H(row, column) and part. The spectrum exists on the diagonal only, else None.
+    """Sizes of one block H(row, column) and part; the spectrum exists on the diagonal only and is None elsewhere.
 
-    `eigenvalue_tolerance` = eps(dtype) * size * spectral norm is the error of the eigen-solver, and
-    `negative_share` counts the eigenvalues below minus that, so that the null space of a rank-deficient block
-    is not taken for negative.
+    Args:
+        row, column: names of the blocks.
+        part: "outer", "functional" or "total".
+        frobenius_norm: |H(row, column)|_F.
+        median_absolute: the median of the absolute entries.
+        trace, largest_eigenvalue, smallest_eigenvalue: of a diagonal block.
+        eigenvalue_tolerance: eps(dtype) * size * spectral norm, the error of the eigensolver.
+        negative_share: the share of eigenvalues below minus that tolerance, so that the null space of a rank-deficient
+            block does not count as negative.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X, W = torch.eye(2).double(), torch.ones(2, 2).double()
+        >>> H = cv.exact.SelfAttention(W, W, W).hessian(X, cv.losses.MSE(torch.zeros(2, 2).double()))
+        >>> row = cv.analysis.block_table(H)[0]
+        >>> row.row, row.column, row.part, row.diagonal
+        ('Q', 'Q', 'outer', True)
     """
 
     row: str
@@ -37,12 +51,26 @@ class BlockRow:
 
     @property
     def diagonal(self) -> bool:
-        """Whether the block stands on the diagonal."""
+        """Whether this is a diagonal block."""
         return self.row == self.column
 
 
 def block_rows(H: BlockHessian) -> Iterator[BlockRow]:
-    """The rows of `block_table` as they get ready: the diagonal blocks, then those above the diagonal."""
+    """The rows of `block_table` as they are computed: the diagonal blocks, then those above the diagonal.
+
+    Args:
+        H: a Hessian whose blocks have entries, for example of a `SelfAttention`.
+
+    Returns:
+        An iterator over the rows, three per block (outer, functional, total).
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X, W = torch.eye(2).double(), torch.ones(2, 2).double()
+        >>> H = cv.exact.SelfAttention(W, W, W).hessian(X, cv.losses.MSE(torch.zeros(2, 2).double()))
+        >>> [(row.row, row.column) for row in cv.analysis.block_rows(H) if row.part == "total"]
+        [('Q', 'Q'), ('K', 'K'), ('V', 'V'), ('Q', 'K'), ('Q', 'V'), ('K', 'V')]
+    """
     names = H.names
     pairs = [(name, name) for name in names]
     pairs += [(row, column) for i, row in enumerate(names) for column in names[i + 1 :]]
@@ -52,17 +80,48 @@ def block_rows(H: BlockHessian) -> Iterator[BlockRow]:
 
 
 def block_table(H: BlockHessian) -> list[BlockRow]:
-    """Norm and median entry of every block and part; trace and extreme eigenvalues of the diagonal blocks."""
+    """Norm and median entry of every block and part; trace and extreme eigenvalues of the diagonal blocks.
+
+    Args:
+        H: a Hessian whose blocks have entries, for example of a `SelfAttention`.
+
+    Returns:
+        One row per block and part, diagonal blocks first.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X, W = torch.eye(2).double(), torch.ones(2, 2).double()
+        >>> H = cv.exact.SelfAttention(W, W, W).hessian(X, cv.losses.MSE(torch.zeros(2, 2).double()))
+        >>> rows = cv.analysis.block_table(H)
+        >>> len(rows), {(row.part, round(row.trace, 3)) for row in rows if row.row == row.column == "V"} == {
+        ...     ("outer", 1.0), ("functional", 0.0), ("total", 1.0)
+        ... }
+        (18, True)
+    """
     return list(block_rows(H))
 
 
 def verdict(rows: Sequence[BlockRow]) -> str:
-    """What the table shows of the query and the value block: their measured ratio, and where it comes from.
+    """The measured ratio of the query block to the value block, and where it comes from, in words.
 
     At token t the value block is m_t m_t^T (x) W_O S_t W_O^T, with m_t the attention mean of the inputs. The
     query block is x_t x_t^T (x) W_K^T (M2_t W S_t W^T M2_t + M3_t.g_t) W_K / d_k with W = W_V W_O: degrees 6
-    and 5 in the inputs against 2, at fixed attention. Without softmax the attention weights have degree 2
-    themselves, and no second derivative.
+    and 5 in the inputs against 2, at fixed attention. Without softmax the attention weights themselves have degree 2
+    and no second derivative.
+
+    Args:
+        rows: a `block_table` with the blocks "Q" and "V".
+
+    Returns:
+        Two or three sentences.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> layer = cv.exact.SelfAttention(*torch.randn(3, 2, 2).double())
+        >>> H = layer.hessian(torch.randn(3, 2).double(), cv.losses.MSE(torch.zeros(3, 2).double()))
+        >>> print(cv.analysis.verdict(cv.analysis.block_table(H)))
+        The query block is 496 times smaller than the value block in Frobenius norm ...
     """
     query, value = _find(rows, "Q", "Q", "total"), _find(rows, "V", "V", "total")
     if query.frobenius_norm == 0 or value.frobenius_norm == 0:
@@ -83,7 +142,22 @@ def verdict(rows: Sequence[BlockRow]) -> str:
 
 
 def headline(rows: Sequence[BlockRow]) -> str:
-    """The same comparison as a title: the median entries of the query and of the value block."""
+    """The same comparison as a title: the median entries of the query and the value block.
+
+    Args:
+        rows: a `block_table` with the blocks "Q" and "V".
+
+    Returns:
+        A title of one line.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> layer = cv.exact.SelfAttention(*torch.randn(3, 2, 2).double())
+        >>> H = layer.hessian(torch.randn(3, 2).double(), cv.losses.MSE(torch.zeros(3, 2).double()))
+        >>> cv.analysis.headline(cv.analysis.block_table(H))
+        'Query entries are 352 times smaller than value entries (median)'
+    """
     query, value = (_find(rows, name, name, "total").median_absolute for name in ("Q", "V"))
     if query == 0 or value == 0:
         return "The Hessian, block by block"

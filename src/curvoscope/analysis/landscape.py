@@ -1,4 +1,4 @@
-"""Slices of the loss around the weights, along one or two directions, beside the quadratic that curvature predicts."""
+"""Slices of the loss around the weights along one or two directions, with the quadratic that the curvature predicts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,23 @@ _PARALLEL = 1e-6  # two directions are one when their cosine is this near 1 in s
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """L(w + a u), (n,), or L(w + a u + b v), (n, n) with a along the rows; `coordinates` (n,) are those of all axes.
+    """L(w + a u), (n,), or L(w + a u + b v), (n, n) with a along the rows, around the weights w.
 
-    `slopes` (d,) and `curvatures` (d, d) are g·u and u·Hv of the d unit directions. What the coordinates are distances
-    of is the weights at the middle, `loss`.
+    Args:
+        directions: the one or two unit vectors.
+        coordinates: distances from the weights (n,), the same on each axis; the weights are in the middle.
+        losses: the loss at all places.
+        loss: the loss at the weights.
+        slopes: g·u for each of the d directions, (d,).
+        curvatures: u·Hv for each pair of directions, (d, d).
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> data = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.ones(2, 1).double())]
+        >>> found = cv.analysis.landscape(model, torch.nn.MSELoss(), data, ("top", "bottom"), points=5)
+        >>> tuple(found.losses.shape), torch.allclose(found.losses, found.quadratic)  # the loss is quadratic
+        ((5, 5), True)
     """
 
     directions: tuple[Direction, ...]
@@ -33,7 +46,7 @@ class Slice:
 
     @property
     def quadratic(self) -> Tensor:
-        """The second-order prediction at the same places, of the shape of `losses`."""
+        """The second-order prediction at the same places, with the shape of `losses`."""
         places = _grid(self.coordinates, len(self.directions))
         bend = (places @ self.curvatures * places).sum(1) / 2
         return (self.loss + places @ self.slopes + bend).view(self.losses.shape)
@@ -60,7 +73,18 @@ def landscape(
             made orthogonal.
         radius: how far to go each way; None: a tenth of the norm of the weights.
         points: on each axis, odd, so that the weights themselves are the middle one.
-        seed: of Lanczos and of random directions.
+        seed: for Lanczos and for random directions.
+
+    Returns:
+        The losses with slopes and curvatures along the directions.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> data = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.ones(2, 1).double())]
+        >>> line = cv.analysis.landscape(model, torch.nn.MSELoss(), data, "top", radius=0.5, points=3)
+        >>> line.coordinates.tolist(), round(line.curvatures.item(), 6)  # λ_max is 4
+        ([-0.5, 0.0, 0.5], 4.0)
     """
     if points < 3 or points % 2 == 0:
         raise RangeError("points", f"got {points}, expected an odd number of at least 3")

@@ -1,4 +1,4 @@
-"""Sizes of the blocks of any model's Hessian, part by part: exact where there are closed forms, else estimates."""
+"""Sizes of the blocks of any model's Hessian, part by part: exact if there is a closed form, otherwise estimated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _EIGENVALUE = 0.1  # of the tolerance: Lanczos converges at once where it conver
 
 @dataclass(frozen=True)
 class Effort:
-    """What a number may cost: products, or as many as its relative standard error needs."""
+    """The cost of a number: a number of products, or as many as its relative standard error needs."""
 
     tolerance: float | None = None
     matvecs: int | None = None
@@ -43,7 +43,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One diagonal block and part: |B|_F, tr B and the largest eigenvalue; `method` is how its entries are known."""
+    """One diagonal block and part: |B|_F, tr B and the largest eigenvalue; `method` is how its entries are computed."""
 
     block: str
     part: Part
@@ -64,7 +64,7 @@ class Extremes:
 
     @property
     def critical_learning_rate(self) -> Estimate | None:
-        """2 / λ_max, above which gradient descent diverges on the quadratic model; None where nothing curves up."""
+        """2 / λ_max, above which gradient descent diverges on the quadratic model; None if λ_max is not positive."""
         top = self.largest
         if top.value <= 0:
             return None
@@ -73,10 +73,10 @@ class Extremes:
 
 
 def measurements(H: ModelHessian, effort: Effort, seed: int = 0) -> Iterator[Measurement]:
-    """Rows for all blocks of `H` and all parts, as they get ready.
+    """Rows for all blocks of `H` and all parts, as they are computed.
 
-    A tolerance is that of the norm. The trace of an indefinite part can be much smaller than its norm, and to a
-    relative error would cost without end: it gets the products that the norm took, and its error bar says the rest.
+    The tolerance applies to the norm. The trace of an indefinite part can be much smaller than its norm, so that a
+    relative error would be unaffordable: it gets as many products as the norm took, and has its own error bar.
     """
     for name in H.names:
         for part in PARTS:
@@ -89,12 +89,12 @@ def extremes(H: ModelHessian, effort: Effort, seed: int = 0) -> Extremes:
 
 
 def rounding_of(rows: Sequence[Measurement], dtype: torch.dtype) -> float:
-    """A norm below which a block cannot be told from the rounding of the others: ε times the largest norm."""
+    """The norm below which a block cannot be told from the rounding of the others: ε times the largest norm."""
     return torch.finfo(dtype).eps * max(row.frobenius_norm.value for row in rows)
 
 
 def headline_of(rows: Sequence[Measurement], rounding: float) -> str:
-    """What the norms show, as a title: how far the blocks are apart that are not zero to rounding."""
+    """The norms as a title: the ratio of the largest to the smallest block that is not zero to rounding."""
     total = sorted((row for row in rows if row.part == "total"), key=lambda row: row.frobenius_norm.value)
     total = [row for row in total if row.frobenius_norm.value > rounding]
     if len(total) < 2:

@@ -1,4 +1,4 @@
-"""Frobenius norms of all pairs of blocks by random vectors: one product shows a whole column of blocks."""
+"""Frobenius norms of all pairs of blocks by random vectors: one product serves a whole column of blocks."""
 
 import math
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ class PairNorm:
 
 
 def pair_norms(H: ModelHessian, probes: int = 8, seed: int = 0) -> Iterator[list[PairNorm]]:
-    """The pairs of each block with those before it, as they get ready.
+    """The pairs of each block with those before it, as they are computed.
 
     With v of random signs in block b and zero elsewhere, H v has H(a, b) v in block a, and E|H(a, b) v|² =
-    |H(a, b)|_F². The same v serve outer and functional part and their sum: 2 `probes` products a block. The error of
+    |H(a, b)|_F². The same v serve outer and functional part and their sum: 2 `probes` products per block. The error of
     the norm is that of its square by the delta method.
     """
     generator = torch.Generator().manual_seed(seed)

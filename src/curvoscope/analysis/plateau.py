@@ -1,4 +1,4 @@
-"""Are the weights stationary? The norm of the gradient against the number of samples, and a test of its limit."""
+"""The norm of the gradient against the number of samples, and a test of whether the weights are stationary."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,16 +22,34 @@ _ORDERS = 32
 
 @dataclass(frozen=True, eq=False)
 class GradientPlateau:
-    """|∇L_k| at fixed weights, `norms` (n,) for k = `counts` (n,) samples, against `law` (n,):
+    """|∇L_k| at fixed weights for growing numbers k of samples, and a test of whether the gradient is zero.
 
         E|∇L_k|² = |ḡ|² + tr Σ (1/k - 1/N)
 
     with ḡ the gradient over all N samples and Σ the covariance of the samples' gradients: the norm falls to a plateau
-    |ḡ|, not to zero, unless the weights are stationary. `squared_norm` is the unbiased estimate |ḡ|² - tr Σ/N of the
-    squared gradient over all data that there could be, below zero where the weights were fitted to these samples.
+    |ḡ|, not to zero, unless the weights are stationary. Dempster's test decides: for stationary weights N|ḡ|²/tr Σ is
+    about F(ν, ν(m - 1)), ν = (tr Σ)²/tr Σ². Not rejected means that noise explains the gradient on these data.
 
-    Dempster's test decides: for stationary weights N|ḡ|²/tr Σ is about F(ν, ν(m - 1)), ν = (tr Σ)²/tr Σ²; `p_value` is
-    the chance of a ratio as large. Not rejected means that the gradient does not stand out of its noise on these data.
+    Args:
+        counts: the numbers of samples k, (n,).
+        norms: |∇L_k|, (n,).
+        law: the square root of the formula above, (n,).
+        full_norm: |ḡ|.
+        noise_norm: sqrt(tr Σ/N), the expected |ḡ| of stationary weights.
+        squared_norm: |ḡ|² - tr Σ/N, the unbiased estimate of the squared gradient over all data that there could be;
+            below zero if the weights were fitted to these samples.
+        trace: tr Σ.
+        degrees: ν.
+        p_value: the chance of a ratio N|ḡ|²/tr Σ as large, for stationary weights.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> X = torch.randn(60, 2)
+        >>> found = cv.analysis.gradient_plateau(model, torch.nn.MSELoss(), [(X, X.sum(1, keepdim=True) * 9)])
+        >>> found.is_stationary, found.full_norm > found.noise_norm
+        (False, True)
     """
 
     counts: Tensor
@@ -46,7 +64,7 @@ class GradientPlateau:
 
     @property
     def is_stationary(self) -> bool:
-        """Whether the gradient is no larger than its noise explains, at the level of 5 %."""
+        """Whether noise explains the gradient, at the level of 5 %."""
         return self.p_value >= LEVEL
 
 
@@ -58,7 +76,23 @@ def gradient_plateau(
     blocks: Blocks | None = None,
     device: torch.device | str | None = None,
 ) -> GradientPlateau:
-    """The gradient's norm as samples are added at the weights that the model has, and whether they are stationary."""
+    """The gradient's norm as samples are added at the model's weights, and whether these are stationary.
+
+    Args:
+        model, loss_fn, batches, blocks, device: as in `hessian`; a sample is a row of a batch.
+
+    Returns:
+        The curve with its law, and the result of the test.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> X, noise = torch.randn(60, 2), torch.randn(60, 1)
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)  # the best weights for targets that are noise
+        >>> cv.analysis.gradient_plateau(model, torch.nn.MSELoss(), [(X, noise)]).is_stationary
+        True
+    """
     return plateau_of(Surface(model, loss_fn, batches, blocks, device))
 
 

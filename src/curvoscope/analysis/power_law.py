@@ -1,4 +1,4 @@
-"""Power laws through measurements at several sizes: exponents with bootstrap intervals, and what they do not say."""
+"""Power laws fitted to measurements at several sizes: exponents with bootstrap intervals, and their limits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,21 @@ _LEAST_LOG = -700.0  # of numbers that floats have all digits of
 
 @dataclass(frozen=True)
 class Prediction:
-    """A number read off a law, with the ends of its interval; `factor` is how far beyond the measurements it was read:
-    1 within them, else the ratio to the nearest measured size."""
+    """A number read off a power law, with its interval.
+
+    Args:
+        value: the number.
+        low, high: the ends of its interval.
+        extrapolated: whether it lies beyond the measured sizes.
+        factor: 1 within the measured sizes, else the ratio to the nearest one.
+
+    Example:
+        >>> import curvoscope as cv
+        >>> law = cv.analysis.power_law({1: [2.0], 10: [20.0], 100: [200.0]})
+        >>> found = law(400)
+        >>> round(found.value, 6), found.extrapolated, found.factor
+        (800.0, True, 4.0)
+    """
 
     value: float
     low: float
@@ -31,10 +44,25 @@ class Prediction:
 class PowerLaw:
     """value = a size^exponent, the least-squares line through the mean logarithms at each size.
 
-    The interval of the exponent has the given `level`, from `resampled` (R, 2): lines (log a, exponent) through data
-    drawn again, within each size where all have several values, else from the residuals. `misfit` is the p-value of the
-    F-test that the means at the sizes lie on a line, where there are several values a size: a small one says that there
-    is no power law, and then the interval does not say how wrong the line is.
+    Call it with a size to read off a value. The bootstrap redraws the data within each size if every size has several
+    values, otherwise the residuals.
+
+    Args:
+        prefactor: a.
+        exponent: the exponent.
+        interval: of the exponent, at the given level.
+        level: the level of all intervals.
+        sizes: the measured sizes, ascending.
+        values: the measured values at each size.
+        misfit: the p-value of the F-test that the means at the sizes lie on a line, if there are several values per
+            size. A small one says that there is no power law; then the interval does not say how wrong the line is.
+        resampled: lines (log a, exponent) through redrawn data, (R, 2).
+
+    Example:
+        >>> import curvoscope as cv
+        >>> law = cv.analysis.power_law({1: [2.0, 2.1], 10: [20.0, 21.0], 100: [200.0, 210.0]})
+        >>> round(law.exponent, 6), law.interval[0] < 1 < law.interval[1], round(law(50).value, 2)
+        (1.0, True, 102.47)
     """
 
     prefactor: float
@@ -47,7 +75,15 @@ class PowerLaw:
     resampled: np.ndarray
 
     def __call__(self, size: float, most: float = LARGEST_FACTOR) -> Prediction:
-        """The value at a size; beyond `most` times the measured sizes it is refused."""
+        """The value at a size.
+
+        Args:
+            size: where to read the law.
+            most: how many times beyond the measured sizes is allowed; further out is a `RangeError`.
+
+        Returns:
+            The value with its interval.
+        """
         if not 0 < size < math.inf:
             raise RangeError("size", f"got {size}, expected a positive number")
         factor = self._factor(size)
@@ -60,10 +96,17 @@ class PowerLaw:
         return Prediction(value, low, high, factor > 1, factor)
 
     def required(self, target: float, most: float = LARGEST_FACTOR) -> Prediction:
-        """The size at which the law reaches `target`. Refused where the exponent may be zero, and beyond `most` times
-        the measured sizes: give a larger `most` to extrapolate further, or more measurements.
+        """The size at which the law reaches `target`.
 
-        An end of the interval may lie further out than `most`, and is what the law says there.
+        An end of the interval may lie further out than `most`: it is what the law says there.
+
+        Args:
+            target: the value to reach.
+            most: how many times beyond the measured sizes is allowed. Further out, or if the exponent may be zero, is a
+                `RangeError`: allow more, or measure more.
+
+        Returns:
+            The size with its interval.
         """
         if not 0 < target < math.inf:
             raise RangeError("target", f"got {target}, expected a positive number")
@@ -103,13 +146,22 @@ def power_law(
     resamples: int = 2000,
     seed: int = 0,
 ) -> PowerLaw:
-    """The power law through {size: values}, at least three sizes and positive values.
+    """Fit a power law to {size: values}: at least three sizes, positive values.
 
     Args:
-        measurements: values of several seeds at each size; one is enough.
+        measurements: the values of several seeds at each size; one is enough.
         level: of the intervals.
         resamples: bootstrap samples.
-        seed: of the bootstrap.
+        seed: for the bootstrap.
+
+    Returns:
+        The law, which can be called with a size.
+
+    Example:
+        >>> import curvoscope as cv
+        >>> law = cv.analysis.power_law({1: [3.0], 2: [6.0], 4: [12.0]})
+        >>> round(law.prefactor, 6), round(law.exponent, 6)
+        (3.0, 1.0)
     """
     if not 0 < level < 1:
         raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
@@ -180,7 +232,7 @@ def _ends(values: np.ndarray, level: float) -> tuple[float, float]:
 
 
 def _misfit(x: np.ndarray, logs: list[np.ndarray]) -> float | None:
-    """The p-value of the F-test for lack of fit; None without several values at the sizes.
+    """The p-value of the F-test for lack of fit; None unless some size has several values.
 
     Its line is the least-squares one through all values, so that sizes with more of them count more.
     """

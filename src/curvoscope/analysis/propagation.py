@@ -1,8 +1,8 @@
 """Curvature through depth: the Hessian of the loss at the output of every layer, and what makes it grow or shrink.
 
-At the output F of a layer, S = d²loss/dF² = S_gn + S_functional; a layer with Jacobian J hands J^T S J down to its
+At the output F of a layer, S = d²loss/dF² = S_gn + S_functional; a layer with Jacobian J passes J^T S J down to its
 input and adds a curvature of its own. The norms of S, of its functional part and of J are measured layer by layer,
-beside the Hessian blocks of the layer's weights and, for attention, the entropy and the spread of its rows.
+together with the Hessian blocks of the layer's weights and, for attention, the entropy and spread of its rows.
 """
 
 from dataclasses import dataclass, field
@@ -27,10 +27,19 @@ DEFAULT_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class AttentionSummary:
-    """Of the rows of attention, averaged over sequences, heads and queries.
+    """Entropy and spread of the rows of attention, averaged over sequences, heads and queries; both 0 for one-hot rows.
 
-    `entropy` in nats; `variance`: tr M2, the spread of the inputs under a row, as a share of their mean square. Both
-    are zero for one-hot rows.
+    Args:
+        entropy: in nats.
+        variance: tr M2, the spread of the inputs under a row, as a share of their mean square.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W = torch.eye(2).double()
+        >>> uniform = cv.exact.SelfAttention(0 * W, W, W)  # all scores are zero
+        >>> found = cv.analysis.AttentionSummary.of(uniform.moments(torch.eye(2).double()))
+        >>> round(found.entropy, 4), round(found.variance, 4)  # log 2
+        (0.6931, 0.5)
     """
 
     entropy: float
@@ -38,7 +47,7 @@ class AttentionSummary:
 
     @classmethod
     def of(cls, moments: Moments) -> "AttentionSummary":
-        """From attention (..., L, L) and inputs (..., L, d)."""
+        """Summarise the moments of a layer: attention (..., L, L) and inputs (..., L, d)."""
         X, A = moments.X, moments.attention
         spread = (A @ X.square()).sum(-1) - moments.M1.square().sum(-1)  # tr M2, without M2
         scale = float(X.square().sum(-1).mean()) or 1.0  # inputs that are all zero have no spread
@@ -47,11 +56,24 @@ class AttentionSummary:
 
 @dataclass(frozen=True)
 class LayerCurvature:
-    """One layer: "h.0.attn" or "input". Estimates have an error bar; what is exact has the standard error 0.
+    """Curvature at one layer. Estimates have an error bar; exact numbers have the standard error 0.
 
-    `spectral` and `frobenius` are the norms of S at the layer's output, `functional_spectral`, `functional_frobenius`
-    those of its functional part; `jacobian` the spectral norm of dF/dX of the layer alone, without a residual
-    connection; `blocks` the Frobenius norms of the total Hessian blocks of its weights.
+    Args:
+        name: of the layer, for example "h.0.attn"; "input" for the input of the first one.
+        spectral, frobenius: the norms of S at the layer's output.
+        functional_spectral, functional_frobenius: the norms of the functional part of S.
+        jacobian: the spectral norm of dF/dX of the layer alone, without a residual connection; None for the input.
+        blocks: the Frobenius norms of the total Hessian blocks of its weights.
+        attention: a summary of the attention rows; None for other layers.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W, b, X = torch.eye(2).double(), torch.zeros(2).double(), torch.eye(2).double()
+        >>> layers = cv.exact.SelfAttention(0 * W, W, W), cv.exact.FeedForward(W, b, W, b, "gelu")
+        >>> block = cv.exact.TransformerBlock(*layers, placement="none")
+        >>> last = cv.analysis.propagation(block, (X, cv.losses.MSE(0 * X))).layers[-1]
+        >>> last.name, round(float(last.spectral), 6)  # S = 2/4 of the identity
+        ('h.0.mlp', 0.5)
     """
 
     name: str
@@ -66,13 +88,27 @@ class LayerCurvature:
 
 @dataclass(frozen=True)
 class Propagation:
-    """The layers in the order of the forward pass, and the loss."""
+    """Curvature at the layers of a model, from `propagation`.
+
+    Args:
+        layers: in the order of the forward pass.
+        loss: the loss.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W, b, X = torch.eye(2).double(), torch.zeros(2).double(), torch.eye(2).double()
+        >>> layers = cv.exact.SelfAttention(0 * W, W, W), cv.exact.FeedForward(W, b, W, b, "gelu")
+        >>> block = cv.exact.TransformerBlock(*layers, placement="none")
+        >>> found = cv.analysis.propagation(block, (X, cv.losses.MSE(0 * X)))
+        >>> round(found.growth(), 2)  # on the way from the output to the input
+        16.9
+    """
 
     layers: tuple[LayerCurvature, ...]
     loss: float
 
     def growth(self) -> float:
-        """|S|_2 at the first layer over |S|_2 at the last: by how much curvature grows on its way down."""
+        """|S|_2 at the first layer divided by |S|_2 at the last: how much curvature grows on its way down."""
         known = [layer.spectral.value for layer in self.layers]
         return known[0] / known[-1] if known[-1] else float("inf")
 
@@ -85,14 +121,26 @@ def propagation(
     tolerance: float = DEFAULT_TOLERANCE,
     seed: int = 0,
 ) -> Propagation:
-    """Curvature at every attention and feed-forward layer (for a `Stack` at every norm too) on one batch.
+    """Curvature at every attention and feed-forward layer (for a `Stack`, also at every norm) on one batch.
 
     Args:
-        model: a torch model whose layers `cv.blocks_of` knows, or a `cv.exact.Stack`.
+        model: a torch model whose layers `cv.blocks_of` knows, or a `cv.exact.Stack` or `cv.exact.TransformerBlock`.
         batch: as in `cv.hessian`: (inputs, targets) or a dict with "labels". For a `Stack`: (X, loss).
         loss_fn: as in `cv.hessian`; None: the model's own. A `Stack` has its loss in the batch.
         tolerance: the relative error of what cannot be computed exactly.
-        seed: of the estimates.
+        seed: for the estimates.
+
+    Returns:
+        The layers in the order of the forward pass.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W, b, X = torch.eye(2).double(), torch.zeros(2).double(), torch.eye(2).double()
+        >>> layers = cv.exact.SelfAttention(0 * W, W, W), cv.exact.FeedForward(W, b, W, b, "gelu")
+        >>> block = cv.exact.TransformerBlock(*layers, placement="none")
+        >>> found = cv.analysis.propagation(block, (X, cv.losses.MSE(0 * X)))
+        >>> [layer.name for layer in found.layers]
+        ['input', 'h.0.attn', 'h.0.mlp']
     """
     if isinstance(model, Stack | TransformerBlock):
         X, loss = batch

@@ -1,9 +1,9 @@
 """Per-sample losses, gradients and curvature: how much the samples differ at a point and around it.
 
 A sample is one row of a batch, a sequence: k is a number of independent samples, not of tokens. Sample i has n_i loss
-terms and the mean loss ℓ_i; L = Σ n_i ℓ_i / Σ n_i. With c_i = n_i / mean(n), 1 where all have equally many, the
-deviations c_i (ℓ_i - L) have mean zero and their variance is that of L_k times k (exactly for equal n_i, to first order
-in 1/k otherwise).
+terms and the mean loss ℓ_i; L = Σ n_i ℓ_i / Σ n_i. With c_i = n_i / mean(n), 1 if all n_i are equal, the deviations
+c_i (ℓ_i - L) have mean zero and their variance is k times that of L_k (exactly for equal n_i, otherwise to first order
+in 1/k).
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Samples:
 def sample_losses(surface: Surface, displacements: Tensor, argument: str = "distances") -> Samples:
     """ℓ_i(w + δ) for displacements (D, P); samples without loss terms are left out.
 
-    `argument` is what to name where a loss is not finite.
+    `argument` is the name for the error if a loss is not finite.
     """
     losses: list[Tensor] = []
     terms: list[float] = []
@@ -128,7 +128,7 @@ class VarianceLaw:
 
         V(τ) = Var ℓ + τ² [tr Cov g + Cov(ℓ, tr H)] + τ⁴/4 mean_i [2 |H_i - H|_F² + (tr (H_i - H))²]
 
-    exact for losses that are quadratic in w. Variances are unbiased (N - 1). `method` is "exact" where products with
+    exact for losses that are quadratic in w. Variances are unbiased (N - 1). `method` is "exact" if products with
     all unit vectors were taken, else "hutchinson": then `stderr` are those of `coupling`, `frobenius` and `trace`.
     """
 
@@ -147,7 +147,7 @@ class VarianceLaw:
         return self.losses + tau**2 * (self.gradients + self.coupling) + tau**4 * quartic
 
     def error(self, tau: float) -> float:
-        """The standard error of V(τ) from the probes, all three terms added as if they moved together."""
+        """The standard error of V(τ) from the probes: the sum of the three terms, as if fully correlated."""
         coupling, frobenius, trace = self.stderr
         return tau**2 * coupling + tau**4 / 4 * (2 * frobenius + trace)
 

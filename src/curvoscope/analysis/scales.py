@@ -1,4 +1,4 @@
-"""The scale of what enters each layer: where it is far from one, normalisation is missing."""
+"""The scale of the inputs of each layer: if it is far from one, normalisation is missing."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -18,11 +18,25 @@ _READING = ("*.attn.[QKV]", "*.mlp.up", "*.mlp.gate")
 
 
 def input_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """The root mean square of the inputs of layers, by the names of the modules that read them, over all batches.
+    """The root mean square of the inputs of layers over all batches, by the names of the modules that read them.
 
-    Layers are the projections to queries, keys and values and the first matrices of feed-forward layers: what a norm
-    stands before. In a model of an unknown family all modules that hold a matrix count. Embeddings, whose inputs are
-    integers, and modules that were not called are left out. Sums are float64.
+    Layers are the projections to queries, keys and values and the first matrices of feed-forward layers: those that
+    usually follow a norm. In a model of an unknown family all modules that hold a matrix count. Embeddings, whose
+    inputs are integers, and modules that were not called are left out. Sums are float64.
+
+    Args:
+        model: in evaluation mode; it is left as it is.
+        batches: as in `hessian`; targets are not used.
+
+    Returns:
+        {module name: root mean square of its inputs}.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> _ = torch.nn.init.zeros_(model[0].weight), torch.nn.init.ones_(model[0].bias)
+        >>> cv.analysis.input_scales(model, [(torch.full((4, 2), 5.0), torch.zeros(4, 1))])
+        {'0': 5.0, '1': 1.0}
     """
     device = device_of(model, None)
     data = Batches(batches)
@@ -59,7 +73,7 @@ def input_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
 
 
 def _readers(model: nn.Module) -> set[str]:
-    """Names of the modules whose inputs are looked at."""
+    """Names of the modules whose inputs are measured."""
     first = {
         piece.parameter.rpartition(".")[0]
         for name, block in blocks_of(model).items()

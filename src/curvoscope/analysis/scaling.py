@@ -1,4 +1,4 @@
-"""Curvature against the size of a model or of its data: measurements of a family, and power laws through them."""
+"""Curvature against the size of a model or of its data: measurements of a family, and power laws fitted to them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -27,10 +27,21 @@ Builder = Callable[[Any, int], ModelAtScale]
 class CurvatureSummary:
     """A Hessian H of P weights in five numbers.
 
-    largest_eigenvalue: λ_max. trace: tr H. condition: |H|_2 |H⁺|_2, the largest over the smallest of the |eigenvalues|
-    that are not zero to rounding; it takes all eigenvalues, so None where P is above 400. effective_rank: the stable
-    rank |H|_F²/|H|_2², between 1 and the rank. functional_share: |H_f|_F²/(|H_o|_F² + |H_f|_F²), 0 for a pure
-    Gauss-Newton matrix.
+    Args:
+        largest_eigenvalue: λ_max.
+        trace: tr H.
+        condition: |H|_2 |H⁺|_2, the largest divided by the smallest |eigenvalue| that is not zero to rounding. It needs
+            all eigenvalues, so it is None if P is above 400.
+        effective_rank: the stable rank |H|_F²/|H|_2², between 1 and the rank.
+        functional_share: |H_f|_F²/(|H_o|_F² + |H_f|_F²), 0 for a pure Gauss-Newton matrix.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> data = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.ones(2, 1).double())]
+        >>> H = cv.hessian(torch.nn.Linear(2, 1, bias=False).double(), torch.nn.MSELoss(), data)  # diag(4, 1)
+        >>> found = cv.analysis.summary(H)
+        >>> [round(found.value(name), 4) for name in ("largest_eigenvalue", "trace", "condition", "effective_rank")]
+        [4.0, 5.0, 4.0, 1.0625]
     """
 
     largest_eigenvalue: Estimate
@@ -40,7 +51,7 @@ class CurvatureSummary:
     functional_share: Estimate
 
     def value(self, quantity: str) -> float | None:
-        """A number by its name, without error bar."""
+        """A number by its name, without error bar; None if it was not computed."""
         found: Estimate | float | None = getattr(self, quantity)
         return None if found is None else float(found)
 
@@ -49,7 +60,24 @@ QUANTITIES = tuple(field.name for field in fields(CurvatureSummary))
 
 
 def summary(H: ModelHessian, matvecs: int = 100, seed: int = 0) -> CurvatureSummary:
-    """The five numbers from `matvecs` products for each norm and the trace, exact where H has no more columns."""
+    """The five numbers of a `CurvatureSummary`.
+
+    Args:
+        H: from `cv.hessian`.
+        matvecs: products for each norm and for the trace; they are exact if H has no more columns.
+        seed: for the estimates.
+
+    Returns:
+        Largest eigenvalue, trace, condition, effective rank and functional share.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> data = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.ones(2, 1).double())]
+        >>> H = cv.hessian(torch.nn.Linear(2, 1, bias=False).double(), torch.nn.MSELoss(), data)
+        >>> found = cv.analysis.summary(H)
+        >>> round(float(found.trace), 6), float(found.functional_share)  # a linear model has no functional part
+        (5.0, 0.0)
+    """
     top, largest = (lanczos(H.total, 1, which, tolerance=_TOLERANCE, seed=seed)[0] for which in ("LA", "LM"))
     norms = [frobenius_norm(part, matvecs=matvecs, seed=seed) for part in (H.total, H.outer, H.functional)]
     rank = effective_rank(norms[0], largest)
@@ -99,14 +127,29 @@ def _share(outer: Estimate, functional: Estimate) -> Estimate:
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Measurements {size: one summary a seed}, and the power law of each quantity; `without` says why one has none."""
+    """Measurements of a family of models, and the power law of each quantity.
+
+    Args:
+        measurements: {size: one summary per seed}.
+        laws: the power laws by quantity.
+        without: the quantities that have no power law, and why.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> def build(size, seed):
+        ...     data = [(torch.eye(size).double(), torch.ones(size, 1).double())]
+        ...     return torch.nn.Linear(size, 1, bias=False).double(), torch.nn.MSELoss(), data
+        >>> study = cv.analysis.scaling(build, sizes=[1, 2, 4])  # H is 2/size of the identity
+        >>> study.values("trace"), sorted(study.without)
+        ({1: [2.0], 2: [2.0], 4: [2.0]}, ['functional_share'])
+    """
 
     measurements: Mapping[int, tuple[CurvatureSummary, ...]]
     laws: Mapping[str, PowerLaw]
     without: Mapping[str, str]
 
     def values(self, quantity: str) -> dict[int, list[float]]:
-        """The measured values by size, where there are any."""
+        """The measured values of a quantity by size; sizes without a value are left out."""
         checks.choice("quantity", quantity, QUANTITIES)
         found = {
             size: [value for one in group if (value := one.value(quantity)) is not None]
@@ -115,7 +158,7 @@ class Scaling:
         return {size: values for size, values in found.items() if values}
 
     def law(self, quantity: str) -> PowerLaw:
-        """The law of a quantity; an error says why it has none."""
+        """The power law of a quantity; a `RangeError` says why there is none."""
         checks.choice("quantity", quantity, QUANTITIES)
         if quantity in self.without:
             raise RangeError("quantity", f"{quantity} has no power law: {self.without[quantity]}")
@@ -134,12 +177,24 @@ def scaling(
     """Measure a family of models, or one model on more and more data, and fit power laws.
 
     Args:
-        build: build(size, seed) -> (model, loss_fn, batches): trained or not, it is measured as it comes.
-        sizes: at least three; what a size means is up to `build`.
-        seeds: of the replicas at each size.
+        build: build(size, seed) -> (model, loss_fn, batches). The model is measured as it is, trained or not.
+        sizes: at least three; `build` decides what a size means.
+        seeds: for the replicas at each size.
         matvecs: products for each norm and each trace.
         blocks: blocks(model), a choice of the model's blocks; None: all of them.
         level: of the intervals.
+
+    Returns:
+        The measurements and their power laws.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> def build(size, seed):
+        ...     data = [(torch.eye(size).double(), torch.ones(size, 1).double())]
+        ...     return torch.nn.Linear(size, 1, bias=False).double(), torch.nn.MSELoss(), data
+        >>> study = cv.analysis.scaling(build, sizes=[1, 2, 4])  # H is 2/size of the identity
+        >>> round(study.law("largest_eigenvalue").exponent, 6)
+        -1.0
     """
     wanted, replicas = sorted(set(sizes)), list(seeds)
     if len(wanted) < 3:
@@ -170,10 +225,23 @@ def scaling(
 def required_data(
     measured: PowerLaw | Mapping[int, Any] | Mapping[float, Any], target: float, most: float = LARGEST_FACTOR
 ) -> Prediction:
-    """The size at which a power law reaches `target`, from the law or from {size: values}.
+    """The size at which a power law reaches `target`.
 
-    The result says whether it lies beyond the measurements (`extrapolated`) and by which `factor`; beyond `most` it is
-    refused. A law in the number of samples needs measurements on more and more data.
+    A law in the number of samples needs measurements on more and more data.
+
+    Args:
+        measured: the law, or {size: values}.
+        target: the value to reach.
+        most: how many times beyond the measured sizes is allowed; further out is a `RangeError`.
+
+    Returns:
+        The size with its interval, and whether it is extrapolated.
+
+    Example:
+        >>> import curvoscope as cv
+        >>> found = cv.analysis.required_data({100: [8.0], 200: [4.0], 400: [2.0]}, target=1.0)
+        >>> round(found.value, 3), found.extrapolated, round(found.factor, 3)
+        (800.0, True, 2.0)
     """
     law = measured if isinstance(measured, PowerLaw) else power_law(measured)
     return law.required(target, most)

@@ -1,4 +1,4 @@
-"""Spectral densities of the blocks of a Hessian, and how far they are apart."""
+"""Spectral densities of the blocks of a Hessian, and the distances between them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -62,9 +62,9 @@ class BlockSpectrum:
 
 
 def spectra(H: ModelHessian, matvecs: int, seed: int = 0) -> Iterator[BlockSpectrum]:
-    """The spectra of the diagonal blocks of the total, as they get ready.
+    """The spectra of the diagonal blocks of the total, as they are computed.
 
-    All eigenvalues where n is within the budget, or where the entries have a closed form and n is moderate.
+    All eigenvalues if n is within the budget, or if the entries have a closed form and n is moderate.
     """
     for name in H.names:
         yield _spectrum(H.total[name], name, H.method_of(name), matvecs, seed, None)
@@ -95,11 +95,11 @@ def _spectrum(
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """Jensen-Shannon distances (k, k) between the spectra of k blocks, in [0, 1]: how far apart they are at least, but
-    for the noise of densities that are estimates.
+    """Jensen-Shannon distances (k, k) between the spectra of k blocks, in [0, 1]: lower bounds, except for the noise of
+    estimated densities.
 
     The spectra are compared as shares in bins: half a decade each in |λ| on one grid for all, negative and positive
-    apart, and for each pair one bin for |λ| ≤ `threshold`, below which one of the two is not resolved. To join bins
+    apart, and for each pair one bin for |λ| ≤ `threshold`, below which one of the two is not resolved. Joining bins
     makes a distance smaller, never larger.
     """
 

@@ -1,4 +1,4 @@
-"""The loss as a function of the weights near where a model is: values, gradients and directions, on copies."""
+"""The loss as a function of the weights near those of a model: values, gradients and directions, on copies."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ _NAMED = re.compile(r"(top|bottom)([1-9][0-9]*)?")
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """A unit vector (P,) in float64, over the blocks in their order, and the `length` that it had."""
+    """A unit vector (P,) in float64, over the blocks in their order, and its original `length`."""
 
     name: str
     vector: Tensor
@@ -128,7 +128,7 @@ class Surface:
     def evaluate(self, displacements: Tensor, batch: Batch, function: Callable[[Any], Tensor]) -> Tensor:
         """function(what the loss reads at w + δ), of shape (...), for displacements (n, P): (n, ...) in float64.
 
-        Several points at once where they fit the workspace; inside `engine.walk` only.
+        Several points at once if they fit the workspace; inside `engine.walk` only.
         """
 
         def value(moved: dict[str, Tensor]) -> Tensor:
@@ -160,7 +160,7 @@ class Surface:
         return float((one - other).abs().max()) <= _AGREE * self.epsilon * float(other.abs().max())
 
     def _points_at_once(self, batch: Batch) -> int:
-        """How many points fit the workspace, from what the graph of one forward pass would keep."""
+        """The number of points that fit the workspace, from what the graph of one forward pass would keep."""
         held = sum(self.engine.snapshot.weight(name).nbytes for name in self.names)
 
         def count(tensor: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Surface:
 
         "gradient": downhill, -∇L; its length is |∇L|. "top", "top2", ...: eigenvectors of the largest eigenvalues of
         the Hessian, "bottom", "bottom2", ... of the smallest; both turned downhill. "random": normal, so uniform on the
-        sphere. A tensor (P,): an optimizer's step for example, over the blocks in their order.
+        sphere. A tensor (P,): for example an optimizer's step, over the blocks in their order.
         """
         if isinstance(wanted, Tensor):
             return self._given(wanted, argument)
@@ -224,7 +224,7 @@ class Surface:
 
 
 def positions(argument: str, values: Iterable[float] | Tensor) -> Tensor:
-    """Distances or learning rates as (n,) in float64, once they are known to be positive, finite and ascending."""
+    """Check that distances or learning rates are positive, finite and ascending, and return them as (n,) in float64."""
     found = torch.as_tensor(values if isinstance(values, Tensor) else list(values), dtype=torch.float64).cpu()
     if found.ndim != 1 or not found.numel():
         raise ShapeError(argument, f"got shape {tuple(found.shape)}, expected a list of positive numbers")
@@ -236,7 +236,7 @@ def positions(argument: str, values: Iterable[float] | Tensor) -> Tensor:
 
 
 def finite(losses: Tensor, argument: str, places: Tensor) -> Tensor:
-    """`losses` themselves, once they are finite; else the error names the first place where they are not."""
+    """Check that `losses` are finite and return them; the error names the first place at which they are not."""
     bad = ~torch.isfinite(losses)
     if bool(bad.any()):
         place = float(places.expand_as(losses)[bad][0])

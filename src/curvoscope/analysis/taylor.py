@@ -29,11 +29,29 @@ _FACTORS = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.3, 1.5)
 
 @dataclass(frozen=True, eq=False)
 class Taylor:
-    """L(w + ε v) against L + ε g·v + ε²/2 v·Hv at the radii ε (n,), for a unit vector v.
+    """L(w + ε v) compared with L + ε g·v + ε²/2 v·Hv at the radii ε (n,), for a unit vector v.
 
-    `rounding` (n,) is what the losses may be off by; `radius` the distance up to which the predicted change agrees with
-    the actual one to `tolerance` of the actual one. `order` is the exponent of the error in ε: 3, or more where third
-    derivatives vanish; None where the error is all rounding, as for a quadratic loss.
+    Args:
+        direction: v, with the length that it had.
+        loss: L(w).
+        slope: g·v.
+        curvature: v·Hv.
+        radii: ε, (n,).
+        actual: L(w + ε v), (n,).
+        rounding: the error that rounding may cause in the losses, (n,).
+        tolerance: the share of the actual change that the prediction may be off by within `radius`.
+        radius: the distance up to which the prediction holds; None if it fails at the smallest one.
+        reaches_further: whether the prediction holds at the largest radius, too.
+        order: the exponent of the error in ε: 3, or more if third derivatives vanish; None if the error is all
+            rounding, as for a quadratic loss.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> data = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.ones(2, 1).double())]
+        >>> found = cv.analysis.taylor(model, torch.nn.MSELoss(), data, "top")
+        >>> round(found.curvature, 6), found.reaches_further, found.order  # the loss is quadratic
+        (4.0, True, None)
     """
 
     direction: Direction
@@ -70,12 +88,12 @@ class Taylor:
 
     @property
     def steps(self) -> Tensor:
-        """The radii in units of the direction's own length: learning rates along the gradient, (n,)."""
+        """The radii in units of the direction's own length, (n,): learning rates if it is the gradient."""
         return self.radii / self.direction.length
 
     @property
     def is_third_order(self) -> bool | None:
-        """Whether the error has the order that it must have; None where it is not known: all rounding, or no power."""
+        """Whether the error has the order that it must have; None if that is unknown: all rounding, or no power law."""
         if self.order is None or self.order.high - self.order.low > _KNOWN:
             return None
         return self.order.value > _ORDER
@@ -93,15 +111,27 @@ def taylor(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Taylor:
-    """Actual against second-order loss along a line.
+    """The actual loss along a line, compared with its second-order prediction.
 
     Args:
-        model, loss_fn, batches, blocks, device: as in `hessian`. For small radii give the model in float64.
+        model, loss_fn, batches, blocks, device: as in `hessian`. For small radii use a model in float64.
         direction: "gradient" (downhill), "top", "top2", ..., "bottom", ... (eigenvectors), "random", or a vector (P,)
-            over the blocks in their order: an optimizer's step for example.
+            over the blocks in their order, for example an optimizer's step.
         radii: distances from the weights, ascending; None: 15 of them, from 1e-4 to 0.3 of the norm of the weights.
         tolerance: the share of the actual change that the prediction may be off by within `radius`.
-        seed: of the random direction and of Lanczos.
+        seed: for the random direction and Lanczos.
+
+    Returns:
+        Both losses at the radii, the distance up to which they agree, and the order of the error.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+        >>> data = [(torch.randn(5, 2).double(), torch.ones(5, 1).double())]
+        >>> found = cv.analysis.taylor(model, torch.nn.MSELoss(), data)
+        >>> found.slope < 0, found.is_third_order
+        (True, True)
     """
     if not 0 < tolerance < 1:
         raise RangeError("tolerance", f"got {tolerance}, expected a share between 0 and 1")
@@ -186,10 +216,27 @@ def _scale(surface: Surface) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Divergence:
-    """Gradient descent from w + κ v, v the eigenvector of λ_max, at several learning rates: losses (n, steps + 1).
+    """Gradient descent from w + κ v, v the eigenvector of λ_max, at several learning rates.
 
-    On the quadratic region around a stationary w the loss above L(w) is multiplied by (1 - η λ_max)² in each step, so
-    it rises for η > 2/λ_max and falls below. An infinite loss is one that left the range of floating point.
+    In the quadratic region around a stationary w, each step multiplies the loss above L(w) by (1 - η λ_max)²: it rises
+    for η > 2/λ_max and falls below.
+
+    Args:
+        largest_eigenvalue: λ_max.
+        learning_rates: η, (n,).
+        losses: of all runs, (n, steps + 1); infinity if a run left the range of floating point.
+        loss: L(w).
+        kick: κ.
+        gradient_norm: |g| at w, zero if the weights are stationary.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> _ = torch.nn.init.zeros_(model.weight)  # stationary for targets of zero
+        >>> data = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.zeros(2, 1).double())]
+        >>> found = cv.analysis.divergence(model, torch.nn.MSELoss(), data, [0.25, 0.375, 0.75], kick=1.0)
+        >>> [round(growth, 6) for growth in found.growth.tolist()], found.rises.tolist()  # λ_max is 4
+        ([0.0, 0.25, 4.0], [False, False, True])
     """
 
     largest_eigenvalue: Estimate
@@ -206,12 +253,12 @@ class Divergence:
 
     @property
     def rises(self) -> Tensor:
-        """Whether the loss is above that of the start in any step, (n,): it may fall again beyond the quadratic."""
+        """Whether the loss exceeds its start value in any step, (n,): beyond the quadratic region it may fall again."""
         return self.losses.max(1).values > self.losses[:, 0]
 
     @property
     def growth(self) -> Tensor:
-        """The loss above L(w) after one step over that at the start, (n,); predicted: (1 - η λ_max)²."""
+        """The loss above L(w) after one step, divided by that at the start, (n,); predicted: (1 - η λ_max)²."""
         above = self.losses[:, :2] - self.loss
         return above[:, 1] / above[:, 0]
 
@@ -222,7 +269,7 @@ class Divergence:
 
     @property
     def agrees(self) -> bool:
-        """Whether the loss rises exactly where it is predicted to."""
+        """Whether the loss rises exactly at the learning rates for which this is predicted."""
         return bool((self.rises == self.predicted).all())
 
 
@@ -245,8 +292,19 @@ def divergence(
         learning_rates: ascending; None: from 0.5 to 1.5 times 2/λ_max.
         steps: of each run.
         kick: κ, the distance of the start from the weights along the eigenvector of λ_max; None: 1e-3 of their norm.
-            It must lie where the loss is quadratic, see `Taylor.radius`, and be clear of rounding.
-        seed: of Lanczos.
+            The loss must be quadratic up to there, see `Taylor.radius`, and the change of the loss clear of rounding.
+        seed: for Lanczos.
+
+    Returns:
+        The losses of all runs, and whether they rise as predicted.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> data = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.ones(2, 1).double())]
+        >>> found = cv.analysis.divergence(model, torch.nn.MSELoss(), data, kick=1.0)
+        >>> round(found.critical_learning_rate, 6), tuple(found.losses.shape)  # 2/λ_max
+        (0.5, (8, 6))
     """
     if steps < 1:
         raise RangeError("steps", f"got {steps}, expected at least 1")

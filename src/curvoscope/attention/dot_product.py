@@ -1,7 +1,7 @@
 """`sdpa`: attention whose second derivatives are exact and need memory linear in the length of the sequence.
 
 Torch's fused kernels have no second derivative; its mathematical one has, and keeps several L x L matrices. Here the
-scores are made again, a tile of rows at a time, whenever a derivative needs them.
+scores are recomputed, a tile of rows at a time, whenever a derivative needs them.
 """
 
 import math
@@ -29,14 +29,31 @@ def sdpa(
 ) -> Tensor:
     """softmax(scale query key^T + mask) value, in place of `torch.nn.functional.scaled_dot_product_attention`.
 
-    query (..., H, L, E), key (..., H, K, E), value (..., H, K, D) -> (..., H, L, D); leading axes broadcast.
-    `attn_mask` broadcasts to (..., H, L, K): boolean, True where a query sees a key, or floating point, added to the
-    scores; it may require a gradient. `is_causal`: query i sees the keys 0, ..., i. `scale` is 1/sqrt(E) unless given.
-    With `enable_gqa`, key and value have fewer heads, each shared by the H / heads query heads that follow one another.
-    A query that sees no key has the output 0 and no derivatives, as with torch's mathematical kernel.
+    It has first and second derivatives, in reverse and forward mode in any order and under vmap, by `torch.autograd`
+    and `torch.func`. float16 and bfloat16 are computed in float32. A query that sees no key has the output 0 and no
+    derivatives, as with torch's mathematical kernel.
 
-    First and second derivatives, in reverse and forward mode in any order and under vmap, by `torch.autograd` and
-    `torch.func`. float16 and bfloat16 are computed in float32.
+    Args:
+        query: (..., H, L, E); leading axes of query, key and value broadcast.
+        key: (..., H, K, E).
+        value: (..., H, K, D).
+        attn_mask: broadcasts to (..., H, L, K): boolean, True if a query sees a key, or floating point, added to the
+            scores; it may require a gradient.
+        dropout_p: must be 0: with dropout the derivatives are random.
+        is_causal: query i sees the keys 0, ..., i.
+        scale: None: 1/sqrt(E).
+        enable_gqa: key and value have fewer heads, each shared by H / heads consecutive query heads.
+
+    Returns:
+        The attention output, (..., H, L, D).
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> value = torch.tensor([[[0.0], [3.0], [6.0]]])
+        >>> cv.attention.sdpa(torch.zeros(1, 3, 2), torch.ones(1, 3, 2), value, is_causal=True)  # means
+        tensor([[[0.0000],
+                 [1.5000],
+                 [3.0000]]])
     """
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
     lead, heads, shared = _heads(query, key, value, enable_gqa)
@@ -55,7 +72,7 @@ def sdpa(
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise where queries, keys, values and outputs, with their derivatives if wanted, exceed the memory at hand."""
+    """Raise if queries, keys, values and outputs, with their derivatives if needed, exceed the memory limit."""
     numbers = q.numel() + k.numel() + v.numel() + q[..., 0].numel() * v.shape[-1]
     wanted = any(x.requires_grad for x in (q, k, v))
     checks.fits(

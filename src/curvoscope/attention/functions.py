@@ -219,9 +219,9 @@ class SecondTangent(_Last):
 
 
 def _wanting(ctx: Any, first: int) -> AttentionOptions:
-    """The options, with those gradients wanted that the running backward pass goes on with.
+    """The options, with the gradients wanted that the running backward pass continues with.
 
-    They are the four from the input `first` on. An input may require a gradient that this pass does not ask for:
+    They are the four from the input `first` on. An input may require a gradient that this pass does not need:
     that of the outer part goes through the cotangents alone.
     """
     options: AttentionOptions = ctx.options

@@ -91,7 +91,7 @@ class AttentionTiles:
         return None if a is None else self.scaled(a), b, c, e
 
     def tiles(self) -> Iterator[Tile]:
-        """All tiles: whole heads where several fit into one, else rows of one head."""
+        """All tiles: whole heads if several fit into one, else rows of one head."""
         heads = min(self._N, max(1, _TILE // (self._G * self._L * self._K)))
         rows = self._L if heads > 1 else min(self._L, max(_FEWEST_ROWS, _TILE // self._K) // self._G or 1)
         for head in range(0, self._N, heads):

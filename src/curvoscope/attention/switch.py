@@ -1,4 +1,4 @@
-"""Torch's own attention replaced by ours where its scores would fill the memory."""
+"""Torch's own attention, replaced by ours when its scores would exceed the memory."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ def long_attention(others: Mapping[Callable[..., Any], Callable[..., Any]] | Non
     """Inside, `torch.nn.functional.scaled_dot_product_attention` of many scores is `sdpa`; of few, torch's own.
 
     It is replaced by its name in torch, which `nn.MultiheadAttention` and the models of transformers look up, and,
-    for this thread, where a model has imported it under a name of its own. `others`: more functions of torch, and what
+    for this thread, also if a model has imported it under another name. `others`: more functions of torch, and what
     replaces them for this thread.
     """
     with _by_name, _WhereverCalled({_torch_sdpa: _by_size, **(others or {})}):
@@ -36,7 +36,7 @@ def _by_size(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: A
 
 
 class _ByName:
-    """The replacement of the name, for as long as any thread is inside. What others have put there is left alone."""
+    """Replaces the name while any thread is inside. Replacements by others are left alone."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
@@ -58,7 +58,7 @@ _by_name = _ByName()
 
 
 class _WhereverCalled(TorchFunctionMode):
-    """Catches torch's functions themselves. Functions of torch that call them in turn run outside of the mode."""
+    """Catches calls of torch's functions. Functions of torch that call them in turn run outside of the mode."""
 
     def __init__(self, replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         super().__init__()

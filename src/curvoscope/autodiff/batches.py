@@ -17,7 +17,7 @@ _HASHED = 65536  # numbers of a tensor that the fingerprint reads, evenly spread
 
 
 class BatchError(CurvoscopeError, ValueError):
-    """Batches of an unknown form, or that cannot be walked again."""
+    """Batches have an unknown form, or differ on a second pass."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _saved_names: dict[type, list[str]] = {}
 
 
 class SecondDerivativeError(ModelError):
-    """A model that autograd cannot differentiate twice, or differentiates wrongly."""
+    """Autograd cannot differentiate the model twice, or does so incorrectly."""
 
 
 class _Switch:

@@ -27,7 +27,7 @@ _MOST_NAMED = 3
 
 
 class RankError(CurvoscopeError, RuntimeError):
-    """Ranks that do not fit together, or one that is gone (`gone`): then no collective works any more."""
+    """Ranks do not fit together, or one has ended (`gone`): then no collective operation works any more."""
 
     gone = False
 

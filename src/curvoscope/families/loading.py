@@ -70,7 +70,7 @@ class QuantisedError(LoadingError):
 
 
 class MissingPackageError(CurvoscopeError, ImportError):
-    """A package that has to be installed first."""
+    """A package must be installed first."""
 
 
 @dataclass(frozen=True)

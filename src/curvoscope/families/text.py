@@ -1,4 +1,4 @@
-"""Text as tokens: the small corpus that ships with the package or a file, cut into sequences of equal length."""
+"""Text as tokens: the small corpus that ships with the package, or a file, cut into sequences of equal length."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ IGNORED = -100  # the label of a token that is not hidden, torch's ignore_index
 
 
 class TextError(CurvoscopeError, ValueError):
-    """A text that cannot be read, or whose tokens do not fit the model."""
+    """A text cannot be read, or its tokens do not fit the model."""
 
 
 @runtime_checkable
@@ -62,10 +62,25 @@ def read(path: Path) -> str:
 
 
 def encode(text: str, vocabulary: int, tokenizer: Tokenizer | None = None, masked: bool = False) -> Encoded:
-    """Tokens below `vocabulary`: the tokenizer's, else UTF-8 bytes, else the text's most frequent characters.
+    """Text as tokens below `vocabulary`.
 
-    A vocabulary too small for bytes gets a token for each of the most frequent characters and one for all others. With
-    `masked` there is a token for hidden ones: the tokenizer's, or the last of the vocabulary, which no text has.
+    Without a tokenizer the tokens are UTF-8 bytes. A vocabulary too small for bytes gets a token for each of the text's
+    most frequent characters and one for all others.
+
+    Args:
+        text: the text.
+        vocabulary: the number of tokens that the model has.
+        tokenizer: the model's tokenizer; None: bytes or characters.
+        masked: whether to provide a token for hidden ones: the tokenizer's, or the last of the vocabulary, which no
+            text has.
+
+    Returns:
+        The tokens (T,), how they were made, and the token for hidden ones.
+
+    Example:
+        >>> from curvoscope.families.text import encode
+        >>> encode("hello world", vocabulary=4).tokens  # l, o, space, others
+        tensor([3, 3, 0, 0, 1, 2, 3, 1, 3, 0, 3])
     """
     if tokenizer is not None:
         return _tokenized(text, vocabulary, tokenizer, masked)
@@ -100,7 +115,23 @@ def _tokenized(text: str, vocabulary: int, tokenizer: Tokenizer, masked: bool) -
 
 
 def cut(tokens: Tensor, sequences: int, length: int) -> Tensor:
-    """The first sequences * length tokens as (sequences, length), one after the other."""
+    """The first tokens as sequences of equal length, one after the other.
+
+    Args:
+        tokens: (T,).
+        sequences: the number of sequences.
+        length: of each one.
+
+    Returns:
+        The tokens as (sequences, length).
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.families.text import cut
+        >>> cut(torch.arange(7), sequences=2, length=3)
+        tensor([[0, 1, 2],
+                [3, 4, 5]])
+    """
     for argument, value, least in (("sequences", sequences, 1), ("length", length, 2)):
         if value < least:
             raise RangeError(argument, f"got {value}, expected at least {least}")

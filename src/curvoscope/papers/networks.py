@@ -1,4 +1,4 @@
-"""The paper's GPT-2: one causal head a block, a ReLU feed-forward layer, with or without Pre-LayerNorm.
+"""The paper's GPT-2: one causal head per block, a ReLU feed-forward layer, with or without Pre-LayerNorm.
 
     x   = W_E[tokens] + W_pos                                   (N, L, d)
     x  <- x + F,   F = attention(norm(x))                       one head, d_head = d, scores over sqrt(d)
@@ -80,11 +80,33 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The network at initialisation: weights N(0, 0.64/d), biases 0, LayerNorms (if any) the identity map.
+    """The paper's network at initialisation: weights N(0, 0.64/d), biases 0, LayerNorms (if any) the identity map.
 
     The weights are drawn in float64 from a generator of their own and then rounded to `dtype`: a function of
-    `seed` and of the sizes alone, the same for every `norm` and `activation`. Without `residual` the attention
-    output replaces the stream, x <- F: the paper's chains of linear attention layers; the feed-forward branch stays.
+    `seed` and of the sizes alone, the same for every `norm` and `activation`.
+
+    Args:
+        d: the width.
+        depth: the number of blocks.
+        norm: "none" or "pre" for LayerNorms before attention, feed-forward layer and unembedding.
+        activation: of attention, "softmax" or "linear".
+        vocabulary: the number of tokens.
+        context: the largest length of a sequence.
+        seed: for the weights.
+        dtype: of the weights.
+        residual: if False, the attention output replaces the stream, x <- F, as in the paper's chains of linear
+            attention layers; the feed-forward branch stays.
+
+    Example:
+        >>> from curvoscope.papers.networks import GPT2
+        >>> from curvoscope.papers.tasks import addition, answer_targets
+        >>> model, batch = GPT2(d=4), addition(sequences=2)
+        >>> tokens, targets = batch[:, :-1], answer_targets(batch)
+        >>> tuple(model(tokens).shape)
+        (2, 17, 12)
+        >>> H = model.attention().hessian(model.attention_input(tokens), model.tail(tokens, targets))
+        >>> tuple(H["Q", "V"].shape)
+        (16, 16)
     """
 
     def __init__(
@@ -145,7 +167,7 @@ class GPT2(nn.Module):
         )
 
     def stack(self) -> exact.Stack:
-        """All blocks and the final norm, if there is one, with their present weights, for the closed forms.
+        """All blocks and the final norm, if any, with their present weights, for the closed forms.
 
         It reads `residual_stream(tokens, 0)`; its loss is `exact_loss(targets)`.
         """
@@ -174,7 +196,7 @@ class GPT2(nn.Module):
         return self._stream(tokens, self._index(block))
 
     def attention_input(self, tokens: Tensor, block: int = -1) -> Tensor:
-        """X, (N, L, d): what the attention layer of `block` reads, after the norm if there is one."""
+        """X, (N, L, d): the input of the attention layer of `block`, after the norm if there is one."""
         part = self._block(block)
         with torch.no_grad():
             X: Tensor = part.norm1(self._stream(tokens, self._index(block)))
@@ -183,8 +205,8 @@ class GPT2(nn.Module):
     def tail(self, tokens: Tensor, targets: Tensor, block: int = -1) -> Callable[[Tensor], Tensor]:
         """The rest of the network: a function from the attention output F (N, L, d) of `block` to the loss.
 
-        It adds the residual stream, a constant, and goes on to the end. Behind the last block it acts on each
-        token alone; behind an earlier one the attention layers that follow mix the tokens of a sequence.
+        It adds the residual stream, a constant, and runs the network to the end. Behind the last block it acts on each
+        token alone; behind an earlier one the following attention layers mix the tokens of a sequence.
         """
         part, index = self._block(block), self._index(block)
         with torch.no_grad():

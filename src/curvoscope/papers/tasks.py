@@ -17,11 +17,25 @@ _SHARE_OF_PAIRS = 0.2  # digit pairs made to sum to nine in such a batch
 
 
 def addition(sequences: int = 64, digits: int = 5, seed: int = 0) -> Tensor:
-    """One batch of additions, (sequences, 3 digits + 3) int64.
+    """One batch of additions `XXXXX+YYYYY=ZZZZZZ` as tokens.
 
     Digits are uniform on 0..9. A pair of digits that sums to nine passes a carry on, so long carries need
     many such pairs: with probability 1/5 a batch has a fifth of its digit pairs, at random places, made to
-    sum to nine. The batch is a function of the arguments alone; torch's global generator stays untouched.
+    sum to nine. The batch is a function of the arguments alone; torch's global generator is not used.
+
+    Args:
+        sequences: the number of additions.
+        digits: of each of the two numbers.
+        seed: for the digits.
+
+    Returns:
+        Tokens (sequences, 3 digits + 3), int64: 10 is "+", 11 is "=".
+
+    Example:
+        >>> from curvoscope.papers.tasks import addition
+        >>> addition(sequences=2, digits=1)  # 4 + 3 = 07, 9 + 0 = 09
+        tensor([[ 4, 10,  3, 11,  0,  7],
+                [ 9, 10,  0, 11,  0,  9]])
     """
     for argument, value in (("sequences", sequences), ("digits", digits)):
         if value < 1:
@@ -40,9 +54,21 @@ def addition(sequences: int = 64, digits: int = 5, seed: int = 0) -> Tensor:
 
 
 def answer_targets(tokens: Tensor) -> Tensor:
-    """The next token where it is an answer digit, else `IGNORED`: (N, 3 digits + 3) -> (N, 3 digits + 2).
+    """The next token if it is an answer digit, else `IGNORED`.
 
     Position t of the result is the target of the logits at position t, so the model is fed `tokens[:, :-1]`.
+
+    Args:
+        tokens: from `addition`, (N, 3 digits + 3).
+
+    Returns:
+        Targets (N, 3 digits + 2), int64.
+
+    Example:
+        >>> from curvoscope.papers.tasks import addition, answer_targets
+        >>> answer_targets(addition(sequences=2, digits=1))
+        tensor([[-100, -100, -100,    0,    7],
+                [-100, -100, -100,    0,    9]])
     """
     if tokens.dtype != torch.int64:
         raise DtypeError("tokens", f"expected torch.int64, got {tokens.dtype}")

@@ -116,9 +116,21 @@ class Training(Common):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A prediction against what was found: `agrees` is None where nothing was predicted.
+    """A prediction compared with what was found.
 
-    For a growth rate `predicted` and `fitted` are exponents, and `low` to `high` the 95 % interval of the fit.
+    Args:
+        statement: what was predicted, as a sentence.
+        block, part, layer: which block of which layer it is about.
+        predicted, fitted: for a growth rate, the exponents; None if there is no number.
+        low, high: the 95 % interval of the fit.
+        agrees: None if nothing was predicted.
+        depth: the number of layers.
+
+    Example:
+        >>> from curvoscope.papers.experiments import Verdict
+        >>> found = Verdict("V grows as sigma^2", "V", "outer", 1, 2.0, fitted=2.01, low=1.98, high=2.04, agrees=True)
+        >>> found.low < found.predicted < found.high
+        True
     """
 
     statement: str

@@ -1,4 +1,4 @@
-"""The monitor as a callback of Hugging Face's Trainer and of Lightning. Both are imported here, when asked for."""
+"""The monitor as a callback of Hugging Face's Trainer and of Lightning, each imported only when it is used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,22 @@ from curvoscope.training.monitor import CurvatureMonitor
 def trainer_callback(monitor: CurvatureMonitor) -> Any:
     """A `transformers.TrainerCallback` that steps the monitor after each optimizer step.
 
-    The Trainer does not tell its callbacks the loss of a step: records have the probe's alone.
+    The Trainer does not tell its callbacks the loss of a step: records have only the loss on the probe.
+
+    Args:
+        monitor: it watches the Trainer's optimizer from the first step to the last.
+
+    Returns:
+        The callback, for `Trainer(..., callbacks=[...])`.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import CurvatureMonitor, trainer_callback
+        >>> probe = [(torch.ones(1, 2), torch.ones(1, 1))]
+        >>> callback = trainer_callback(CurvatureMonitor(torch.nn.Linear(2, 1), torch.nn.MSELoss(), probe))
+        >>> from transformers import TrainerCallback
+        >>> isinstance(callback, TrainerCallback)
+        True
     """
     try:
         from transformers import TrainerCallback
@@ -35,10 +50,24 @@ def trainer_callback(monitor: CurvatureMonitor) -> Any:
 
 
 def lightning_callback(monitor: CurvatureMonitor) -> Any:
-    """A `lightning.pytorch.Callback` that steps the monitor after each optimizer step; of the optimizers the first
-    counts.
+    """A `lightning.pytorch.Callback` that steps the monitor after each optimizer step, for the first of the optimizers.
 
     The loss of a step is the mean over the batches whose gradients it accumulated.
+
+    Args:
+        monitor: it watches the first optimizer from the first batch to the last.
+
+    Returns:
+        The callback, for `lightning.Trainer(..., callbacks=[...])`.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import CurvatureMonitor, lightning_callback
+        >>> probe = [(torch.ones(1, 2), torch.ones(1, 1))]
+        >>> callback = lightning_callback(CurvatureMonitor(torch.nn.Linear(2, 1), torch.nn.MSELoss(), probe))
+        >>> from lightning.pytorch import Callback
+        >>> isinstance(callback, Callback)
+        True
     """
     try:
         from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
@@ -69,7 +98,7 @@ def lightning_callback(monitor: CurvatureMonitor) -> Any:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The torch optimizer inside the wrappers that accelerate and Lightning put around it: it has the hooks."""
+    """The torch optimizer, which has the hooks, inside the wrappers that accelerate and Lightning put around it."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

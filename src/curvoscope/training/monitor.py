@@ -1,4 +1,4 @@
-"""`CurvatureMonitor`: the curvature of the loss while a model is trained, within a budget of time."""
+"""`CurvatureMonitor`: the curvature of the loss during training, within a budget of time."""
 
 import hashlib
 import logging
@@ -31,34 +31,43 @@ _log = logging.getLogger(__name__)
 
 
 class CurvatureMonitor:
-    """Measures the Hessian of the loss on a probe while training goes on.
-
-        monitor = CurvatureMonitor(model, loss_fn, probe)
-        monitor.watch(optimizer)                   # for the critical sharpness, and the learning rate
-        for inputs, targets in loader:
-            ...
-            optimizer.step()
-            monitor.step(loss)
-        monitor.records
+    """Measures the Hessian of the loss on a probe during training.
 
     The model runs at copies of its weights in evaluation mode, so dropout is off. Weights, gradients, modes, buffers
-    and random states are what they would be without the monitor, to the bit. What fails inside `step` is logged and
-    kept in `incidents`, and training goes on. When the loss is not finite the monitor pauses until it is again.
+    and random states are bit for bit what they would be without the monitor. Failures inside `step` are logged and
+    kept in `incidents`, and training goes on. While the loss is not finite, the monitor pauses.
 
     Args:
         model, loss_fn, blocks: as in `cv.hessian`.
-        probe: the data to measure on, as the batches of `cv.hessian`: a list, the same all the time.
-        every: steps from one measurement to the next, at least.
+        probe: the data to measure on, as the batches of `cv.hessian`: a list that stays the same.
+        every: the least number of steps from one measurement to the next.
         budget: the share of the time, from the first step on, that measurements may take. A third of it is for λ_max,
-            the gradient, the critical sharpness and attention; the rest for the `Details`, which take many products, so
-            they come more seldom. The first measurement is made at once, so the bound holds from then on when it has
-            been earned. 1: no bound.
+            the gradient, the critical sharpness and attention; the rest for the `Details`, which take many products and
+            so are measured less often. The first measurement is made at once, so the bound holds only after enough
+            training time. 1: no bound.
         matvecs: products with the Hessian for each number of the details.
-        seed: of the estimates.
+        seed: for the estimates.
         store: a run of a `RunStore`, which gets records and incidents one by one.
-        writer: gets each record's numbers by `add_scalar`: torch.utils.tensorboard.SummaryWriter for example.
+        writer: gets each record's numbers by `add_scalar`, for example a torch.utils.tensorboard.SummaryWriter.
         on_record: called with each record.
-        clock: seconds, for the budget.
+        clock: returns seconds, for the budget.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import CurvatureMonitor
+        >>> model, loss_fn = torch.nn.Linear(2, 1, bias=False), torch.nn.MSELoss()
+        >>> inputs, targets = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.ones(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> monitor = CurvatureMonitor(model, loss_fn, probe=[(inputs, targets)], every=2, budget=1.0)
+        >>> monitor.watch(optimizer)  # for the learning rate and the critical sharpness
+        >>> for _ in range(4):
+        ...     optimizer.zero_grad()
+        ...     loss = loss_fn(model(inputs), targets)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     _ = monitor.step(loss)
+        >>> [(record.step, round(float(record.largest_eigenvalue), 3)) for record in monitor.records]
+        [(1, 4.0), (3, 4.0)]
     """
 
     def __init__(
@@ -100,24 +109,30 @@ class CurvatureMonitor:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the learning rate from the optimizer, and record the direction of its steps when a measurement is due.
 
-        Of several parameter groups the largest learning rate counts. The hooks change nothing; `close` removes them.
+        The largest learning rate of the parameter groups counts. The hooks change nothing; `close` removes them.
+
+        Args:
+            optimizer: the optimizer that trains the model.
         """
         watched = WatchedOptimizer(optimizer, self._model, self._blocks, self._decide, self._beside)
         self.close()
         self._optimizer = watched
 
     def close(self) -> None:
-        """Let go of the optimizer."""
+        """Remove the hooks from the optimizer."""
         if self._optimizer is not None:
             self._optimizer.close()
         self._optimizer, self._decision = None, None
 
     def step(self, loss: Tensor | float | None = None, lr: float | None = None) -> Record | None:
-        """Tell of a training step, after the optimizer has made it; measure if it is time.
+        """Count a training step, after the optimizer has made it; measure if a measurement is due.
 
         Args:
-            loss: of the step, to be recorded; None where it is not known.
+            loss: the loss of the step, for the record; None if unknown.
             lr: the learning rate; None: that of the optimizer given to `watch`.
+
+        Returns:
+            The record, or None if nothing was measured.
         """
         if lr is None and self._optimizer is None:
             raise RangeError("lr", "is not given; pass step(loss, lr), or call watch(optimizer) first")
@@ -144,13 +159,17 @@ class CurvatureMonitor:
         details: bool = True,
         move: Tensor | None = None,
     ) -> Record:
-        """Measure now, whatever the budget, and record it. Errors are raised, but for those of store, writer and
-        `on_record`.
+        """Measure now, whatever the budget, and record it.
+
+        Errors are raised, except those of store, writer and `on_record`.
 
         Args:
             loss, lr: as in `step`.
-            details: whether to measure the details too.
+            details: whether to measure the details, too.
             move: the optimizer's last step (P,), over the blocks in their order; None: no critical sharpness.
+
+        Returns:
+            The record.
         """
         if lr is None and self._optimizer is not None:
             lr = self._optimizer.learning_rate
@@ -183,11 +202,11 @@ class CurvatureMonitor:
 
     @property
     def steps(self) -> int:
-        """How many steps it has been told of."""
+        """The number of steps so far."""
         return self._steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Records, eigenvectors and the number of steps, and what they are of: numbers, strings and tensors only."""
+        """Records, eigenvectors and steps, and what identifies model and probe: numbers, strings and tensors only."""
         return {
             "model": self._shape_of_model(),
             "probe": self._print_of_probe(),
@@ -199,7 +218,7 @@ class CurvatureMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another monitor of the same model and probe was. The account of time starts afresh."""
+        """Continue from the state of a monitor of the same model and probe. The time account starts afresh."""
         here, there = self._shape_of_model(), state["model"]
         if here != there:
             differing = sorted({*here, *there}, key=lambda name: (here.get(name) == there.get(name), name))
@@ -237,7 +256,7 @@ class CurvatureMonitor:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Around what is done beside the measurements: guarded, and its time counted."""
+        """Around what is done in addition to measurements: guarded, and its time is counted."""
         start = self.pace.clock()
         with self._guarded():
             yield
@@ -245,7 +264,7 @@ class CurvatureMonitor:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """The model in evaluation mode; everything is put back at the end."""
+        """Put the model in evaluation mode; restore everything at the end."""
         with undisturbed(self._model, self._batches.generators):
             for module in self._model.modules():
                 module.training = False
@@ -253,7 +272,7 @@ class CurvatureMonitor:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Whatever fails inside is noted, and does not go further."""
+        """Note every failure inside and do not raise it."""
         try:
             yield
         except NonFiniteError as error:

@@ -37,20 +37,20 @@ class _Known:
 class BlockCurvature(torch.optim.Optimizer):
     """SGD with momentum, or Adam, with a step size for each block: r_b / max(1, μ) in block b.
 
-        r_b = min(lr, safety · κ/λ_b),   λ_b = λ_max(P^-½ H_bb P^-½)      what the block allows, were it alone
-        μ = λ_max(R^½ P^-½ H P^-½ R^½) / (safety · κ),   R = diag(r_b)    what couples the blocks
+        r_b = min(lr, safety · κ/λ_b),   λ_b = λ_max(P^-½ H_bb P^-½)      the limit of the block alone
+        μ = λ_max(R^½ P^-½ H P^-½ R^½) / (safety · κ),   R = diag(r_b)    the coupling of the blocks
 
     H is the Hessian of the probe's loss. For "sgd" P = 1 and κ = 2 (1 + β), β the momentum; for "adam" P =
-    diag(sqrt(v) + eps), the preconditioner, and κ = 2 (1 + β₁)/(1 - β₁). On a quadratic, with P at rest, the step with
+    diag(sqrt(v) + eps), the preconditioner, and κ = 2 (1 + β₁)/(1 - β₁). On a quadratic, with constant P, the step with
     the matrix η = R / max(1, μ) is stable below λ_max(η^½ P^-½ H P^-½ η^½) = κ, and here that is at most safety · κ:
-    `safety` is the share of the stable step size, exactly so where μ >= 1. Without μ, blocks each at their own limit
+    `safety` is the share of the stable step size, exactly so if μ >= 1. Without μ, blocks each at their own limit
     may be unstable together: the largest eigenvalue of a positive matrix is up to the sum of those of its diagonal
-    blocks. `lr` is a cap, and that of a block of no positive curvature; schedulers change it as they change that of any
-    optimizer. A lower cap keeps the step stable, a higher one is accounted for in μ at the next measurement.
+    blocks. `lr` is a cap, and the step size of a block without positive curvature; schedulers change it as they do for
+    any optimizer. A lower cap keeps the step stable, a higher one is accounted for in μ at the next measurement.
 
-    What it is not: a step size from λ_max does not make progress along directions of small curvature, and the curvature
-    of one probe knows nothing of the noise of the gradients. Whether it trains faster than one well-tuned learning rate
-    must be measured: `curvoscope reproduce optimizers`.
+    Limits: a step size from λ_max makes no progress along directions of small curvature, and the curvature of one probe
+    knows nothing of the noise of the gradients. Whether it trains faster than one well-tuned learning rate must be
+    measured: `curvoscope reproduce optimizers`.
 
     Args:
         model, loss_fn, probe: as in `cv.hessian`; the curvature is that of the model in evaluation mode on the probe.
@@ -60,10 +60,20 @@ class BlockCurvature(torch.optim.Optimizer):
         momentum: β of "sgd".
         betas, eps: of "adam".
         safety: the share of the stable step size to take.
-        every: steps between measurements. At first they come sooner, after 1, 2, 4, ... steps, as curvature then
-            changes fastest.
-        matvecs: products for each block, and for μ, a measurement; Lanczos starts from the last eigenvector.
-        seed: of Lanczos.
+        every: steps between measurements. The first ones come after 1, 2, 4, ... steps, when curvature changes fastest.
+        matvecs: products per measurement for each block, and for μ; Lanczos starts from the last eigenvector.
+        seed: for Lanczos.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import BlockCurvature
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> probe = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.ones(2, 1))]
+        >>> optimizer = BlockCurvature(model, torch.nn.MSELoss(), probe, lr=10.0, momentum=0.0)
+        >>> {name: round(value, 3) for name, value in optimizer.measure().items()}
+        {'weight': 4.0}
+        >>> {name: round(value, 3) for name, value in optimizer.learning_rates.items()}  # half of 2/λ_max
+        {'weight': 0.25}
     """
 
     def __init__(
@@ -107,12 +117,12 @@ class BlockCurvature(torch.optim.Optimizer):
 
     @property
     def curvatures(self) -> dict[str, float]:
-        """λ_max by block as last measured, its residual added: of H_bb, or of its preconditioned form."""
+        """λ_max per block as last measured, with its residual added: of H_bb, or of its preconditioned form."""
         return dict(self._known.curvatures)
 
     @property
     def coupling(self) -> float:
-        """μ as last measured, its residual added; all step sizes are divided by it where it is above 1."""
+        """μ as last measured, with its residual added; all step sizes are divided by it if it is above 1."""
         return self._known.coupling
 
     @property
@@ -123,7 +133,14 @@ class BlockCurvature(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step from the gradients in `.grad`, or from those that the closure makes."""
+        """Make one step from the gradients in `.grad`, or from those that the closure computes.
+
+        Args:
+            closure: clears the gradients, computes the loss and its gradients, and returns the loss.
+
+        Returns:
+            The loss of the closure; None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -141,7 +158,14 @@ class BlockCurvature(torch.optim.Optimizer):
         return loss
 
     def measure(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
-        """Find the curvature of each block now, on the probe or on other batches."""
+        """Measure the curvature of each block now.
+
+        Args:
+            batches: the data to measure on; None: the probe.
+
+        Returns:
+            λ_max per block.
+        """
         curvatures, vectors, roots = dict[str, float](), dict[str, Tensor](), self._roots()
         with undisturbed(self._model, self._generators):
             for module in self._model.modules():
@@ -160,13 +184,13 @@ class BlockCurvature(torch.optim.Optimizer):
         return dict(curvatures)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of any optimizer, and under "curvature" what is known of the blocks."""
+        """The state of any optimizer, and under "curvature" what was measured of the blocks."""
         known = self._known
         measured = {name: getattr(known, name) for name in ("steps", "curvatures", "vectors", "coupling", "joint")}
         return {**super().state_dict(), "curvature": measured}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of the same model and blocks."""
+        """Continue from a state of the same model and blocks."""
         found = state_dict.get("curvature")
         if found is None:
             raise ModelError("state_dict", "has no 'curvature': it is of another optimizer")
@@ -177,7 +201,7 @@ class BlockCurvature(torch.optim.Optimizer):
         self._known = _Known(**found)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after the start: the blocks hold all that is trained."""
+        """Raise, except during construction: the blocks hold everything that is trained."""
         if self.param_groups:
             raise ModelError("param_group", "cannot be added: make the optimizer anew, with blocks that hold it")
         super().add_param_group(param_group)
@@ -190,7 +214,7 @@ class BlockCurvature(torch.optim.Optimizer):
         return float(group["safety"] * _stability(group))
 
     def _alone(self, curvatures: Mapping[str, float]) -> dict[str, float]:
-        """r_b: the step size of each block, were it alone; the cap where no curvature is known."""
+        """r_b: the step size of each block alone; the cap if no curvature is known."""
         cap, found = float(self.param_groups[0]["lr"]), {}
         for name in self._blocks:
             curvature = curvatures.get(name, 0.0)
@@ -225,7 +249,7 @@ class BlockCurvature(torch.optim.Optimizer):
     # ---- steps
 
     def _directions(self) -> dict[str, Tensor]:
-        """What is subtracted, times the step size, by parameter; the running means of the base move on."""
+        """By parameter, what is subtracted times the step size; updates the running means of the base."""
         group, named = self.param_groups[0], dict(self._model.named_parameters())
         found = {}
         for name in self._members:
@@ -252,7 +276,7 @@ class BlockCurvature(torch.optim.Optimizer):
         return found
 
     def _rates(self, name: str, parameter: Tensor, rates: Mapping[str, float]) -> Tensor | float:
-        """The step size of a parameter: a number, or one for each entry where it holds several blocks."""
+        """The step size of a parameter: a number, or one per entry if it holds several blocks."""
         members = self._members[name]
         if len(members) == 1:
             return rates[members[0]]
@@ -273,7 +297,7 @@ def _stability(group: Mapping[str, Any]) -> float:
 
 
 def _preconditioner(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """sqrt(v) + eps, v the mean square of the gradients corrected for its start; 1 where there was no gradient yet."""
+    """sqrt(v) + eps, v the bias-corrected mean square of the gradients; 1 before the first gradient."""
     if "square" not in state:
         return torch.ones_like(parameter)
     corrected = state["square"] / (1 - group["betas"][1] ** float(state["step"]))
@@ -281,7 +305,7 @@ def _preconditioner(state: Mapping[str, Any], parameter: Tensor, group: Mapping[
 
 
 def _members(blocks: Blocks, named: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """The blocks that each trainable parameter is made of; an error where some entry is in no block or in two."""
+    """The blocks that make up each trainable parameter; an error if some entry is in no block or in two."""
     members: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     for name, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Where a monitor's records go besides its own list: a store, a TensorBoard, a function. None may stop a training."""
+"""Destinations of a monitor's records: a store, TensorBoard, a function. Their failures never stop a training."""
 
 import logging
 from collections.abc import Callable
@@ -12,14 +12,14 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ScalarWriter(Protocol):
-    """TensorBoard's SummaryWriter, or whatever takes numbers as it does."""
+    """TensorBoard's SummaryWriter, or any object with its `add_scalar`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one number."""
 
 
 class Outlets:
-    """Hands records on. What could not be stored is tried again with the next record."""
+    """Passes records on. What could not be stored is tried again with the next record."""
 
     def __init__(
         self, store: StoredRun | None, writer: ScalarWriter | None, on_record: Callable[[Record], None] | None
@@ -29,13 +29,13 @@ class Outlets:
         self._failing: set[str] = set()
 
     def tell(self, record: Record) -> list[str]:
-        """Hand a record on; what failed, and had not failed the time before."""
+        """Pass a record on; return the failures that are new since the last record."""
         self._waiting.append(record)
         tries = {"store": self._keep, "writer": lambda: self._write(record), "on_record": lambda: self._call(record)}
         return [message for name, outlet in tries.items() if (message := self._try(name, outlet))]
 
     def note(self, incident: Incident) -> None:
-        """Store an incident; where the store fails it waits, and the next record tells of the failure."""
+        """Store an incident; if the store fails, the incident waits and the next record reports the failure."""
         self._waiting.append(incident)
         if self._try("store", self._keep):
             self._failing.discard("store")

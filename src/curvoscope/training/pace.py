@@ -1,4 +1,4 @@
-"""How often to measure: at most every so many steps, and never for more than a share of the time."""
+"""When to measure: at most every so many steps, and never for more than a share of the time."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +12,11 @@ _MARGIN = 0.9  # of the budget: after a measurement the training itself is slowe
 
 
 class Account:
-    """A kind of measurement that may take `budget`, a share of all the time since the start.
+    """The time account of one kind of measurement, which may take the share `budget` of the time since the start.
 
-    With E seconds since the start, s of them spent here, and c those that the last measurement took, the next one can
-    be paid for when s + c ≤ budget (E + c): the bound holds when it is done, if it takes no longer than the last. What
-    the first one costs is not known; it is allowed, and the bound holds once the run has lasted for c/budget.
+    With E seconds since the start, s of them spent here, and c the cost of the last measurement, the next one is
+    affordable if s + c ≤ budget (E + c): then the bound holds afterwards, if it takes no longer than the last. The cost
+    of the first one is unknown; it is allowed, and the bound holds once the run has lasted for c/budget.
     """
 
     def __init__(self, budget: float, every: int) -> None:
@@ -30,23 +30,23 @@ class Account:
         return self.last is None or step - self.last >= self._every
 
     def affords(self, elapsed: float) -> bool:
-        """Whether the next measurement can be paid for."""
+        """Whether the next measurement is affordable."""
         return self.last is None or self.spent + self.cost <= self._budget * (elapsed + self.cost)
 
     def charge(self, step: int, seconds: float) -> None:
-        """A measurement was made."""
+        """Charge a measurement that was made at `step`."""
         self.last, self.cost = step, seconds
         self.spent += seconds
 
     def overhead(self, seconds: float) -> None:
-        """Time spent beside the measurements."""
+        """Charge time spent outside measurements."""
         self.spent += seconds
 
 
 class Pace:
-    """Two accounts, a third of the budget for what is cheap and the rest for what is not; and the clock.
+    """Two accounts, a third of the budget for cheap quantities and the rest for costly ones, and the clock.
 
-    What the costly account leaves over, after its next measurement is set aside, is for the cheap one.
+    What the costly account does not need for its next measurement is available to the cheap one.
     """
 
     def __init__(self, every: int, budget: float, clock: Clock) -> None:
@@ -67,7 +67,7 @@ class Pace:
         return self.cheap.rested(step) and (self.cheap.affords(elapsed) or self._left_over(elapsed))
 
     def details_due(self, step: int) -> bool:
-        """Whether to measure the details too."""
+        """Whether to measure the details, too."""
         return self.costly.rested(step) and self.costly.affords(self.elapsed)
 
     def _left_over(self, elapsed: float) -> bool:

@@ -19,9 +19,9 @@ _REFINEMENTS = 3
 
 
 def largest(H: ModelHessian, start: Tensor | None, seed: int) -> tuple[Estimate, Tensor]:
-    """λ_max and its eigenvector (P,), from an approximate one.
+    """λ_max and its eigenvector (P,), starting from an approximate one.
 
-    The approximate one saves few products: most of them go to making sure that no other eigenvalue has overtaken.
+    The approximation saves few products: most of them check that no other eigenvalue has become larger.
     """
     found = lanczos(H.total, 1, "LA", tolerance=TOLERANCE, seed=seed, start=start, vectors=True)
     assert found.vectors is not None
@@ -29,10 +29,10 @@ def largest(H: ModelHessian, start: Tensor | None, seed: int) -> tuple[Estimate,
 
 
 def smallest(H: ModelHessian, start: Tensor | None, matvecs: int, seed: int) -> tuple[Estimate, Tensor]:
-    """λ_min and its eigenvector (P,), from an approximate one.
+    """λ_min and its eigenvector (P,), starting from an approximate one.
 
-    By a budget: an error relative to λ_max says little of a λ_min near zero. The error bar covers what the products do
-    not rule out below the value.
+    With a budget: an error relative to λ_max says little about a λ_min near zero. The error bar covers what the
+    products do not rule out below the value.
     """
     found = lanczos(H.total, 1, "SA", matvecs=matvecs, seed=seed, start=start, vectors=True)
     assert found.vectors is not None
@@ -40,7 +40,7 @@ def smallest(H: ModelHessian, start: Tensor | None, matvecs: int, seed: int) -> 
 
 
 class _Remembered:
-    """A symmetric operator that does not make a product again that it has made before, as far as memory goes."""
+    """A symmetric operator that caches its products, as far as memory allows."""
 
     symmetric = True
 
@@ -62,7 +62,7 @@ class _Remembered:
 
 
 def details(H: ModelHessian, top: Estimate, bottom: Estimate, ends: Tensor, matvecs: int, seed: int) -> Details:
-    """All that takes many products: `matvecs` for each number, twice as many for the share of negative curvature.
+    """Measure what takes many products: `matvecs` per number, twice as many for the share of negative curvature.
 
     `ends` (P, 2) are the eigenvectors of `top` and `bottom`.
     """
@@ -131,10 +131,10 @@ def gradient_curvature(H: ModelHessian, gradient: Tensor) -> tuple[float, float 
 
 
 def critical_sharpness(surface: Surface, step: Tensor, lr: float) -> Estimate | None:
-    """2/η_c along the step δ (P,) that an optimizer with learning rate `lr` made to come where the surface is.
+    """2/η_c along the step δ (P,) by which an optimizer with learning rate `lr` arrived at the weights of the surface.
 
     With w the weights before the step, s_c is the smallest factor s > 0 found with L(w + s δ) ≥ L(w), and η_c = s_c lr.
-    So 2/η_c is to be compared with 2/lr; for gradient descent on a quadratic it is g·Hg/g·g. The slope
+    Compare 2/η_c with 2/lr; for gradient descent on a quadratic it is g·Hg/g·g. The slope
     f(s) = (L(w + s δ) - L(w))/s, linear in s on a quadratic, has its root bracketed by doubling s from 1 up or down,
     then refined by the secant. The error is the difference of the last two secants. None: no root within 2^±12.
     """

@@ -1,4 +1,4 @@
-"""What a monitor writes down: one record a measurement, one incident for whatever kept it from measuring."""
+"""What a monitor writes down: one record per measurement, one incident for whatever prevented one."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,21 @@ from curvoscope.estimate import Estimate
 
 @dataclass(frozen=True)
 class BlockNorms:
-    """Frobenius norms of the outer and of the functional part of one diagonal block."""
+    """Frobenius norms of the two parts of one diagonal block.
+
+    Args:
+        outer: |H_o,bb|_F.
+        functional: |H_f,bb|_F.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import CurvatureMonitor
+        >>> probe = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.ones(2, 1))]
+        >>> monitor = CurvatureMonitor(torch.nn.Linear(2, 1, bias=False), torch.nn.MSELoss(), probe)
+        >>> norms = monitor.measure().details.blocks["weight"]  # H is diag(4, 1)
+        >>> round(float(norms.outer), 4), round(float(norms.functional), 4)
+        (4.1231, 0.0)
+    """
 
     outer: Estimate
     functional: Estimate
@@ -19,13 +33,27 @@ class BlockNorms:
 
 @dataclass(frozen=True)
 class Details:
-    """What takes many products with the Hessian H (P, P), so it is measured more seldom than the rest.
+    """Quantities that take many products with the Hessian H (P, P), and so are measured less often than the rest.
 
-    smallest_eigenvalue: λ_min. trace: tr H. frobenius_norm: |H|_F. effective_rank: the stable rank |H|_F²/|H|_2².
-    condition: as in `analysis.scaling`, None where P is above 400. negative_curvature_share:
-    Σ_{λ<0} |λ| / Σ |λ|; not the share of eigenvalues that are negative; off by some hundredths beyond its standard
-    error, as few steps of Lanczos do not resolve the smallest eigenvalues. blocks: norms of the two parts of each
-    diagonal block.
+    Args:
+        smallest_eigenvalue: λ_min.
+        trace: tr H.
+        frobenius_norm: |H|_F.
+        effective_rank: the stable rank |H|_F²/|H|_2²; None for H = 0.
+        condition: as in `analysis.scaling`, None if P is above 400.
+        negative_curvature_share: Σ_{λ<0} |λ| / Σ |λ| (not the share of eigenvalues that are negative); None for H = 0.
+            Off by some hundredths beyond its standard error, as a few Lanczos steps do not resolve the smallest
+            eigenvalues.
+        blocks: norms of the two parts of each diagonal block.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import CurvatureMonitor
+        >>> probe = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.ones(2, 1))]
+        >>> monitor = CurvatureMonitor(torch.nn.Linear(2, 1, bias=False), torch.nn.MSELoss(), probe)
+        >>> found = monitor.measure().details  # H is diag(4, 1)
+        >>> round(float(found.smallest_eigenvalue), 4), round(float(found.trace), 4), found.functional_share
+        (1.0, 5.0, 0.0)
     """
 
     smallest_eigenvalue: Estimate
@@ -58,11 +86,28 @@ class RecordedValue(NamedTuple):
 class Record:
     """Curvature on the probe after `step` steps.
 
-    loss: the one given to `step()`, of the training batch; probe_loss: that of the probe, where everything else is
-    measured. largest_eigenvalue: λ_max, the sharpness. gradient_curvature: g·Hg/g·g. critical_sharpness: 2/η_c, η_c
-    the smallest learning rate found at which the optimizer's last step would not have lowered the probe's loss; None
-    where no step was recorded, or the step leads uphill or downhill as far as one looks. attention: of each layer.
-    seconds: what the measurement took.
+    Args:
+        step: the number of training steps so far.
+        loss: of the training batch, as given to `CurvatureMonitor.step`.
+        lr: the learning rate.
+        probe_loss: the loss of the probe, on which everything else is measured.
+        largest_eigenvalue: λ_max, the sharpness.
+        gradient_norm: |g|.
+        gradient_curvature: g·Hg/g·g; None for g = 0.
+        critical_sharpness: 2/η_c, η_c the smallest learning rate found at which the optimizer's last step would not
+            have lowered the probe's loss; None if no step was recorded, or if no such learning rate was found.
+        attention: entropy and spread of the rows, per layer.
+        details: what is measured less often; None if it was not.
+        seconds: the duration of the measurement.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import CurvatureMonitor
+        >>> probe = [(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.ones(2, 1))]
+        >>> monitor = CurvatureMonitor(torch.nn.Linear(2, 1, bias=False), torch.nn.MSELoss(), probe)
+        >>> record = monitor.measure(lr=0.1)  # λ_max is 4
+        >>> record.edge, round(record.edge_ratio, 3), round(record.scalars()["largest_eigenvalue"], 3)
+        (20.0, 0.2, 4.0)
     """
 
     step: int
@@ -79,7 +124,7 @@ class Record:
 
     @property
     def edge(self) -> float | None:
-        """2/lr: gradient descent on a quadratic diverges where λ_max is above it."""
+        """2/lr: gradient descent on a quadratic diverges if λ_max is above it."""
         return 2 / self.lr if self.lr else None
 
     @property
@@ -110,11 +155,11 @@ class Record:
                 )
 
     def scalars(self) -> dict[str, float]:
-        """The numbers by name, without error bars: what a TensorBoard shows."""
+        """The numbers by name, without error bars, as TensorBoard shows them."""
         return {f"{one.quantity}/{one.of}".removesuffix("/"): one.value for one in self.values()}
 
     def facts(self) -> dict[str, Any]:
-        """For JSON; `from_facts` reads it back."""
+        """The record as JSON values; `from_facts` reads it back."""
         found: dict[str, Any] = _plain(asdict(self))
         return found
 
@@ -139,14 +184,29 @@ class Record:
 
 @dataclass(frozen=True)
 class Incident:
-    """Why a measurement was not made, or the monitor paused: "paused", "resumed" or "failed"."""
+    """Why a measurement was not made, or why the monitor paused.
+
+    Args:
+        step: the number of training steps so far.
+        kind: "paused", "resumed" or "failed".
+        message: the reason.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.training import CurvatureMonitor
+        >>> probe = [(torch.ones(1, 2), torch.ones(1, 1))]
+        >>> monitor = CurvatureMonitor(torch.nn.Linear(2, 1), torch.nn.MSELoss(), probe)
+        >>> monitor.step(loss=float("nan"), lr=0.1)
+        >>> monitor.incidents
+        [Incident(step=1, kind='paused', message='the loss is nan')]
+    """
 
     step: int
     kind: str
     message: str = field(default="")
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The incident as JSON values."""
         return asdict(self)
 
 

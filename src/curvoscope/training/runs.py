@@ -1,4 +1,4 @@
-"""Where a monitor's records are kept: SQLite in WAL mode, each committed by itself, runs by name in one file."""
+"""Storage for a monitor's records: SQLite in WAL mode, one commit per record, runs by name in one file."""
 
 import json
 from collections.abc import Mapping
@@ -23,12 +23,21 @@ _PROGRAMS = ("curvoscope", "torch", "python")
 
 
 class RunStore(Database):
-    """Monitored runs in one file.
+    """Monitored runs in one SQLite file. A process that is killed loses at most the record that it was about to write.
 
-        with RunStore(Path("runs.sqlite")) as store:
-            monitor = CurvatureMonitor(model, loss_fn, probe, store=store.run("first", {"seed": 0}))
+    Args:
+        path: the file; it is made if it is not there.
 
-    A process that is killed loses no more than the record that it was about to write.
+    Example:
+        >>> import tempfile, torch
+        >>> from curvoscope.training import CurvatureMonitor, RunStore
+        >>> probe = [(torch.ones(1, 2), torch.ones(1, 1))]
+        >>> with tempfile.TemporaryDirectory() as folder, RunStore(f"{folder}/runs.sqlite") as store:
+        ...     run = store.run("first", {"seed": 0})
+        ...     monitor = CurvatureMonitor(torch.nn.Linear(2, 1), torch.nn.MSELoss(), probe, store=run)
+        ...     record = monitor.measure()
+        ...     store.names, store.run("first").records() == [record]
+        (['first'], True)
     """
 
     application, version, schema = RUNS, 1, _SCHEMA
@@ -36,11 +45,19 @@ class RunStore(Database):
 
     @property
     def names(self) -> list[str]:
-        """Of the runs, the last one made at the end."""
+        """The names of the runs, the newest last."""
         return [name for (name,) in self.read("SELECT name FROM runs ORDER BY number")]
 
     def run(self, name: str, facts: Mapping[str, Any] | None = None) -> "StoredRun":
-        """The run of that name. With `facts`, what is to be known of it, it is made unless it is there already."""
+        """The run of that name.
+
+        Args:
+            name: of the run.
+            facts: what to store about the run: with it, the run is made unless it exists already.
+
+        Returns:
+            The run, to be given to a monitor or to be read.
+        """
         if facts is not None:
             self.write("INSERT OR IGNORE INTO runs (name, facts) VALUES (?, ?)", name, _text(facts))
         elif name not in self.names:
@@ -49,8 +66,11 @@ class RunStore(Database):
         return StoredRun(self, name)
 
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
-        """All numbers of all records: the names of the columns, and a row each, with the seed of the run and the
-        versions of the programs where they are known."""
+        """All numbers of all records, with the seed of the run and the versions of the programs if they are known.
+
+        Returns:
+            The names of the columns, and the rows.
+        """
         columns = ["run", "step", *RecordedValue._fields, "seed", *_PROGRAMS]
         rows: list[tuple[object, ...]] = []
         for run in map(self.run, self.names):
@@ -62,34 +82,48 @@ class RunStore(Database):
 
 
 class StoredRun:
-    """One run of a store."""
+    """One run of a `RunStore`, from `RunStore.run`.
+
+    Args:
+        store: the store.
+        name: of the run.
+
+    Example:
+        >>> import tempfile
+        >>> from curvoscope.training import Incident, RunStore
+        >>> with tempfile.TemporaryDirectory() as folder, RunStore(f"{folder}/runs.sqlite") as store:
+        ...     run = store.run("first", {"seed": 0})
+        ...     run.note(Incident(3, "paused", "the loss is nan"))
+        ...     run.facts, run.incidents()
+        ({'seed': 0}, [Incident(step=3, kind='paused', message='the loss is nan')])
+    """
 
     def __init__(self, store: RunStore, name: str) -> None:
         self._store, self.name = store, name
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was said of the run when it was made."""
+        """What was stored about the run when it was made."""
         found: dict[str, Any] = json.loads(self._store.read("SELECT facts FROM runs WHERE name = ?", self.name)[0][0])
         return found
 
     def add(self, record: Record) -> None:
-        """Commit one record; one of the same step is replaced."""
+        """Commit one record; it replaces a record of the same step."""
         facts = _text(record.facts())
         self._store.write("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", self.name, record.step, facts)
 
     def note(self, incident: Incident) -> None:
-        """Commit one incident; the same one again changes nothing."""
+        """Commit one incident; repeating it changes nothing."""
         values = (incident.step, incident.kind, incident.message)
         self._store.write("INSERT OR IGNORE INTO incidents VALUES (?, ?, ?, ?)", self.name, *values)
 
     def records(self) -> list[Record]:
-        """In the order of the steps."""
+        """The records, ordered by step."""
         rows = self._store.read("SELECT facts FROM records WHERE run = ? ORDER BY step", self.name)
         return [Record.from_facts(json.loads(facts)) for (facts,) in rows]
 
     def incidents(self) -> list[Incident]:
-        """In the order of the steps."""
+        """The incidents, ordered by step."""
         statement = "SELECT step, kind, message FROM incidents WHERE run = ? ORDER BY step, kind"
         return [Incident(*row) for row in self._store.read(statement, self.name)]
 

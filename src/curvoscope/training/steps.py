@@ -12,11 +12,11 @@ from curvoscope.errors import RangeError
 
 
 class WatchedOptimizer:
-    """Hooks around `step()` that look and change nothing.
+    """Read-only hooks around `step()`.
 
     Args:
-        optimizer: of several parameter groups the largest learning rate counts.
-        wanted: asked before each step, whether to record it.
+        optimizer: the largest learning rate of its parameter groups counts.
+        wanted: asked before each step whether to record it.
         guard: a context for what the hooks do.
     """
 
@@ -39,7 +39,7 @@ class WatchedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The largest of the groups."""
+        """The largest learning rate of the parameter groups."""
         rates = [group["lr"] for group in self._optimizer.param_groups if group.get("lr") is not None]
         if not rates:
             name = type(self._optimizer).__name__
@@ -54,7 +54,7 @@ class WatchedOptimizer:
             hook.remove()
 
     def last_move(self) -> Tensor | None:
-        """The move of the last step, once."""
+        """The move of the last step; reading it clears it."""
         move, self._move = self._move, None
         return move
 

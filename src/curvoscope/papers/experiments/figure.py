@@ -1,4 +1,4 @@
-"""What a figure is: a configuration, a grid, a measurement, predictions and panels. One file each declares one."""
+"""A figure: a configuration, a grid, a measurement, predictions and panels. Each figure is declared in one file."""
 
 import hashlib
 import json
@@ -16,7 +16,22 @@ Point = Mapping[str, float | int | str]
 
 @dataclass(frozen=True)
 class MeasuredValue:
-    """One measured number: of which layer (1 is the input's), block, part and quantity; `at`, a place along a curve."""
+    """One measured number.
+
+    Args:
+        layer: 1 is the layer nearest the input.
+        block: for example "Q".
+        part: "outer", "functional" or "total".
+        value: the number.
+        stderr: its standard error, 0 if exact.
+        quantity: what was measured.
+        at: a place along a curve.
+
+    Example:
+        >>> from curvoscope.papers.experiments import MeasuredValue
+        >>> MeasuredValue(1, "Q", "outer", 0.5)
+        MeasuredValue(layer=1, block='Q', part='outer', value=0.5, stderr=0.0, quantity='frobenius_norm', at=0.0)
+    """
 
     layer: int
     block: str
@@ -29,7 +44,19 @@ class MeasuredValue:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured number with the point and the seed that it belongs to."""
+    """A measured number with the point and the seed that it belongs to.
+
+    Args:
+        point: the coordinates on the figure's grid, by name.
+        seed: the seed of the measurement.
+        found: the number.
+
+    Example:
+        >>> from curvoscope.papers.experiments import MeasuredValue, Row
+        >>> row = Row({"sigma": 0.1}, seed=0, found=MeasuredValue(1, "Q", "outer", 0.5))
+        >>> row.point["sigma"], row.found.value
+        (0.1, 0.5)
+    """
 
     point: Point
     seed: int
@@ -42,11 +69,30 @@ Measure = Callable[[BaseModel, Point, int, int], list[MeasuredValue]]
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the papers' figures, declared.
+    """Declaration of one of the papers' figures.
 
-    `version` counts changes of `measure` that change numbers: rows of another version are not used. `seconds` is what a
-    point takes on one core, to say beforehand how long a run will be. `quick_points` is a part of `points`; all of them
-    where it is left out.
+    Args:
+        name: as in `NAMES`.
+        title: the title.
+        question: what the figure answers.
+        configuration: everything that the measurement depends on.
+        points: the grid.
+        seeds: the number of seeds.
+        quick_seeds: the number of seeds of a quick run.
+        measure: measure(configuration, point, seed, draw) -> values.
+        verdicts: verdicts(rows) -> predictions compared with what was found.
+        panels: panels(rows) -> what is drawn.
+        seconds: seconds(point), the time of a point on one core, to predict the time of a run.
+        quick_points: the part of `points` that a quick run measures; if left out, all.
+        version: counts changes of `measure` that change numbers; rows of another version are not used.
+        remarks: what to know about the result.
+        columns: of panels.
+
+    Example:
+        >>> from curvoscope.papers.experiments import find
+        >>> figure, = find(["fig3a"])
+        >>> figure.seeds, len(figure.points), figure.grid(quick=True)[0]
+        (20, 20, ({'sigma': 0.01}, 0))
     """
 
     name: str
@@ -72,16 +118,16 @@ class Figure:
         object.__setattr__(self, "quick_points", self.quick_points or self.points)
 
     def grid(self, quick: bool) -> list[tuple[Point, int]]:
-        """All (point, seed), seed by seed, so that a run cut short has whole curves."""
+        """All (point, seed), seed by seed, so that an interrupted run has whole curves."""
         points, seeds = (self.quick_points, self.quick_seeds) if quick else (self.points, self.seeds)
         return [(point, seed) for seed in range(seeds) for point in points]
 
     def draw(self, point: Point, seed: int) -> int:
-        """A seed for what is drawn at one point: a function of the configuration, the point and the seed."""
+        """A seed for the random numbers at one point: a function of the configuration, the point and the seed."""
         text = f"{self.name} {self.hash} {self.version} {canonical(point)} {seed}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
 def canonical(document: Mapping[str, object]) -> str:
-    """One text for equal documents."""
+    """The same text for equal documents."""
     return json.dumps(dict(document), sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -50,7 +50,7 @@ def panels(
     log: bool = True,
     heading: str = "",
 ) -> list[Panel]:
-    """A panel for each block and part: mean and standard error over the seeds, a curve a layer."""
+    """A panel for each block and part: mean and standard error over the seeds, one curve per layer."""
     where = where or {}
     found = []
     for block in blocks:

@@ -42,7 +42,7 @@ class Image:
 
     @property
     def middles(self) -> list[float]:
-        """Of the blocks, on axes where entry i reaches from i - 1/2 to i + 1/2."""
+        """The middles of the blocks, on axes on which entry i reaches from i - 1/2 to i + 1/2."""
         return [(first + last - 1) / 2 for first, last in pairwise([0.0, *self.borders])]
 
     @property

@@ -1,8 +1,8 @@
-"""Runs the points of figures that are not in the store yet, in processes of one thread each, and stores them.
+"""Run the points of figures that are not in the store yet, in single-threaded processes, and store them.
 
-Workers measure and this process writes, a point at a time, so that there is one writer and a killed run loses only the
-points that were under way. What a point gives depends on its task alone: not on the worker, on the order or on the
-number of jobs.
+Workers measure and this process writes, one point at a time, so that there is one writer and a killed run loses only
+the points in progress. The values of a point depend on its task alone: not on the worker, the order or the number of
+jobs.
 """
 
 import contextlib
@@ -24,12 +24,24 @@ from curvoscope.papers.experiments.store import Store
 
 
 class WorkerError(CurvoscopeError, RuntimeError):
-    """A worker that died, or a measurement that failed."""
+    """A worker died, or a measurement failed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One point of one figure."""
+    """One point of one figure.
+
+    Args:
+        figure: the figure.
+        point: the coordinates on its grid, by name.
+        seed: the seed.
+
+    Example:
+        >>> from curvoscope.papers.experiments import Task, find
+        >>> figure, = find(["fig3a"])
+        >>> print(Task(figure, figure.points[0], seed=0))
+        fig3a at sigma 0.01, seed 0
+    """
 
     figure: Figure
     point: Point
@@ -44,7 +56,7 @@ class Task:
 
     @property
     def job(self) -> "Job":
-        """What a worker needs of it."""
+        """The part of the task that a worker needs."""
         draw = self.figure.draw(self.point, self.seed)
         return Job(self.figure.measure, self.figure.configuration, self.point, self.seed, draw)
 
@@ -80,7 +92,24 @@ Results = Generator[tuple[Task, list[MeasuredValue]], None, None]
 
 
 def missing(figures: Sequence[Figure], store: Store, quick: bool) -> list[Task]:
-    """The tasks whose points are not in the store, figure by figure."""
+    """The tasks whose points are not in the store, figure by figure.
+
+    Args:
+        figures: from `find`.
+        store: where values are kept.
+        quick: whether to use the small grids.
+
+    Returns:
+        The tasks, for `run`.
+
+    Example:
+        >>> import tempfile
+        >>> from curvoscope.papers.experiments import Store, find, missing
+        >>> with tempfile.TemporaryDirectory() as folder, Store(f"{folder}/store.sqlite") as store:
+        ...     tasks = missing(find(["fig3a"]), store, quick=True)
+        >>> len(tasks), str(tasks[0])
+        (60, 'fig3a at sigma 0.01, seed 0')
+    """
     tasks = []
     for figure in figures:
         done = store.done(figure)
@@ -97,7 +126,25 @@ def run(
     dask: str | None = None,
     progress: Callable[[Task], None] = lambda task: None,
 ) -> None:
-    """Measure the tasks and commit each as it comes in; `dask` is the address of a scheduler, or "local"."""
+    """Measure the tasks and commit each one when it is done.
+
+    Args:
+        tasks: from `missing`.
+        store: where values are kept.
+        jobs: the number of processes; 1: this one.
+        dask: the address of a Dask scheduler, or "local" for one on this machine; None: no Dask.
+        progress: called with each task that is done.
+
+    Example:
+        >>> import tempfile
+        >>> from curvoscope.papers.experiments import Store, find, missing, run
+        >>> figure, = find(["scalar"])
+        >>> with tempfile.TemporaryDirectory() as folder, Store(f"{folder}/store.sqlite") as store:
+        ...     run(missing([figure], store, quick=True)[:1], store, progress=print)
+        ...     len(missing([figure], store, quick=True))
+        scalar at norm 1, seed 0
+        79
+    """
     if jobs < 1:
         raise RangeError("jobs", f"got {jobs}, expected at least 1")
     if not tasks:
@@ -124,7 +171,7 @@ def _measured(task: Task) -> list[MeasuredValue]:
 
 
 def in_processes(tasks: Sequence[Task], jobs: int) -> Results:
-    """Results as they come. A task whose worker dies is tried once more, in a new worker."""
+    """Results as they come in. A task whose worker dies is tried once more, in a new worker."""
     waiting, deaths = deque(tasks), Counter[int]()
     workers: dict[Connection, _Worker] = {}
     try:
@@ -203,7 +250,7 @@ def _keeping_memory() -> Iterator[None]:
 
 
 def _work(connection: Connection) -> None:
-    """Of a worker: until the connection closes, or the parent is gone."""
+    """Run by a worker until the connection closes or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone

@@ -29,7 +29,7 @@ _EMBEDDING_SEEDS = 2**31  # away from the seeds of the weights
 
 
 class Setting(BaseModel):
-    """What decides a network and its loss, beside the seed, the depth and sigma."""
+    """What determines a network and its loss, apart from the seed, the depth and sigma."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,9 +1,9 @@
-"""Where measured values are kept: SQLite in WAL mode, one row a value, committed with the point that it belongs to.
+"""Storage for measured values: SQLite in WAL mode, one row per value, committed with the point that it belongs to.
 
 A point of a figure's grid is in the store with all its values or not at all, so that a run may be killed at any moment.
 The key is the experiment, the hash of its full configuration, its version, the seed and the point: a change of any of
-them finds nothing. Rows hold nothing of when or where: two runs with the same seeds make equal tables. Beside each
-point stand the versions of the programs that measured it.
+them finds nothing. Rows do not say when or where they were measured: two runs with the same seeds make equal tables.
+For each point the versions of the programs that measured it are kept.
 """
 
 import json
@@ -36,13 +36,26 @@ CREATE TABLE configurations (configuration TEXT PRIMARY KEY, document TEXT NOT N
 
 
 class Store(Database):
-    """The measured values of all experiments in one file."""
+    """The measured values of all experiments in one SQLite file.
+
+    Args:
+        path: the file; it is made if it is not there.
+
+    Example:
+        >>> import tempfile
+        >>> from curvoscope.papers.experiments import MeasuredValue, Store, find
+        >>> figure, = find(["fig3a"])
+        >>> with tempfile.TemporaryDirectory() as folder, Store(f"{folder}/store.sqlite") as store:
+        ...     store.add(figure, figure.points[0], 0, [MeasuredValue(1, "Q", "outer", 0.5)])
+        ...     [(row.point, row.seed, row.found.value) for row in store.rows(figure, quick=True)]
+        [({'sigma': 0.01}, 0, 0.5)]
+    """
 
     application, version, schema = EXPERIMENTS, 2, _SCHEMA
     changes: ClassVar[Mapping[int, str]] = {1: _PROGRAMS}
 
     def done(self, figure: Figure) -> set[tuple[str, int]]:
-        """The points that are there, as (canonical point, seed)."""
+        """The points in the store, as (canonical point, seed)."""
         statement = (
             "SELECT DISTINCT point, seed FROM measured WHERE experiment = ? AND configuration = ? AND version = ?"
         )
@@ -89,8 +102,7 @@ class Store(Database):
         ]
 
     def table(self) -> tuple[list[str], list[tuple[object, ...]]]:
-        """Everything, with the versions of the programs: the names of the columns, and the rows in the order of the
-        key."""
+        """All values with the versions of the programs: column names, and the rows in the order of the key."""
         with self._named("read"):
             found = self._connection.execute(
                 "SELECT * FROM measured LEFT JOIN programs USING (experiment, configuration, version, seed, point) "

@@ -216,7 +216,7 @@ def attention_second_derivatives(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tenso
 
 
 def printed_coupling(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> RealMatrix:
-    """The last term of Φ_QK with I_d for I_L, as printed: the factors fit only where L = d."""
+    """The last term of Φ_QK with I_d for I_L, as printed: the factors fit only if L = d."""
     d = X.shape[1]
     Z1 = z1(X, softmax_jacobian(attention_matrix(X, W_Q, W_K)))
     return kron(identity(d), W_V.T, identity(d)) @ kron(Z1, identity(d)) @ shuffle(d, d)

@@ -33,9 +33,22 @@ class Errors(NamedTuple):
 class Result:
     """One result of a source, compared with automatic differentiation.
 
-    `error` is the largest relative error, over all draws and blocks, of the form that must hold; for the
-    verdict "false", of the printed form. `refuted` is the relative error of the form that must fail: the printed
-    one of an erratum, or another reading. `note` says which and why.
+    Args:
+        name: as in the source.
+        source: "paper", "slides", "block paper", "article" or "Curvoscope".
+        verdict: "holds as printed", "holds corrected" or "false".
+        error: the largest relative error, over all draws and blocks, of the form that must hold; for the verdict
+            "false", of the printed form.
+        tolerance: the largest error that still counts as agreement.
+        note: what the form is; for an erratum, which form fails and why.
+        refuted: the relative error of the form that must fail: the printed one of an erratum, or another reading.
+
+    Example:
+        >>> from curvoscope.papers.theorems import Result
+        >>> Result("Equation (2)", "paper", "holds as printed", error=8e-16, tolerance=1e-10, note="").holds
+        True
+        >>> Result("Equation (2)", "paper", "holds as printed", error=0.5, tolerance=1e-10, note="").holds
+        False
     """
 
     name: str
@@ -48,7 +61,7 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Whether the verdict stands. NaN never does."""
+        """Whether the verdict is confirmed; never with an error that is NaN."""
         if self.verdict == "false":
             return self.error > self.tolerance
         return self.error <= self.tolerance and (self.refuted is None or self.refuted > REFUTED)
@@ -110,7 +123,7 @@ def theorem(
 def relative_error(computed: Tensor, reference: Tensor, scale: Tensor | None = None) -> float:
     """Largest absolute deviation / largest absolute entry of `scale`, by default of the reference.
 
-    Infinite where the shapes differ, NaN where any entry is NaN.
+    Infinite if the shapes differ, NaN if any entry is NaN.
     """
     if computed.shape != reference.shape:
         return math.inf
@@ -127,7 +140,7 @@ def relative_size(block: Tensor, scale: Tensor) -> float:
 
 
 def excess(value: float, bound: float) -> float:
-    """How far a value is above its upper bound, relative to the bound; 0 where the bound holds."""
+    """How far a value is above its upper bound, relative to the bound; 0 if the bound holds."""
     if bound == 0.0:
         return 0.0 if value == 0.0 else math.inf
     ratio = value / bound
@@ -135,7 +148,7 @@ def excess(value: float, bound: float) -> float:
 
 
 def misfit(product: Callable[[], object]) -> float:
-    """Infinite where the factors of a product do not fit together, else 0."""
+    """Infinite if the factors of a product do not fit together, else 0."""
     try:
         product()
     except RuntimeError:
@@ -144,7 +157,7 @@ def misfit(product: Callable[[], object]) -> float:
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The largest error; NaN if any is, where the built-in `max` would depend on the order."""
+    """The largest error; NaN if any is NaN, whereas the result of the built-in `max` would depend on the order."""
     found = list(errors)
     if not found:
         raise ValueError("no comparison was made")
@@ -152,7 +165,7 @@ def largest(errors: Iterable[float]) -> float:
 
 
 def smallest(errors: Iterable[float]) -> float:
-    """The smallest error, for forms that must fail on every draw; NaN if any is."""
+    """The smallest error, for forms that must fail on every draw; NaN if any is NaN."""
     return -largest(-error for error in errors)
 
 

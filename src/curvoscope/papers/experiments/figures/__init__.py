@@ -36,7 +36,19 @@ NAMES = (
 
 
 def find(names: list[str]) -> list[Figure]:
-    """The figures of these names; "all" is every one but for those `left_out`."""
+    """The figures of these names.
+
+    Args:
+        names: some of `NAMES`; "all" stands for all of them except those `left_out`.
+
+    Returns:
+        The figures, in the order of the names.
+
+    Example:
+        >>> from curvoscope.papers.experiments import find
+        >>> [figure.title for figure in find(["fig3a"])]
+        ['Growth with the scale of the input, one block without a norm']
+    """
     if not names:
         raise RangeError("NAME", f"is missing; give one or more of all, {', '.join(NAMES)}")
     for name in names:
@@ -52,7 +64,16 @@ def find(names: list[str]) -> list[Figure]:
 
 
 def left_out() -> tuple[str, ...]:
-    """What "all" leaves out because scikit-learn is not installed."""
+    """The figures that "all" leaves out because scikit-learn is not installed.
+
+    Returns:
+        Their names.
+
+    Example:
+        >>> from curvoscope.papers.experiments import NAMES, left_out
+        >>> set(left_out()) <= set(NAMES)
+        True
+    """
     return () if digits.is_installed() else DIGITS
 
 

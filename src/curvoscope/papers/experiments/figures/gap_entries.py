@@ -61,7 +61,7 @@ def dense_hessian(configuration: Digits, model: torch.nn.Module) -> Tensor:
 
 
 def borders(groups: dict[str, Blocks]) -> list[int]:
-    """0, and where each group ends."""
+    """0, and the end of each group."""
     ends: list[int] = np.cumsum([0, *(sum(group.sizes.values()) for group in groups.values())]).tolist()
     return ends
 

@@ -1,4 +1,4 @@
-"""The block paper's loss differences |L_{k+b} - L_k| against the number of samples k, beside everything they obey."""
+"""The block paper's loss differences |L_{k+b} - L_k| against the number of samples k, with the laws they obey."""
 
 import copy
 from collections.abc import Sequence

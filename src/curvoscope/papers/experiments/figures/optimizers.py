@@ -30,7 +30,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
 
 
 def reached(rows: Sequence[Row], quantity: str = "") -> dict[int, float]:
-    """By seed: the first step at which the share of right answers was 99 %, inf where it never was.
+    """By seed: the first step at which the share of right answers was 99 %, inf if it never was.
 
     With a `quantity`, what that was at this step.
     """
@@ -78,7 +78,7 @@ def _by_norm(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def _ratios(runs: dict[str, list[Row]], base: str, quantity: str) -> list[float]:
-    """Block curvature over its base, seed by seed: 0 where only it got there, inf where only the base did."""
+    """Block curvature over its base, per seed: 0 if only it got there, inf if only the base did."""
     block, alone = reached(runs[f"block-{base}"], quantity), reached(runs[base], quantity)
     pairs = [(block[seed], alone[seed]) for seed in block if seed in alone]
     return [one / other for one, other in pairs if math.isfinite(one) or math.isfinite(other)]
@@ -154,7 +154,7 @@ def _curves(runs: dict[str, list[Row]], quantity: str) -> list[Series]:
 
 
 def _edges(runs: dict[str, list[Row]]) -> list[Series]:
-    """The edge of stability of SGD with its momentum β, 2 (1 + β)/lr, beside 2/lr of gradient descent."""
+    """The edge of stability of SGD with its momentum β, 2 (1 + β)/lr, and 2/lr of gradient descent."""
     if "sgd" not in runs:
         return []
     rate, last = float(runs["sgd"][0].point["rate"]), max(row.found.at for row in runs["sgd"])

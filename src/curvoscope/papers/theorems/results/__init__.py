@@ -1,4 +1,4 @@
-"""The checks, one small function a result. Importing this package registers them, in the order of the sources."""
+"""The checks, one small function per result. Importing this package registers them, in the order of the sources."""
 
 from curvoscope.papers.theorems.registry import THEOREMS  # noqa: I001  (the order is that of the table)
 from curvoscope.papers.theorems.results import (

@@ -1,4 +1,4 @@
-"""The article on whole blocks: what its text and code take for curvature, beside what curvature is."""
+"""The article on whole blocks: what its text and code take for curvature, compared with curvature."""
 
 import math
 

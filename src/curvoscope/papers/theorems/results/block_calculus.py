@@ -27,7 +27,7 @@ from curvoscope.papers.theorems.results.instances import Draw
     contrast="K_{q,p} instead",
 )
 def kronecker_derivative(seed: int) -> Errors:
-    """In either factor; the order of the commutation matrix matters as soon as p ≠ q."""
+    """In either factor; the order of the commutation matrix matters if p ≠ q."""
     draw = Draw(seed, 20, 1)
     (n, q), (p, r) = (3, 5), (2, 4)
     X, Y = draw.normal(n, q), draw.normal(p, r)

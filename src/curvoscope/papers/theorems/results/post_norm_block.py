@@ -173,7 +173,7 @@ def xi_exchanged(seed: int) -> float:
     contrast="as matrices",
 )
 def block_symmetry(seed: int) -> Errors:
-    """As matrices they differ even where their shapes agree."""
+    """As matrices they differ even if their shapes agree."""
     block = _block(seed)
     n = block.sizes
     errors = [
