@@ -67,7 +67,7 @@ def _pairs(found: LayerAnalysis, figures: FigureSource) -> Iterator[Section]:
     ]
     numbers = ("‖H‖F", "trace", "λ max", "λ min", "λ < 0", "median |entry|")
     note = "exact to rounding; ~0 within the error of the eigenvalue solver"
-    yield Section("ModelAnalysis", tables=[Table(f"Diagonal blocks: {note}", ("block", "part", *numbers), 2, diagonal)])
+    yield Section("Blocks", tables=[Table(f"Diagonal blocks: {note}", ("block", "part", *numbers), 2, diagonal)])
     columns = ("block", "with", "part", "‖H‖F", "median |entry|")
     folded = Table("Off-diagonal blocks: exact to rounding", columns, 3, others, folded=True)
     yield Section("Heat map of the norms", tables=[folded] if others else [], figures=figures("heat_map"))
@@ -88,7 +88,7 @@ def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
     ]
     caption = "Blocks of the Hessian: ± standard error in percent, ~0 up to rounding"
     table = Table(caption, ("block", "part", "by", "‖H‖F", "trace", "λ max"), 3, rows)
-    yield Section("ModelAnalysis", tables=[table], figures=figures("norms"))
+    yield Section("Blocks", tables=[table], figures=figures("norms"))
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
     shown = sorted(found.pairs, key=lambda one: -one.frobenius_norm.value)[:_MOST_PAIRS]
     pairs = [
