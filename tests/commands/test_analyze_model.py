@@ -145,7 +145,7 @@ def test_what_a_reader_sees(call, tmp_path):
     code, stdout, stderr = call("analyze", "gpt2-tiny", *FAST, "--blocks", "h.1.attn.[QV]", "--out", out)
     assert (code, stderr) == (0, "")
     assert stdout.startswith("GPT2LMHeadModel, 37,760 parameters in float32, random weights, seed 0.\n")
-    assert "2 sequences of 6 tokens from the package's corpus; tokens: one token a byte." in stdout
+    assert "2 sequences of 6 tokens from the package's corpus; tokens: one token per byte." in stdout
     for word in ("h.1.attn.Q", "outer", "functional", "λ max", "2/λ max = ", "critical learning rate", "Loss"):
         assert word in stdout
     written = ["norms.png", "pairs.png", "histograms.png", "heads.png", "report.html", "report.md", "table.json"]

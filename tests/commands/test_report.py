@@ -114,7 +114,7 @@ class TestErrors:
             with pytest.raises(ReportError, match=r"^RUN: .* holds no run"):
                 report.run(tmp_path)
             store.run("run 1", {"configuration": {}, "versions": {}})
-        with pytest.raises(ReportError, match=r"^RUN: holds no records: nothing was measured"):
+        with pytest.raises(ReportError, match=r"^RUN: contains no records: nothing was measured"):
             report.run(tmp_path)
 
     @pytest.mark.parametrize("damage", [lambda one: one.pop("largest_eigenvalue"), lambda one: one.update(new=1)])
@@ -122,13 +122,13 @@ class TestErrors:
         out, document = run_of("watch", tmp_path)
         damage(document["records"][1])
         (out / "watch.json").write_text(json.dumps(document))
-        with pytest.raises(ReportError, match=r"^RUN: holds a record that cannot be read"):
+        with pytest.raises(ReportError, match=r"^RUN: contains a record that cannot be read"):
             report.run(out)
 
     def test_the_command_says_it_in_one_line(self, tmp_path, call):
         (tmp_path / "table.json").write_text('{"kind": "analyze", "rows": [')
         code, out, err = call("report", tmp_path)
-        assert code == 2 and not out and err.count("\n") == 1 and "is no whole JSON document" in err
+        assert code == 2 and not out and err.count("\n") == 1 and "is not a complete JSON document" in err
 
     @pytest.mark.parametrize(
         "content", [b'{"kind": "analyze", "rows": [', b"\xff\xfe", json.dumps({"rows": []}).encode()]

@@ -57,7 +57,7 @@ class TestTokens:
     def test_bytes_give_the_text_back(self, text):
         found = encode(text, 256)
         assert bytes(found.tokens.tolist()).decode() == text
-        assert found.mask is None and found.about == "one token a byte"
+        assert found.mask is None and found.about == "one token per byte"
 
     def test_bytes_and_a_mask_need_one_more(self):
         assert encode("abc", 257, masked=True).mask == 256

@@ -72,7 +72,7 @@ def encode(text: str, vocabulary: int, tokenizer: Tokenizer | None = None, maske
     room = vocabulary - masked
     mask = vocabulary - 1 if masked else None
     if room >= BYTES:
-        return Encoded(torch.tensor(list(text.encode())), "one token a byte", mask)
+        return Encoded(torch.tensor(list(text.encode())), "one token per byte", mask)
     if room < 2:
         raise RangeError("vocabulary", f"got {vocabulary}, expected at least {2 + masked} tokens")
     counts = Counter(text)

@@ -135,7 +135,7 @@ def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
     _gradient(panels[-1], found.plateau)
     for axes in panels[1:-1]:
         axes.set_ylabel("")
-    figure.suptitle("The rate 1/k is arithmetic: random numbers of the same spread have it too", size=_HEADING + 1)
+    figure.suptitle("The rate 1/k is arithmetic: random numbers of the same spread also have it", size=_HEADING + 1)
     _finish(panels[-1:])
     handles, labels = panels[0].get_legend_handles_labels()
     _clean(panels[:-1])
