@@ -290,7 +290,7 @@ class TestData:
             ("BertForSequenceClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
             ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "as multi_label"),
             ("ViTForImageClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
-            ("Speech2TextForConditionalGeneration", {}, "sound in another form than Whisper"),
+            ("Speech2TextForConditionalGeneration", {}, "sound in a different form from Whisper"),
         ],
     )
     def test_what_there_are_no_data_for(self, call, tmp_path, name, changes, message):
@@ -332,8 +332,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["gpt2-tin"], "error: model: 'gpt2-tin' is no folder and none of"),
-            (["some/where"], "error: model: some/where is no folder"),
+            (["gpt2-tin"], "error: model: 'gpt2-tin' is not a folder and none of"),
+            (["some/where"], "error: model: some/where is not a folder"),
             (["gpt2-tiny", "--d", "8"], "error: d: has a meaning only without a MODEL"),
             (["gpt2-tiny", "--norm", "pre"], "error: norm: has a meaning only without a MODEL"),
             (["--tolerance", "0.1"], "error: tolerance: has a meaning only with a MODEL"),

@@ -70,7 +70,7 @@ def test_a_training_run_that_was_killed(undrawn, tmp_path, capsys):
         run.note(Incident(35, "failed", "out of memory"))
     report.run(tmp_path)
     page = Page((tmp_path / "report.html").read_text())
-    assert "did not come to its end: these are the 4 measurements up to step 35" in page.text
+    assert "did not finish: these are the 4 measurements up to step 35" in page.text
     assert "out of memory" in page.text and "curvoscope watch --steps 9 --optimizer adam" in page.text
     document = json.loads((tmp_path / "watch.json").read_text())
     assert document["records"] == [json.loads(json.dumps(one.facts())) for one in records]
@@ -106,12 +106,12 @@ class TestErrors:
     def test_a_reproduction_that_did_not_finish(self, tmp_path):
         with Store(tmp_path / "store.sqlite"):
             pass
-        with pytest.raises(ReportError, match=r"did not finish; run its command again, what was measured is kept"):
+        with pytest.raises(ReportError, match=r"did not finish; run its command again, its measurements are kept"):
             report.run(tmp_path)
 
     def test_a_training_run_without_measurements(self, tmp_path):
         with RunStore(tmp_path / "store.sqlite") as store:
-            with pytest.raises(ReportError, match=r"^RUN: .* holds no run"):
+            with pytest.raises(ReportError, match=r"^RUN: .* contains no run"):
                 report.run(tmp_path)
             store.run("run 1", {"configuration": {}, "versions": {}})
         with pytest.raises(ReportError, match=r"^RUN: contains no records: nothing was measured"):

@@ -92,7 +92,7 @@ class TestTokens:
     def test_a_tokenizer_of_another_model(self):
         with pytest.raises(TextError, match="gives token 7, the model has 7"):
             encode("one three fifteen", 7, Words())
-        with pytest.raises(TextError, match="none that stands for them"):
+        with pytest.raises(TextError, match="no mask token"):
             encode("one", 7, Words(), masked=True)
         with pytest.raises(EmptyError, match="no tokens"):
             encode(" ", 7, Words())

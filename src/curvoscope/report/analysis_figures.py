@@ -123,7 +123,7 @@ def _axis(name: str, eigenvalue: object) -> str:
 
 
 def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
-    """|L_{k+b} - L_k| against k beside its laws, bound and random numbers, a panel a distance; then the gradient."""
+    """|L_{k+b} - L_k| against k with its laws, bound and random numbers, one panel per distance; then the gradient."""
     from matplotlib.figure import Figure
 
     count = len(found.curves) + 1
@@ -172,7 +172,7 @@ def _gradient(axes: "matplotlib.axes.Axes", plateau: GradientPlateau) -> None:
 
 
 def scaling_figure(found: Scaling, size: str = "size") -> "matplotlib.figure.Figure":
-    """Each quantity against the size, its power law and the law's band; a panel a quantity that was measured."""
+    """Each quantity against the size, its power law and the law's band; one panel per measured quantity."""
     from matplotlib.figure import Figure
 
     quantities = [name for name in _QUANTITIES if found.values(name)]

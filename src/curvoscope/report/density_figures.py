@@ -23,7 +23,7 @@ _TEXT, _HEADING = 8, 10
 
 
 def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.figure.Figure":
-    """The share of eigenvalues a decade of |λ|, negative ones on the left, with 95 % bands: a row a layer.
+    """The share of eigenvalues per decade of |λ|, negative ones on the left, with 95 % bands: one row per layer.
 
     The axis is logarithmic on both sides, and linear between its innermost ticks. The grey part of a panel holds the
     eigenvalues that are smaller than these, or too small for their sign and decade to be known from so many products,
@@ -102,7 +102,7 @@ DensityPanel = tuple[str, BlockSpectrum | None]
 
 
 def _arrange(spectra: Sequence[BlockSpectrum]) -> list[tuple[str, list[DensityPanel]]]:
-    """Rows of panels with their labels: a row a layer with the same blocks below each other, then all others."""
+    """Rows of panels with their labels: one row per layer, the same blocks below each other, then all others."""
     layers: dict[str, dict[str, BlockSpectrum]] = {}
     others: list[DensityPanel] = []
     for one in spectra:
