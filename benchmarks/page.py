@@ -1,6 +1,6 @@
-"""`python -m benchmarks.page RESULTS.json`: the results of one run as a page, docs/benchmarks.md, on stdout.
+"""`python -m benchmarks.page RESULTS.json`: print the results of one run as a page, docs/benchmarks.md.
 
-Every number of the page is taken from the results. What a run did not measure, or failed to, has no row.
+Every number of the page is taken from the results. Benchmarks that did not run or failed have no row.
 """
 
 import json
@@ -15,37 +15,37 @@ from benchmarks.tables import MODELS, Row
 
 _INTRODUCTION = """# Benchmarks
 
-One run of `make bench`, which also writes this page, on {cores} cores: {versions}.
-What is compared is measured in turns in one process, with one thread or two; ratios travel, seconds belong to the
-machine. Where a peer is faster or takes less memory, or an aim of ours is missed, the number is **bold**.
+These are the results of one run of `make bench`, which also writes this page, on {cores} cores: {versions}.
+Programs that are compared run alternately in one process, with one or two threads. Ratios carry over to other machines,
+seconds do not. A number is **bold** if another package is faster or takes less memory, or if we miss our own aim.
 """
-_CLOSED_FORMS = """Float64; the result is the same matrix, to rounding. The cost of exact norms hardly depends on the
-data. Hutchinson's estimate needs few products where the blocks are near multiples of the identity, as with Gaussian
-inputs: there the two cost about the same, and less accuracy is cheaper by the estimate."""
+_CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
+on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
+Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper."""
 _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N = 1. The first column is the time of a
-product in closed form with Q, K, V and O together; the next ones are in such products: exact traces of Q, K, V and O,
-exact norms of Q, V and O, both for whole weights and head by head, and the norm of K estimated from 32 products. The
+closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
+and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The
 peak is that of the whole process."""
-_PRODUCTS = """4 layers, d = 256, L = 128, batch 4, 5,000 words, float32, two threads. A run has 50 products and
-shares the cost of its set-up among them. The limit is one gradient: a product with the Hessian differentiates it once
-more. Memory is the peak above the model, in a process of its own. *Recomputed*: no graph is kept between products.
-*One block* is a query weight, which curvlinops has within a fused one only."""
-_ESTIMATES = """Trace and eigenvalue are timed once, set-up included. PyHessian's power iteration stops where two
-steps agree, ours where the residual is small."""
+_PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
+products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
+differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
+kept between products. *One block* is a query weight, which curvlinops has only as part of a fused weight."""
+_ESTIMATES = """Trace and eigenvalue are timed once, including set-up. PyHessian's power iteration stops when two steps
+agree, ours when the residual is small."""
 _LONG = "One attention layer, 8 heads, d = 512, float32, two threads: forward pass, gradient and product."
-_RANKS = """Processes of gloo, one thread each. Efficiency is the time of one rank over that of all ranks times their
-number; *of the cores* counts no more ranks than there are cores. Of FSDP2 the first two rows give a and b, the third
-tests them."""
-_BY_HAND = """The monitor's time is that of the processor, beside the same training without it. The explorer's browser
+_RANKS = """Gloo processes, one thread each. Efficiency is the time of one rank divided by the time of all ranks times
+their number; *of the cores* counts at most as many ranks as there are cores. For FSDP2 the first two rows determine a
+and b, the third tests them."""
+_BY_HAND = """The monitor's share is processor time, compared with the same training without it. The explorer's browser
 and server share the cores."""
-_GROWTH = """One size moves in each row, with one thread. *Product*: with the Hessian of a GPT-2 in float32, depth 4,
-d = 128 in heads of 32, N = 4 sequences of L = 128 tokens, one vector; beside it, its cost in gradients of the same
-model. *Exact norms*: of both parts of Q, K, V and O of an attention layer in float64, N = 8, L = 32, d = 64, 4 heads.
-Memory is the peak above the model or layer. [Scaling](scaling.md) says what follows for larger models."""
+_GROWTH = """Each row varies one size, with one thread. *Product*: with the Hessian of a GPT-2 in float32, depth 4,
+d = 128 in heads of 32, N = 4 sequences of L = 128 tokens, one vector; the last column is its cost in gradients of the
+same model. *Exact norms*: of both parts of Q, K, V and O of an attention layer in float64, N = 8, L = 32, d = 64,
+4 heads. Memory is the peak above the model or layer. [Scaling](scaling.md) extrapolates to larger models."""
 
 
 class Section(NamedTuple):
-    """A table: its title, what its rows have in common, its head, and its rows in a run."""
+    """A table: its title, its introduction, its head, and its rows in a run."""
 
     title: str
     about: str
@@ -53,9 +53,9 @@ class Section(NamedTuple):
     rows: Callable[[dict[str, Any]], Iterator[Row]]
 
 
-_AGAINST = ("what", "against", "ours")
-_BY = ("product", "by", "gradients a vector", "memory, GiB", "ours against it")
-_LAYER = ("size", "product, s", "traces", "norms", "traces by head", "norms by head", "norm of K", "peak, GiB")
+_AGAINST = ("task", "compared with", "ours")
+_BY = ("product", "by", "gradients per vector", "memory, GiB", "ours compared")
+_LAYER = ("size", "product, s", "traces", "norms", "traces per head", "norms per head", "norm of K", "peak, GiB")
 SECTIONS = (
     Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms),
     Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer),
@@ -67,12 +67,12 @@ SECTIONS = (
     Section("Long sequences", _LONG, _AGAINST, tables.long_sequences),
     Section("Several ranks", _RANKS, _AGAINST, tables.ranks),
     Section("The monitor, the explorer, the figures", _BY_HAND, _AGAINST, tables.by_hand),
-    Section("How cost grows", _GROWTH, ("what", "time", "memory", "beside it"), tables.growths),
+    Section("How cost grows", _GROWTH, ("task", "time", "memory", "cost"), tables.growths),
 )
 
 
 def page(found: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the page as Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     parts = [_INTRODUCTION.format(versions=versions, cores=found["cores"])]
     runs = {name: one for name, one in found.items() if name not in ("versions", "cores")}

@@ -1,4 +1,4 @@
-"""The rows of the benchmark page, from the results of a run. What a run did not measure has no row."""
+"""The rows of the benchmark page, from the results of a run. Benchmarks that did not run have no row."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,7 +10,7 @@ MODELS = {"HuggingFaceGPT2": "Hugging Face's GPT-2", "PlainGPT2": "GPT-2 of torc
 
 
 def faster(ratio: float) -> str:
-    """A ratio of their time to ours."""
+    """Describe a ratio of their time to ours."""
     return f"{ratio:.3g} times faster" if ratio >= 1 else f"**{1 / ratio:.3g} times slower**"
 
 
@@ -32,8 +32,8 @@ def closed_forms(found: dict[str, Any]) -> Iterator[Row]:
         if "times_faster_than_curvlinops" in dense:
             yield what, "curvlinops", faster(dense["times_faster_than_curvlinops"])
     if dense := attention.get("dense, N=4 L=32 d=32"):
-        written = f"{dense['times_a_memory_write']:.3g} times its time"
-        yield "nine dense blocks, N = 4, L = 32, d = 32", "a write of the result to memory", written
+        written = f"{dense['times_a_memory_write']:.3g} times as long"
+        yield "nine dense blocks, N = 4, L = 32, d = 32", "writing the result to memory", written
     for key, inputs in (("norms, N=64 L=17 d=128", "addition model"), ("norms, Gaussian inputs", "Gaussian inputs")):
         if norms := attention.get(key):
             yield (
@@ -93,8 +93,8 @@ def _spelt(what: str) -> str:
 
 
 def estimates(found: dict[str, Any]) -> Iterator[Row]:
-    """What PyHessian answers too; and GPT-2 small."""
-    asked = {"trace": "trace", "eigenvalue": "largest eigenvalue to 1e-3, as each means it"}
+    """The questions that PyHessian also answers, and GPT-2 small."""
+    asked = {"trace": "trace", "eigenvalue": "largest eigenvalue to 1e-3, by each package's own criterion"}
     for kind, name in MODELS.items():
         one = found.get("matrix_free", {}).get(kind, {})
         for key, what in asked.items():
@@ -122,7 +122,7 @@ def _answer(asked: dict[str, float | None]) -> str:
 
 
 def long_sequences(found: dict[str, Any]) -> Iterator[Row]:
-    """A product through attention, beside torch's mathematical kernel."""
+    """A product through attention, compared with torch's mathematical kernel."""
     long, kernel = found.get("long_sequences", {}), "torch's mathematical kernel"
     for name, one in long.get("L=1024", {}).items():
         what = f"product, L = 1,024, {name}"
@@ -197,7 +197,7 @@ def growths(found: dict[str, Any]) -> Iterator[Row]:
             if subject == "product":
                 vectors = [int(size) if axis == "vectors" else 1 for size in sizes]
                 ratios = (row["product"] / row["gradient"] / n for row, n in zip(rows, vectors, strict=True))
-                beside = f"{_span(ratios)} gradients a vector"
+                beside = f"{_span(ratios)} gradients per vector"
             else:
                 beside = f"{rows[0]['norms']:.2g} to {rows[-1]['norms']:.2g} s"
             if axis == "width" and subject == "product":

@@ -2,12 +2,12 @@
 Which blocks carry the curvature?
 =================================
 
-The paper's network is one Transformer block that adds numbers. Its attention Hessian is known in closed form, entry by
-entry: the query and key blocks are orders of magnitude smaller than the value block.
+The paper's network is one Transformer block that adds numbers. Its attention Hessian has a closed form for every entry;
+the query and key blocks are orders of magnitude smaller than the value block.
 """
 
 # %%
-# The network with random weights, and 64 additions as data.
+# Make the network with random weights, and 64 additions as data.
 import torch
 
 import curvoscope as cv
@@ -20,8 +20,7 @@ tokens = addition(64, seed=0)
 inputs, targets = tokens[:, :-1], answer_targets(tokens)
 
 # %%
-# Cut the network at the attention's output: a layer with a closed form, its input, and the rest of the network as its
-# loss.
+# Split the network at the attention's output: the layer has a closed form, and the rest of the network is its loss.
 layer = model.attention()
 with torch.no_grad():
     X = model.attention_input(inputs)
@@ -32,5 +31,5 @@ for row in rows:
         print(f"{row.row}: norm {row.frobenius_norm:.2e}, median entry {row.median_absolute:.2e}")
 
 # %%
-# Every entry, by its magnitude.
+# Draw every entry by its magnitude.
 figure = hessian_figure(H, cv.analysis.headline(rows))

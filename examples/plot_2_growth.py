@@ -2,8 +2,8 @@
 How blocks grow with the input
 ==============================
 
-Scale the input of an attention layer by σ. At small σ every block follows its exponent: six and five for the two parts
-of the query block, two for the value block. Beyond σ = 1 the softmax saturates, and the query block falls.
+Scale the input of an attention layer by σ. At small σ every block grows with its exponent: six and five for the two
+parts of the query block, two for the value block. Beyond σ = 1 the softmax saturates, and the query block falls.
 """
 
 # %%
@@ -25,7 +25,7 @@ for scale in scales:
     lines["V, outer"].append(H.outer["V"].frobenius_norm())
 
 # %%
-# The exponents at the left end, from the first two points:
+# Compute the exponents at the left end from the first two points:
 for name, values in lines.items():
     slope = torch.tensor(values[1] / values[0]).log() / (scales[1] / scales[0]).log()
     print(f"{name}: {slope:.2f}")

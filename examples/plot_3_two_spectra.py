@@ -2,8 +2,9 @@
 The spectra of the two parts
 ============================
 
-The outer part has no negative eigenvalue. The functional part has about as many as positive ones, and the split at the
-scores says why: its T-functional part has eigenvalues in exact pairs ±s σ(B), each as often as a key has dimensions.
+The outer part has no negative eigenvalue. The functional part has about as many negative as positive ones. The split at
+the scores explains this: its T-functional part has eigenvalues in exact pairs ±s σ(B), each as often as a key has
+dimensions.
 """
 
 # %%
@@ -28,7 +29,7 @@ for name, values in spectra.items():
     print(f"{name}: {int((values < -tiny).sum())} negative, {int((values > tiny).sum())} positive of {len(values)}")
 
 # %%
-# Each pair stays in the spectrum of the whole Hessian at least k + 1 - 2d = 17 times.
+# Each pair is in the spectrum of the whole Hessian at least k + 1 - 2d = 17 times.
 values, counts = spectra["Hessian"].round(decimals=10).unique(return_counts=True)
 for value, count in zip(values[counts >= k + 1 - 2 * d], counts[counts >= k + 1 - 2 * d], strict=True):
     print(f"{value:+.6f}: {count} times")

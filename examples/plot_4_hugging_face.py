@@ -2,12 +2,12 @@
 A Hugging Face model with error bars
 ====================================
 
-The norms of every block of a Llama, both parts. Attention and feed-forward blocks have closed forms; embeddings and
-norms are estimated from products, with standard errors.
+Compute the norms of both parts of every block of a Llama. Attention and feed-forward blocks have closed forms; the
+norms of embeddings and norm layers are estimated from products, with standard errors.
 """
 
 # %%
-# Two layers with grouped keys and random weights; put a model of your own here.
+# The model has two layers with grouped keys and random weights; use a model of your own instead.
 import matplotlib.pyplot as plt
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,7 +32,7 @@ tokens = torch.randint(64, (4, 16))
 H = cv.hessian(model, None, [{"input_ids": tokens, "labels": tokens}])
 
 # %%
-# Exact numbers are floats, the others are an Estimate.
+# Exact numbers are floats; the others are instances of Estimate.
 outer = {name: H.outer[name].frobenius_norm() for name in H.names}
 functional = {name: H.functional[name].frobenius_norm() for name in H.names}
 for name in ("embed", "h.0.attn.Q"):

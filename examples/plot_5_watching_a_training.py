@@ -2,8 +2,8 @@
 Watching a training
 ===================
 
-The monitor beside a plain training loop: the loss, the largest eigenvalue on a probe, and 2/lr, the edge of stability
-of gradient descent. Sharpness rises until it is there, and stays.
+Add the monitor to a plain training loop: it shows the loss, the largest eigenvalue on a probe, and 2/lr, the edge of
+stability of gradient descent. The sharpness rises to the edge and stays there.
 """
 
 # %%
@@ -21,7 +21,7 @@ loss_fn = nn.MSELoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
 
 # %%
-# ``budget=1`` measures at every ``every`` steps, whatever it costs; the default, a tenth of the time, is for real runs.
+# ``budget=1`` measures every ``every`` steps at any cost; use the default, a tenth of the time, for real runs.
 monitor = cv.training.CurvatureMonitor(model, loss_fn, [(inputs, targets)], every=20, budget=1.0, matvecs=8)
 monitor.watch(optimizer)
 for _ in range(600):

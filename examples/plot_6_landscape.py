@@ -2,8 +2,8 @@
 A slice of the landscape
 ========================
 
-The loss of a small trained network along the eigenvectors of its largest and smallest eigenvalue, and the quadratic
-that the Hessian predicts: right near the weights, and how far it is right is what one wants to know.
+Draw the loss of a small trained network along the eigenvectors of its largest and smallest eigenvalue, with the
+quadratic that the Hessian predicts, to see how far from the weights the prediction holds.
 """
 
 # %%
@@ -26,12 +26,12 @@ for _ in range(200):
 batches = [(inputs, targets)]
 
 # %%
-# The plane of the steepest and of the most negative direction.
+# Draw the plane of the steepest and the most negative direction.
 plane = cv.analysis.landscape(model, loss_fn, batches, ("top", "bottom"), points=21)
 print(f"loss {plane.loss:.5f}, curvatures {plane.curvatures.diagonal().numpy().round(4)}")
 figure = landscape_figure(plane)
 
 # %%
-# How far the second-order expansion reaches along the gradient.
+# Measure how far the second-order expansion holds along the gradient.
 expansion = cv.analysis.taylor(model, loss_fn, batches, "gradient")
 reach = taylor_figure(expansion)

@@ -6,11 +6,11 @@ from torch import nn
 from torch.func import functional_call
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth_of
-from curvoscope.curvature import CrossEntropy, MeanLoss, ModelHessian, blocks_of, hessian
+from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, ModelHessian, blocks_of, hessian
 from curvoscope.errors import LossError, MemoryLimitError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Estimate
 from curvoscope.losses import cross_entropy as closed_form
-from curvoscope.losses.objectives import MeanSquaredError, objective_of
+from curvoscope.losses.objectives import objective_of
 from curvoscope.operators import BlockHessian, LinearOperator
 from matrices import within
 from reference import normal, relative

@@ -263,7 +263,7 @@ def differences(model, loss_fn, batch, blocks, vectors, step=1e-4):
     return torch.stack(products)
 
 
-NO_LOSS = {"Wav2Vec2ForCTC", "ViltForQuestionAnswering"}  # the model's own loss is none that is known
+NO_LOSS = {"Wav2Vec2ForCTC", "ViltForQuestionAnswering"}  # the model's own loss is not a known one
 
 
 @cases

@@ -47,7 +47,7 @@ Answer = TypeVar("Answer", float, Tensor)
 
 
 def finite(question: str, answer: Answer) -> Answer:
-    """`answer` itself, once it is known to be finite: what is computed leaves through here."""
+    """Check that `answer` is finite and return it; every computed answer passes through here."""
     if isinstance(answer, Tensor):
         # the sum costs less, and may overflow alone
         held = bool(torch.isfinite(answer.sum())) or bool(torch.isfinite(answer).all())
@@ -71,7 +71,7 @@ def commensurate(factors: Mapping[str, Tensor]) -> None:
     if sizes[most] > reach and sizes[least] < 1 / reach:
         raise RangeError(
             least,
-            f"has entries up to {sizes[least]:.1g} beside {sizes[most]:.1g} in {most}: products of both vanish in "
+            f"has entries up to {sizes[least]:.1g}, {most} up to {sizes[most]:.1g}: products of both vanish in "
             f"{dtype}; move the scale from one to the other, or convert to float64",
         )
 

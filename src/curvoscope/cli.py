@@ -13,25 +13,25 @@ from curvoscope.errors import CurvoscopeError
 
 app = typer.Typer(
     name="curvoscope",
-    help="The curvature of a Transformer: its loss Hessian, block by block.",
+    help="Show the curvature of a Transformer: its loss Hessian, block by block.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+Seed = Annotated[int, typer.Option(help="Seed for all random numbers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
 class NormPlacement(StrEnum):
-    """Where LayerNorm stands."""
+    """The position of LayerNorm."""
 
     none = "none"
     pre = "pre"
 
 
 class AttentionKind(StrEnum):
-    """What turns scores into attention weights."""
+    """The function from scores to attention weights."""
 
     softmax = "softmax"
     linear = "linear"
@@ -45,7 +45,7 @@ class Dtype(StrEnum):
 
 
 class Method(StrEnum):
-    """How the blocks are computed."""
+    """The method that computes the blocks."""
 
     auto = "auto"
     exact = "exact"
@@ -53,7 +53,7 @@ class Method(StrEnum):
 
 
 class Split(StrEnum):
-    """Where outer and functional part are split."""
+    """The output at which the outer and the functional part are separated."""
 
     model = "model"
     layer = "layer"
@@ -63,32 +63,34 @@ Model = Annotated[
     str,
     typer.Argument(
         help="A local Hugging Face folder (config.json and safetensors), or addition, gpt2-tiny, gpt2-small, "
-        "llama-tiny, bert-tiny, vit-tiny: random weights.",
+        "llama-tiny, bert-tiny or vit-tiny (random weights).",
         metavar="MODEL",
     ),
 ]
 Width = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
-Norm = Annotated[
+NormOption = Annotated[
     NormPlacement | None,
     typer.Option(help="addition only: LayerNorm: none, or before each branch. (default: none)"),
 ]
-Attention = Annotated[AttentionKind | None, typer.Option(help="addition only: attention weights. (default: softmax)")]
-BlockPatterns = Annotated[
-    list[str] | None, typer.Option(help="Shell pattern of block names, such as '*.attn.[QKV]'; may be repeated.")
+AttentionOption = Annotated[
+    AttentionKind | None, typer.Option(help="addition only: attention weights. (default: softmax)")
 ]
-Text = Annotated[Path | None, typer.Option(help="Text to read, instead of the corpus of the package.")]
+BlockPatterns = Annotated[
+    list[str] | None, typer.Option(help="Shell pattern for block names, such as '*.attn.[QKV]'; repeatable.")
+]
+Text = Annotated[Path | None, typer.Option(help="Text file to use instead of the package's own corpus.")]
 Sequences = Annotated[
     int | None, typer.Option(help="Sequences in the batch. (default: 64 additions, 8 of text, 32 images)")
 ]
-Length = Annotated[int | None, typer.Option(help="Tokens a sequence of text. (default: 64)")]
-Precision = Annotated[Dtype | None, typer.Option(help="Precision. (default: float64 for addition, else float32)")]
+Length = Annotated[int | None, typer.Option(help="Tokens per sequence of text. (default: 64)")]
+Precision = Annotated[Dtype | None, typer.Option(help="Precision. (default: float64 for addition, float32 otherwise)")]
 
 
 class WithNames(TyperCommand):
-    """A command whose help ends with the names of the figures, read when it is asked for."""
+    """A command whose help ends with the names of the figures, imported on demand."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The help of the command, and the names."""
+        """Write the help of the command, then the names."""
         from curvoscope.papers.experiments import NAMES
 
         self.epilog = f"NAME: all, {', '.join(NAMES)}"
@@ -120,31 +122,33 @@ def analyze(
     model: Model = "addition",
     seed: Seed = 0,
     d: Width = None,
-    norm: Norm = None,
-    attention: Attention = None,
+    norm: NormOption = None,
+    attention: AttentionOption = None,
     blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
     length: Length = None,
     method: Annotated[
-        Method, typer.Option(help="Closed forms (exact), products (autodiff), or what is best for each block.")
+        Method, typer.Option(help="Closed forms (exact), products (autodiff), or the better one per block (auto).")
     ] = Method.auto,
     split: Annotated[
         Split,
-        typer.Option(help="Where outer and functional part are split: the model's output, or each layer's own."),
+        typer.Option(help="Split outer and functional part at the model's output or at each layer's own."),
     ] = Split.model,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Relative standard error of the norms; the traces cost as much. (default: 0.05)"),
+        typer.Option(help="Relative standard error of the norms; traces get the same products. (default: 0.05)"),
     ] = None,
-    matvecs: Annotated[int | None, typer.Option(help="Products a number, instead of a tolerance.")] = None,
+    matvecs: Annotated[
+        int | None, typer.Option(help="Matrix-vector products per estimate (replaces --tolerance).")
+    ] = None,
     dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and table.json.")] = Path(
         "curvoscope-analyze"
     ),
     as_json: AsJson = False,
 ) -> None:
-    """The Hessian of MODEL, block by block: norms, traces and largest eigenvalues with error bars.
+    """Analyse the Hessian of MODEL block by block: norms, traces and largest eigenvalues, with error bars.
 
     The default, addition, is the paper's single-block GPT-2 on five-digit addition.
     """
@@ -161,20 +165,20 @@ def spectrum(
     model: Model = "addition",
     seed: Seed = 0,
     d: Width = None,
-    norm: Norm = None,
-    attention: Attention = None,
+    norm: NormOption = None,
+    attention: AttentionOption = None,
     blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
     length: Length = None,
-    matvecs: Annotated[int, typer.Option(help="Products a density: 64 steps of Lanczos a probe.")] = 256,
+    matvecs: Annotated[int, typer.Option(help="Products per density (64 Lanczos steps per probe).")] = 256,
     dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and spectrum.json.")] = Path(
         "curvoscope-spectrum"
     ),
     as_json: AsJson = False,
 ) -> None:
-    """The spectral densities of MODEL's Hessian, block by block, with confidence bands.
+    """Estimate the spectral density of every block of MODEL's Hessian, with confidence bands.
 
     The default, addition, is the paper's single-block GPT-2 on five-digit addition.
     """
@@ -189,16 +193,18 @@ def spectrum(
 def watch(
     steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
     seed: Seed = 0,
-    task: Annotated[str, typer.Option(help="addition, or text: the next byte of the package's corpus.")] = "addition",
+    task: Annotated[
+        str, typer.Option(help="addition, or text (predict the next byte of the package's corpus).")
+    ] = "addition",
     d: Annotated[int, typer.Option(help="Width of the model.")] = 16,
     norm: Annotated[NormPlacement, typer.Option(help="LayerNorm: none, or before each branch.")] = NormPlacement.pre,
     optimizer: Annotated[str, typer.Option(help="sgd, adam, block-sgd or block-adam.")] = "adam",
-    lr: Annotated[float, typer.Option(help="Learning rate; a cap for block-*.")] = 3e-3,
-    sequences: Annotated[int | None, typer.Option(help="Additions or texts a batch.")] = None,
-    every: Annotated[int, typer.Option(help="Steps between measurements, at least.")] = 10,
-    budget: Annotated[float, typer.Option(help="Share of the time for measurements.")] = 0.25,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events into OUT/tensorboard.")] = False,
+    lr: Annotated[float, typer.Option(help="Learning rate; an upper limit for block-sgd and block-adam.")] = 3e-3,
+    sequences: Annotated[int | None, typer.Option(help="Additions or texts per batch.")] = None,
+    every: Annotated[int, typer.Option(help="Minimum number of steps between measurements.")] = 10,
+    budget: Annotated[float, typer.Option(help="Share of the run time spent on measurements, at most.")] = 0.25,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUT.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events to OUT/tensorboard.")] = False,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("curvoscope-watch"),
     as_json: AsJson = False,
 ) -> None:
@@ -211,16 +217,16 @@ def watch(
 
 @app.command(cls=WithNames)
 def reproduce(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Figures, as fig3a, or all.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Few seeds: minutes.")] = False,
-    jobs: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Keep what is measured.")] = True,
-    out: Annotated[Path, typer.Option(help="Directory for figures and store.")] = Path("curvoscope-reproduce"),
-    store: Annotated[Path | None, typer.Option(help="Store file; without it, store.sqlite in OUT.")] = None,
-    dask: Annotated[str | None, typer.Option(help="Address of a Dask scheduler, or local.")] = None,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help='Figure names (e.g. fig3a), or "all".')],
+    quick: Annotated[bool, typer.Option("--quick", help="Few seeds; takes minutes.")] = False,
+    jobs: Annotated[int, typer.Option(help="Number of processes, one thread each.")] = 2,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Reuse the measurements in the store.")] = True,
+    out: Annotated[Path, typer.Option(help="Directory for the figures and the store.")] = Path("curvoscope-reproduce"),
+    store: Annotated[Path | None, typer.Option(help="Store file. (default: OUT/store.sqlite)")] = None,
+    dask: Annotated[str | None, typer.Option(help='Address of a Dask scheduler, or "local".')] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The papers' figures: run, resume, draw, and compare with the prediction."""
+    """Reproduce the papers' figures: run or resume, draw, compare with the prediction."""
     from curvoscope.commands import reproduce as command
 
     command.run(names, quick, jobs, resume, out, store, dask, as_json)
@@ -228,11 +234,11 @@ def reproduce(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory or store of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory or store file of a run.")],
     format_: Annotated[str, typer.Option("--format", help="csv or parquet.")] = "csv",
-    out: Annotated[Path | None, typer.Option(help="File; CSV goes to stdout without it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file; without it CSV goes to stdout.")] = None,
 ) -> None:
-    """The measured values of a run as one table."""
+    """Export the measured values of a run as one table."""
     from curvoscope.commands import export as command
 
     command.run(run, format_, out)
@@ -247,7 +253,7 @@ def report(
         ),
     ],
 ) -> None:
-    """report.html and report.md of a run again, from its JSON and its figures."""
+    """Write report.html and report.md of a run again, from its JSON file and figures."""
     from curvoscope.commands import report as command
 
     command.run(run)
@@ -255,14 +261,14 @@ def report(
 
 @app.command()
 def explore(
-    port: Annotated[int, typer.Option(help="Port; a free one where it is taken.")] = 8050,
+    port: Annotated[int, typer.Option(help="Port; falls back to a free one if taken.")] = 8050,
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on, behind a token. (default: loopback)", show_default=False),
+        typer.Option(help="Address to listen on; access needs a token. (default: loopback)", show_default=False),
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """The interactive page: the exact Hessian of an attention layer, at once, as its sizes and scales are moved."""
+    """Open the interactive page: the exact Hessian of an attention layer as you move its sizes and scales."""
     from curvoscope.commands import explore as command
 
     command.run(host, port, open_browser)
@@ -270,9 +276,11 @@ def explore(
 
 @app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Some of them; without, all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME...", help="Benchmarks to run (default: all).")
+    ] = None,
 ) -> None:
-    """The benchmarks, in a checkout: one JSON document with ratios against the peers."""
+    """Run the benchmarks (in a checkout) and print one JSON document with ratios against other packages."""
     from curvoscope.commands import bench as command
 
     raise typer.Exit(command.run(names or []))
@@ -280,14 +288,14 @@ def bench(
 
 @app.command()
 def verify(seed: Seed = 0, as_json: AsJson = False) -> None:
-    """Every theorem against automatic differentiation. Exit code 1 when one does not hold."""
+    """Check every theorem against automatic differentiation; exit code 1 if one does not hold."""
     from curvoscope.commands import verify as command
 
     raise typer.Exit(command.run(seed, as_json))
 
 
 def main() -> None:
-    """The entry point: errors of the package become one line on stderr and exit code 2."""
+    """Run the command line; errors of the package become one line on stderr and exit code 2."""
     try:
         app()
     except CurvoscopeError as error:

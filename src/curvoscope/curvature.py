@@ -222,14 +222,12 @@ def hessian(
         objective = objective_of(loss_fn)
         products_only = mesh is not None or hvp == "difference"
         if method == "exact" and products_only:
-            raise ModelError(
-                "method", "got 'exact', but for sharded models, or with differences, there are products only"
-            )
+            raise ModelError("method", "got 'exact', but sharded models and differences have products only")
     walked = Aligned(found, ranks) if isinstance(ranks, Mesh) else found
     arguments = model, objective, walked, blocks, split, device, budget, layers.sites, ranks
     coupled = objective is not None and objective.couples_rows and micro_batch is not None
     if coupled and products_only:
-        raise ModelError("micro_batch", "rows meet in the loss: sharded models and differences take whole batches only")
+        raise ModelError("micro_batch", "the loss compares rows: sharded models and differences need whole batches")
     exact, by_gradients = (Sharded, ShardedDifferences) if isinstance(ranks, Mesh) else (Autodiff, Differences)
     exact = Coupled if coupled else exact
     make = by_gradients if hvp == "difference" else exact

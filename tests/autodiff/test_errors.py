@@ -229,7 +229,7 @@ class TestLoss:
     def test_no_loss_at_all(self):
         with pytest.raises(LossError, match="loss_fn"):
             hessian(Labelled(loss=None), None, [{"x": points()[0], "labels": points()[1]}])
-        with pytest.raises(LossError, match="none that is known"):
+        with pytest.raises(LossError, match="not a known one"):
             hessian(Labelled(loss=torch.ones(())), None, [{"x": points()[0], "labels": points()[1]}])
 
 
@@ -273,7 +273,7 @@ class TestSelection:
             H.outer["h.0.attn.Q", "h.0.mlp.up"] @ torch.zeros(32).double()
         with pytest.raises(ModelError, match="split"):
             H.functional @ torch.ones(H.shape[0]).double()
-        with pytest.raises(ModelError, match=r"wte.*beside the output"):
+        with pytest.raises(ModelError, match=r"wte.*other than through the output"):
             H.outer["embed"] @ torch.ones(24).double()
         H @ torch.ones(H.shape[0]).double()
 
@@ -298,7 +298,7 @@ class TestSelection:
         H = hessian(Beside(), MSE, [points()], split="layer")
         with pytest.raises(ModelError, match=r"up\.gain: acts nowhere on the output of 'up'"):
             H.outer["up.gain"] @ torch.ones(2).double()
-        with pytest.raises(ModelError, match=r"up\.gain: acts on the loss also beside the output of 'up'"):
+        with pytest.raises(ModelError, match=r"up\.gain: also affects the loss other than through the output of 'up'"):
             H.outer["up.gain", "up.weight"] @ torch.ones(12).double()
 
     def test_a_layer_that_returns_no_tensor(self):

@@ -145,7 +145,7 @@ def test_what_a_reader_sees(call, tmp_path):
     code, stdout, stderr = call("analyze", "gpt2-tiny", *FAST, "--blocks", "h.1.attn.[QV]", "--out", out)
     assert (code, stderr) == (0, "")
     assert stdout.startswith("GPT2LMHeadModel, 37,760 parameters in float32, random weights, seed 0.\n")
-    assert "2 sequences of 6 tokens from the package's corpus; tokens: one token a byte." in stdout
+    assert "2 sequences of 6 tokens from the package's corpus; tokens: one token per byte." in stdout
     for word in ("h.1.attn.Q", "outer", "functional", "λ max", "2/λ max = ", "critical learning rate", "Loss"):
         assert word in stdout
     written = ["norms.png", "pairs.png", "histograms.png", "heads.png", "report.html", "report.md", "table.json"]
@@ -290,7 +290,7 @@ class TestData:
             ("BertForSequenceClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
             ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "as multi_label"),
             ("ViTForImageClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
-            ("Speech2TextForConditionalGeneration", {}, "sound in another form than Whisper"),
+            ("Speech2TextForConditionalGeneration", {}, "sound in a different form from Whisper"),
         ],
     )
     def test_what_there_are_no_data_for(self, call, tmp_path, name, changes, message):
@@ -332,8 +332,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["gpt2-tin"], "error: model: 'gpt2-tin' is no folder and none of"),
-            (["some/where"], "error: model: some/where is no folder"),
+            (["gpt2-tin"], "error: model: 'gpt2-tin' is not a folder and none of"),
+            (["some/where"], "error: model: some/where is not a folder"),
             (["gpt2-tiny", "--d", "8"], "error: d: has a meaning only for addition"),
             (["gpt2-tiny", "--norm", "pre"], "error: norm: has a meaning only for addition"),
             (["--tolerance", "2"], "error: tolerance: got 2"),

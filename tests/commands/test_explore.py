@@ -61,7 +61,7 @@ def test_a_host_warns_and_needs_the_token_of_its_link():
             assert token not in answer.url
     finally:
         _, errors = stop(process)
-    assert errors.startswith("warning: 127.0.0.1 may be reached from other machines")
+    assert errors.startswith("warning: 127.0.0.1 is reachable from other machines")
 
 
 def test_bad_ports_and_hosts_are_one_line(call):

@@ -70,7 +70,7 @@ def test_a_training_run_that_was_killed(undrawn, tmp_path, capsys):
         run.note(Incident(35, "failed", "out of memory"))
     report.run(tmp_path)
     page = Page((tmp_path / "report.html").read_text())
-    assert "did not come to its end: these are the 4 measurements up to step 35" in page.text
+    assert "did not finish: these are the 4 measurements up to step 35" in page.text
     assert "out of memory" in page.text and "curvoscope watch --steps 9 --optimizer adam" in page.text
     document = json.loads((tmp_path / "watch.json").read_text())
     assert document["records"] == [json.loads(json.dumps(one.facts())) for one in records]
@@ -106,15 +106,15 @@ class TestErrors:
     def test_a_reproduction_that_did_not_finish(self, tmp_path):
         with Store(tmp_path / "store.sqlite"):
             pass
-        with pytest.raises(ReportError, match=r"did not finish; run its command again, what was measured is kept"):
+        with pytest.raises(ReportError, match=r"did not finish; run its command again, its measurements are kept"):
             report.run(tmp_path)
 
     def test_a_training_run_without_measurements(self, tmp_path):
         with RunStore(tmp_path / "store.sqlite") as store:
-            with pytest.raises(ReportError, match=r"^RUN: .* holds no run"):
+            with pytest.raises(ReportError, match=r"^RUN: .* contains no run"):
                 report.run(tmp_path)
             store.run("run 1", {"configuration": {}, "versions": {}})
-        with pytest.raises(ReportError, match=r"^RUN: holds no records: nothing was measured"):
+        with pytest.raises(ReportError, match=r"^RUN: contains no records: nothing was measured"):
             report.run(tmp_path)
 
     @pytest.mark.parametrize("damage", [lambda one: one.pop("largest_eigenvalue"), lambda one: one.update(new=1)])
@@ -122,13 +122,13 @@ class TestErrors:
         out, document = run_of("watch", tmp_path)
         damage(document["records"][1])
         (out / "watch.json").write_text(json.dumps(document))
-        with pytest.raises(ReportError, match=r"^RUN: holds a record that cannot be read"):
+        with pytest.raises(ReportError, match=r"^RUN: contains a record that cannot be read"):
             report.run(out)
 
     def test_the_command_says_it_in_one_line(self, tmp_path, call):
         (tmp_path / "table.json").write_text('{"kind": "analyze", "rows": [')
         code, out, err = call("report", tmp_path)
-        assert code == 2 and not out and err.count("\n") == 1 and "is no whole JSON document" in err
+        assert code == 2 and not out and err.count("\n") == 1 and "is not a complete JSON document" in err
 
     @pytest.mark.parametrize(
         "content", [b'{"kind": "analyze", "rows": [', b"\xff\xfe", json.dumps({"rows": []}).encode()]

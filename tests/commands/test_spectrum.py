@@ -98,9 +98,9 @@ def test_a_folder(call, undrawn, tmp_path):
     ("arguments", "message"),
     [
         (["--matvecs", "4"], "error: matvecs: got 4, expected at least 8"),
-        (["--length", "5"], "error: length: is for language models; addition reads none"),
+        (["--length", "5"], "error: length: is for language models; addition reads no text"),
         (["--blocks", "h.7.*"], "error: blocks: 'h.7.*' matches none"),
-        (["adition"], "error: model: 'adition' is no folder and none of addition"),
+        (["adition"], "error: model: 'adition' is not a folder and none of addition"),
     ],
 )
 def test_errors_are_one_line(call, tmp_path, arguments, message):

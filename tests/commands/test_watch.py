@@ -208,7 +208,7 @@ class TestErrors:
 
     def test_a_checkpoint_of_something_else(self, tmp_path):
         torch.save({"weights": torch.zeros(2)}, tmp_path / watch.CHECKPOINT)
-        with pytest.raises(ModelError, match="is no checkpoint of a watched run"):
+        with pytest.raises(ModelError, match="is not a checkpoint of a watched run"):
             watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, True, False)
 
     def test_a_full_disk_leaves_no_half_checkpoint(self, tmp_path, monkeypatch):

@@ -282,7 +282,7 @@ def test_a_server_that_is_gone_is_named(browser, address):
     explorer = Explorer(browser, address, SMALL.query())
     explorer.page.route("**/*", lambda route: route.abort())
     explorer.move("L", 6)
-    explorer.page.wait_for_function("() => document.getElementById('message').textContent.includes('gave no answer')")
+    explorer.page.wait_for_function("() => document.getElementById('message').textContent.includes('did not answer')")
     _goes_on(explorer, "**/*")
 
 

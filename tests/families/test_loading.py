@@ -117,7 +117,7 @@ def test_safetensors_are_preferred_to_a_pickle(tmp_path):
 
 class TestNoModel:
     def test_no_folder(self, tmp_path):
-        with pytest.raises(NotAModelError, match=r"model: .*nowhere is no folder"):
+        with pytest.raises(NotAModelError, match=r"model: .*nowhere is not a folder"):
             load(tmp_path / "nowhere")
 
     def test_no_configuration(self, tmp_path):
@@ -352,7 +352,9 @@ class TestNames:
         assert all(name in help_text for name in NAMES)
 
     def test_an_unknown_name_and_its_neighbours(self):
-        with pytest.raises(NotAModelError, match=r"'gpt-tiny' is no folder and none of addition.*nearest: gpt2-tiny"):
+        with pytest.raises(
+            NotAModelError, match=r"'gpt-tiny' is not a folder and none of addition.*nearest: gpt2-tiny"
+        ):
             subject_of(Request("gpt-tiny", seed=0))
 
     def test_a_seed_out_of_range(self):

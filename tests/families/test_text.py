@@ -57,7 +57,7 @@ class TestTokens:
     def test_bytes_give_the_text_back(self, text):
         found = encode(text, 256)
         assert bytes(found.tokens.tolist()).decode() == text
-        assert found.mask is None and found.about == "one token a byte"
+        assert found.mask is None and found.about == "one token per byte"
 
     def test_bytes_and_a_mask_need_one_more(self):
         assert encode("abc", 257, masked=True).mask == 256
@@ -92,7 +92,7 @@ class TestTokens:
     def test_a_tokenizer_of_another_model(self):
         with pytest.raises(TextError, match="gives token 7, the model has 7"):
             encode("one three fifteen", 7, Words())
-        with pytest.raises(TextError, match="none that stands for them"):
+        with pytest.raises(TextError, match="no mask token"):
             encode("one", 7, Words(), masked=True)
         with pytest.raises(EmptyError, match="no tokens"):
             encode(" ", 7, Words())

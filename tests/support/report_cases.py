@@ -93,7 +93,7 @@ def training_facts():
     """The facts that `curvoscope watch` writes."""
     return {
         "kind": "watch",
-        "title": "Curvature while training on addition",
+        "title": "Curvature during training on addition",
         "about": ["GPT2, 3,996 parameters."],
         "configuration": {"steps": 40, "seed": 3, "optimizer": "sgd", "lr": 0.1},
         "command": "curvoscope watch --steps 40 --seed 3 --optimizer sgd --lr 0.1",

@@ -197,7 +197,7 @@ def _curve(
 ) -> ConvergenceCurve:
     variance = float(there.variances.mean())
     if variance <= 0:
-        raise RangeError("batches", "all samples have the same loss: the mean loss never moves")
+        raise RangeError("batches", "all samples have the same loss: the mean loss never changes")
     changes, error = _changes(there, counts, batch, orders, generator)
     noise = torch.randn(there.losses.shape, generator=generator, dtype=torch.float64)
     null = Samples(there.means[:, None] + there.variances.sqrt()[:, None] * noise, there.terms)

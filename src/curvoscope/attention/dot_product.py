@@ -97,7 +97,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
             raise ShapeError(name, f"has {count} heads, which do not divide the {heads} heads of the query")
         if not enable_gqa and count not in (1, heads):
             raise ShapeError(
-                name, f"has {count} heads, others have {heads}; give enable_gqa=True where query heads share keys"
+                name, f"has {count} heads, others have {heads}; give enable_gqa=True if query heads share keys"
             )
     return tuple(lead), heads, counts[1] if counts[1] == counts[2] else heads
 

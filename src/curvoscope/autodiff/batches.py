@@ -91,7 +91,7 @@ class Batches:
             raise BatchError("batches", f"got one {type(source).__name__}; put it into a list: [(inputs, targets)]")
         if isinstance(source, Iterator):
             name = type(source).__name__
-            raise BatchError("batches", f"a {name} can be walked only once, and products need many passes: list(...)")
+            raise BatchError("batches", f"a {name} can be iterated only once, and products need many passes: list(...)")
         self._source, self._micro_batch = source, micro_batch
         self._prints: list[bytes] | None = None
         with same_randomness(self.generators):  # both passes in one: a loader that shuffles must not start afresh

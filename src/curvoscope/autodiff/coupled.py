@@ -36,7 +36,7 @@ class Coupled(Autodiff):
         self._rows: list[tuple[int, slice]] = []  # of each micro-batch: its batch, and where in it
         super().__init__(*arguments, **options)
         if self.split != "model":
-            raise ModelError("split", "got 'layer', but rows meet in the loss: use whole batches, without micro_batch")
+            raise ModelError("split", "got 'layer', but the loss compares rows; use whole batches, without micro_batch")
 
     def _survey(self) -> LossSummary:
         """As for whole batches; each micro-batch has the weight of its batch."""

@@ -394,5 +394,7 @@ def check_layer(
     for name, expected, found in zip(leaves, whole, through, strict=True):
         if float((found - expected).abs().max()) > torch.finfo(found.dtype).eps ** 0.5 * float(expected.abs().max()):
             raise ModelError(
-                name, f"acts on the loss also beside the {layer.side} of {layer.path!r}, is it tied? Use split='model'"
+                name,
+                f"also affects the loss other than through the {layer.side} of {layer.path!r}; is it tied? Use "
+                "split='model'",
             )

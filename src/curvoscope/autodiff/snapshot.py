@@ -176,7 +176,7 @@ class Losses:
         if found.requires_grad:
             raise LossError(
                 "loss_fn",
-                "uses parameters directly, beside the model's outputs: let the model return what it needs, or use "
+                "uses parameters directly, not through the model's outputs: let the model return them, or use "
                 "cv.losses.Regularised(loss, penalty)",
             )
         return float(found)
@@ -313,7 +313,7 @@ def objective_of_model(model: Snapshot, batch: Batch) -> tuple[Objective, bool]:
     size = abs(float(expected))
     # Before training all words are nearly alike, and so are the losses of different targets: one must stand out.
     if not ranked or errors[ranked[0]] > _SAME_LOSS * size:
-        raise LossError("loss_fn", "is None, and the model's loss is none that is known; give loss_fn(outputs, labels)")
+        raise LossError("loss_fn", "is None, and the model's loss is not a known one; give loss_fn(outputs, labels)")
     if len(ranked) > 1 and errors[ranked[1]] <= 10 * max(errors[ranked[0]], torch.finfo(torch.float32).eps * size):
         raise LossError("loss_fn", "is None, and two losses agree with the model's here; give CrossEntropy(...)")
     return ranked[0], needs_labels

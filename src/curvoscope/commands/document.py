@@ -57,7 +57,7 @@ def write_report(out: Path, document: str, figures: Mapping[str, bytes]) -> None
 
 
 def show_subject(console: Console, subject: Subject, loss: float) -> None:
-    """The model and its data, a sentence a line."""
+    """Print the model and its data, one sentence per line."""
     for line in subject.about:
         console.print(Text(line), soft_wrap=True)
     console.print(f"Loss {loss:.4g}.\n")

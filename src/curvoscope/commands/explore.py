@@ -20,11 +20,11 @@ def run(host: str | None, port: int, open_browser: bool) -> None:
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     found = listen(host, port)
     if found.token is not None:
-        warning = f"warning: {host} may be reached from other machines; whoever has the link can use the page."
+        warning = f"warning: {host} is reachable from other machines; anyone with the link can use the page."
         Console(stderr=True).print(warning, style="yellow", soft_wrap=True)
-    print(f"{found.address}\nctrl-c ends it", flush=True)
+    print(f"{found.address}\nPress Ctrl-C to stop.", flush=True)
     if port and f":{port}/" not in found.address:
-        print(f"port {port} is taken, so another one was chosen", file=sys.stderr, flush=True)
+        print(f"port {port} is taken; using a free one", file=sys.stderr, flush=True)
     if open_browser:
         webbrowser.open(found.address)
     with found.server as server:

@@ -54,7 +54,7 @@ def _document(source: Path) -> Path:
         raise ReportError(
             "RUN",
             f"{source} holds a store but no {reproduce_report.DOCUMENT}: the run did not finish; run its command "
-            "again, what was measured is kept",
+            "again, its measurements are kept",
         )
     raise ReportError(
         "RUN", f"there is no {', '.join(DOCUMENTS[:-1])} or {DOCUMENTS[-1]} in {source}: no run has finished there"

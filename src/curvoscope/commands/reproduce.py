@@ -45,7 +45,7 @@ def run(
     if "all" in names and experiments.left_out():
         absent = ", ".join(experiments.left_out())
         Console(stderr=True, highlight=False).print(
-            Text(f"all without {absent}: scikit-learn is missing, pip install 'curvoscope[digits]'"), soft_wrap=True
+            Text(f"skipping {absent}: scikit-learn is missing; pip install 'curvoscope[digits]'"), soft_wrap=True
         )
     commands.make_directory(out)
     with Store(store_path or out / STORE) as store:
@@ -76,7 +76,7 @@ def _measure(figures: Sequence[Figure], store: Store, quick: bool, jobs: int, da
     seconds = sum(task.figure.seconds(task.point) for task in tasks) / jobs
     if seconds > _LONG:
         stderr.print(
-            f"{len(tasks)} points to measure, about {_duration(seconds)} with {jobs} jobs. What is measured is kept: "
+            f"{len(tasks)} points to measure, about {_duration(seconds)} with {jobs} jobs. Measurements are kept: "
             "stop at any time and run the same command again to continue."
         )
     with Progress(

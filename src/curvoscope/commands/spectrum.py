@@ -93,7 +93,7 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
     console.print(model_tables.spectrum_table(everything))
     show_extremes(console, ends)
     if density is None:
-        console.print("The density of the whole Hessian is left out: its Lanczos vectors do not fit in memory.\n")
+        console.print("The density of the whole Hessian is omitted: its Lanczos vectors do not fit in memory.\n")
     for name in (*shown_files(figures), *REPORTS, "spectrum.json"):
         print(f"wrote {out / name}")
 

@@ -149,7 +149,7 @@ def _batch(request: Request, loaded: loading.Loaded, folder: Path | None) -> tup
     if loaded.kind in ("addition", "image"):
         for option in ("text", "length"):
             if getattr(request, option) is not None:
-                raise RangeError(option, f"is for language models; {request.model} reads none, leave it out")
+                raise RangeError(option, f"is for language models; {request.model} reads no text, leave it out")
     if sequences < 1:
         raise RangeError("sequences", f"got {sequences}, expected at least 1")
     if loaded.kind == "addition":
@@ -173,7 +173,7 @@ def _noise(request: Request, config: Any, sequences: int) -> tuple[Any, str, dic
     labels = torch.randint(0, config.num_labels, (sequences,), generator=generator)
     about = (
         f"Noise images: cross-entropy of {sequences} images of random pixels, {height} x {width}, with random labels. "
-        "There is nothing in them to learn."
+        "They contain nothing to learn."
     )
     facts = {"noise images": sequences, "height": height, "width": width, "labels": "random"}
     return {"pixel_values": pixels, "labels": labels}, about, facts
@@ -218,15 +218,15 @@ def _text(
         features = _noise_features(model, config, sequences, request.seed)
         batch = {"input_features": features, "labels": tokens}
         _try(model, batch)
-        about = f"Noise as sound, which has nothing to do with the text: cross-entropy of {of_text}"
+        about = f"Noise as sound, unrelated to the text: cross-entropy of {of_text}"
         return batch, about, facts | {"noise features": list(features.shape)}
     if kind in _CLASSES:
         generator = torch.Generator().manual_seed(request.seed)
         shape = (sequences,) if kind == "text class" else (sequences, length)
         labels = torch.randint(0, config.num_labels, shape, generator=generator)
         _try(model, {"input_ids": tokens})
-        about = f"Random labels, in which there is nothing to learn: cross-entropy of {config.num_labels} classes"
-        about += f"{'' if kind == 'text class' else ' for each token'} on {of_text}"
+        about = f"Random labels, which contain nothing to learn: cross-entropy of {config.num_labels} classes"
+        about += f"{'' if kind == 'text class' else ' per token'} on {of_text}"
         return {"input_ids": tokens, "labels": labels}, about, facts | {"labels": "random"}
     about = f"Cross-entropy of the next token on {of_text}"
     return {"input_ids": tokens, "labels": tokens}, about, facts
@@ -241,7 +241,7 @@ def _noise_features(model: nn.Module, config: Any, sequences: int, seed: int) ->
     bands, frames = (getattr(config, name, None) for name in ("num_mel_bins", "max_source_positions"))
     if getattr(model, "main_input_name", None) != "input_features" or bands is None or frames is None:
         raise loading.UnknownArchitectureError(
-            "model", f"{type(model).__name__} reads sound in another form than Whisper; {loading.CURE}"
+            "model", f"{type(model).__name__} reads sound in a different form from Whisper; {loading.CURE}"
         )
     return torch.randn(sequences, bands, 2 * frames, generator=torch.Generator().manual_seed(seed))
 
@@ -256,5 +256,5 @@ def _try(model: nn.Module, batch: dict[str, Tensor]) -> None:
     except Exception as error:  # whatever the model does not like
         reason = " ".join(str(error).split())
         raise loading.UnknownArchitectureError(
-            "model", f"{type(model).__name__} does not run on a text of the package ({reason}); {loading.CURE}"
+            "model", f"{type(model).__name__} does not run on the package's text ({reason}); {loading.CURE}"
         ) from error

@@ -177,7 +177,7 @@ def _facts(training: TrainingRun, name: str, records: list[Record], incidents: l
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     return {
         "kind": "watch",
-        "title": f"Curvature while training on {options['task']}",
+        "title": f"Curvature during training on {options['task']}",
         "about": training.about,
         "run": name,
         "configuration": options,
@@ -203,6 +203,6 @@ def _show(training: TrainingRun, records: list[Record], incidents: list[Incident
     for incident in incidents:
         console.print(f"step {incident.step}: {incident.kind} {incident.message}", markup=False)
     if stopped:
-        console.print("Stopped; the same command with --resume goes on.")
+        console.print("Stopped; run the same command with --resume to continue.")
     for name in (*REPORTS, STORE, CHECKPOINT, DOCUMENT):
         print(f"wrote {out / name}")

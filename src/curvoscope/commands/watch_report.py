@@ -34,7 +34,7 @@ def read_store(path: Path) -> None:
     """The report of a run that did not come to its end, beside its store: of the last run in it."""
     with RunStore(path) as store:
         if not store.names:
-            raise ReportError("RUN", f"{path} holds no run; start one with curvoscope watch")
+            raise ReportError("RUN", f"{path} contains no run; start one with curvoscope watch")
         run = store.run(store.names[-1])
         facts, records, incidents = run.facts, run.records(), run.incidents()
     options = {name: value for name, value in facts["configuration"].items() if value is not None}
@@ -42,8 +42,8 @@ def read_store(path: Path) -> None:
     steps = max([0, *(one.step for one in records), *(one.step for one in incidents)])
     document = {
         "kind": "watch",
-        "title": "Curvature while training",
-        "about": [f"The run did not come to its end: these are the {len(records)} measurements up to step {steps}."],
+        "title": "Curvature during training",
+        "about": [f"The run did not finish: these are the {len(records)} measurements up to step {steps}."],
         "run": run.name,
         "configuration": options,
         "command": shlex.join(["curvoscope", "watch", *words]),
@@ -69,7 +69,7 @@ def _draw(records: Sequence[Record]) -> dict[str, bytes]:
 def _missing(records: Sequence[Record]) -> list[str]:
     lines = []
     if not detailed(records):
-        lines.append("Trace, smallest eigenvalue and norms of the blocks: the budget of time had no room for them.")
+        lines.append("Trace, smallest eigenvalue and norms of the blocks: the time budget did not allow them.")
     if not records[0].attention:
         lines.append("Attention by layer: the model has no attention layer of a known form.")
     return [*lines, "Spectra, entries and curvature through depth: see curvoscope spectrum and curvoscope analyze."]

@@ -71,7 +71,7 @@ class _Additions:
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
-        self.about = f"Cross-entropy of the answers to five-digit additions, {sequences} a batch and in the probe."
+        self.about = f"Cross-entropy of the answers to five-digit additions, {sequences} per batch and in the probe."
 
     def probe(self, seed: int) -> TokenBatch:
         """What is measured on."""
@@ -84,7 +84,7 @@ class _Additions:
 
 
 class _Text:
-    """The corpus that ships with the package, a token a byte; the loss is that of each next byte."""
+    """The corpus that ships with the package, one token per byte; the loss is that of each next byte."""
 
     vocabulary, context, depth = text.BYTES, 32, 2
 
@@ -94,7 +94,7 @@ class _Text:
         self._tokens = encoded.tokens
         self.about = (
             f"Cross-entropy of the next token in the package's corpus, {sequences} sequences of {self.context} tokens "
-            f"a batch, the probe those at its beginning; tokens: {encoded.about}."
+            f"per batch, the probe from its beginning; tokens: {encoded.about}."
         )
 
     def probe(self, seed: int) -> TokenBatch:
@@ -147,7 +147,7 @@ class TrainingRun:
 
     @property
     def about(self) -> list[str]:
-        """The model and its data, a sentence a line."""
+        """The model and its data, one sentence per line."""
         size = sum(weight.numel() for weight in self.model.parameters())
         return [f"GPT2, {size:,} parameters in float32, seed {self.options.seed}.", self._data.about]
 
@@ -206,5 +206,5 @@ def load(path: Path) -> dict[str, Any]:
         raise ModelError("resume", f"{path} cannot be read: {reason}; start a run without --resume") from error
     needed = {"run", "options", "model", "optimizer", "monitor"}
     if not isinstance(state, dict) or not needed <= state.keys():
-        raise ModelError("resume", f"{path} is no checkpoint of a watched run; start one without --resume")
+        raise ModelError("resume", f"{path} is not a checkpoint of a watched run; start one without --resume")
     return state

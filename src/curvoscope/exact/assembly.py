@@ -33,7 +33,7 @@ class WeightPart:
     slot: Slot
 
 
-Row = TypeVar("Row", bound=WeightPart)
+PartType = TypeVar("PartType", bound=WeightPart)
 Column = TypeVar("Column", bound=WeightPart)
 
 
@@ -95,9 +95,9 @@ def pushed_jacobian(
 
 def tiled(
     shapes: tuple[Shape, Shape],
-    rows: Sequence[Row],
+    rows: Sequence[PartType],
     columns: Sequence[Column],
-    terms: Callable[[Row, Column], TermList],
+    terms: Callable[[PartType, Column], TermList],
     like: Tensor,
     symmetric: bool,
     products: ProductPair | None = None,

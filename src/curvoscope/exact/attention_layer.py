@@ -85,7 +85,7 @@ class AttentionLayer:
         self.d_k = _per_head("W_Q", W_Q, heads)
         self.d_v = _per_head("W_V", W_V, kv_heads)
         if _per_head("W_K", W_K, kv_heads) != self.d_k:
-            raise ShapeError("W_K", f"has {W_K.shape[1] // kv_heads} columns a head, W_Q has {self.d_k}")
+            raise ShapeError("W_K", f"has {W_K.shape[1] // kv_heads} columns per head, W_Q has {self.d_k}")
         if W_O is not None:
             checks.floating("W_O", W_O, like=W_Q)
             if combine == "sum":

@@ -1,8 +1,8 @@
-"""The Dash app, and a route beside it that computes.
+"""The Dash app, and a route that computes.
 
-Dash makes the page and restores the state of a link. The numbers of a state go past it, as its callbacks would add
-tens of milliseconds to every move: assets/explorer.js fetches and writes them. The matrices,
-the curves and the spectra are asked for at the same time, so that the browser draws some while others are computed.
+Dash makes the page and restores the state of a link. The numbers of a state bypass Dash, whose callbacks would add
+tens of milliseconds to every move: assets/explorer.js fetches and writes them. It requests matrices, curves and
+spectra at the same time, so that the browser draws some while the server computes others.
 """
 
 import threading
@@ -22,15 +22,15 @@ from curvoscope.explorer.state import State, from_link, read
 T = TypeVar("T")
 
 _first, _second = threading.Lock(), threading.Lock()
-"""One state at a time in each: several pages share the processor, and the memory stays bounded."""
+"""Each lock admits one state at a time: several pages share the processor, and the memory stays bounded."""
 
 
 class UnanswerableError(Exception):
-    """A state that is within its bounds and still has no numbers, as when scores overflow."""
+    """A state that is within its bounds but has no numbers, for example because scores overflow."""
 
 
 def make(token: str | None = None) -> Dash:
-    """The app; with a token it answers only those who have it."""
+    """Make the app; with a token it answers only requests that carry it."""
     app = Dash(
         "curvoscope",
         assets_folder=str(Path(__file__).parent / "assets"),
@@ -50,7 +50,7 @@ def make(token: str | None = None) -> Dash:
 
 
 def matrices_of(state: State, then: Callable[[Matrices], T]) -> T:
-    """What `then` makes of them. Those who ask at the same time wait for each other: the spectra for the pictures."""
+    """Apply `then` to the matrices of a state. Requests are handled one at a time."""
     with _first:
         try:
             return then(compute.matrices(state))
@@ -59,7 +59,7 @@ def matrices_of(state: State, then: Callable[[Matrices], T]) -> T:
 
 
 def curves_of(state: State) -> Curves:
-    """Those who ask at the same time wait for each other."""
+    """Compute the curves of a state. Requests are handled one at a time."""
     try:
         return compute.curves(matrices_of(state, lambda found: found))
     except CurvoscopeError as error:
@@ -67,7 +67,7 @@ def curves_of(state: State) -> Curves:
 
 
 def spectra_of(state: State) -> ExplorerSpectra:
-    """Those who ask at the same time wait for each other."""
+    """Compute the spectra of a state. Requests are handled one at a time."""
     with _second:
         try:
             return compute.spectra(matrices_of(state, lambda found: found))
@@ -76,12 +76,12 @@ def spectra_of(state: State) -> ExplorerSpectra:
 
 
 def _answer(part: str) -> Response:
-    """What a state writes into the page: the values of its figures by their places, its numbers and lines of text.
+    """Return the content of the page for a state: the values of its figures by place, its numbers and lines of text.
 
-    A state without numbers has an error instead; it is an answer as others are, as controls can be moved there.
+    For a state without numbers, return an error as a normal answer, because the controls can reach such a state.
     """
     if part not in _PARTS:
-        return security.refuse(404, f"there is no part of that name; there are {', '.join(_PARTS)}")
+        return security.refuse(404, f"there is no part of that name; expected one of {', '.join(_PARTS)}")
     state, problems = read(request.args.to_dict())
     if state is None:
         return jsonify(error=" ".join(problems))
@@ -116,8 +116,8 @@ _PARTS: dict[str, Callable[[State], dict[str, Any]]] = {
 
 
 def _carry(app: Dash) -> None:
-    """The callbacks. Those of assets/explorer.js write through `set_props` or past Dash; their outputs are never
-    written, but for the tour's."""
+    """Register the callbacks. Those of assets/explorer.js write through `set_props` or bypass Dash; their outputs are
+    never written, except for the tour's."""
 
     @app.callback(Output("restored", "data"), Output("link-message", "children"), Input("location", "search"))
     def restore(search: object) -> tuple[Any, Any]:
@@ -141,9 +141,9 @@ def _carry(app: Dash) -> None:
 
 
 def _csv(name: str) -> Response:
-    """A table of a state as a file."""
+    """Return a table of a state as a file."""
     if name not in downloads.TABLES:
-        return security.refuse(404, f"there is no table of that name; there are {', '.join(downloads.TABLES)}")
+        return security.refuse(404, f"there is no table of that name; expected one of {', '.join(downloads.TABLES)}")
     state, problems = from_link(request.query_string.decode(errors="replace"))
     if problems:
         return security.refuse(400, " ".join(problems))

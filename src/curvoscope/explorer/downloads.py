@@ -15,7 +15,7 @@ CsvTable = tuple[list[str], Iterable[list[CsvCell]]]
 
 
 def matrix(found: Matrices, part: str) -> CsvTable:
-    """The whole matrix, a line a row; rows and columns are named by block and place in it, as Q.0."""
+    """The whole matrix, one line per row; rows and columns are named by block and place in it, as Q.0."""
     sizes = [stop - start for start, stop in pairwise(found.borders)]
     places = [f"{name}.{i}" for name, size in zip(found.names, sizes, strict=True) for i in range(size)]
     rows = ([place, *row.tolist()] for place, row in zip(places, found.dense[part], strict=True))
@@ -29,7 +29,7 @@ def attention(found: Matrices) -> CsvTable:
 
 
 def norms(found: Matrices) -> CsvTable:
-    """A line a block and part."""
+    """One line per block and part."""
     return ["row", "column", "part", "frobenius_norm"], ([*key, value] for key, value in found.norms.items())
 
 
@@ -79,7 +79,7 @@ TABLES = (*FROM_MATRICES, *FROM_SPECTRA)
 
 
 def lines(table: CsvTable, state: State) -> Iterator[str]:
-    """Of the file: the heading, then a line a row, made as they are sent; in the last columns, who made it."""
+    """The file: the heading, then one line per row, made as they are sent; the last columns say what made it."""
     heading, rows = table
     source: dict[str, CsvCell] = {"seed": state.seed, **versions()}
     yield ",".join([*heading, *source]) + "\n"

@@ -1,4 +1,4 @@
-"""The page: controls, tour, figures and the table. Everything has a label, and nothing is asked of another host."""
+"""The page: controls, tour, figures and the table. Everything has a label; the page loads nothing from other hosts."""
 
 import math
 from dataclasses import dataclass
@@ -53,24 +53,23 @@ CONTROLS = (
 _FIGURES = {
     "attention": (
         "Attention map",
-        "Weights of each query over the keys; linear ones have both signs.",
+        "Weights of each query over the keys; linear attention has both signs.",
     ),
     "hessian": ("Hessian", "The total over all weights, with the borders of the blocks."),
     "eigenvalues": (
         "Eigenvalues",
-        "Of the Hessian, beside the pairs ± of its T-functional part, d_k of each. Where d_k ≥ 2d they are eigenvalues "
-        "of the Hessian too: the bulk.",
+        "Of the Hessian, with the ± pairs of its T-functional part, d_k of each. If d_k ≥ 2d, the pairs are also "
+        "eigenvalues of the Hessian: the bulk.",
     ),
     "outer": ("Outer part", "Jᵀ S J, the Gauss-Newton matrix, in the colours of the total."),
     "functional": ("Functional part", "The rest, linear in the loss gradient, in the colours of the total."),
     "growth": (
         "Growth with σ",
-        "Solid: norms of blocks, exact; circles: at the scale chosen. Dashed: the theory, for attention that does not "
-        "move.",
+        "Solid: exact norms of blocks; circles: at the chosen scale. Dashed: the theory, at fixed attention.",
     ),
     "scalar": (
         "Scalar model",
-        "Tokens that are numbers, softmax, MSE: all eigenvalues in closed form, against the sink. It "
+        "Tokens are numbers; softmax, MSE: all eigenvalues in closed form, against the sink. The model "
         "shares L, d_k, σ, mask, residual and seed.",
     ),
 }
@@ -87,7 +86,7 @@ def _extra(**words: str) -> dict[str, Any]:
 
 
 def page() -> html.Div:
-    """The whole page; numbers come with the first answer."""
+    """Return the whole page; the first answer brings the numbers."""
     memory = {
         "defaults": State().model_dump(),
         "kinds": {control.name: control.kind for control in CONTROLS},
@@ -106,7 +105,7 @@ def page() -> html.Div:
                     html.H1("Curvature of an attention layer"),
                     html.P(
                         "The exact Hessian of the loss in the weights of one self-attention layer, split into its "
-                        "outer and its functional part. Move a control: all is computed anew from closed forms."
+                        "outer and its functional part. Move a control to recompute everything from closed forms."
                     ),
                 ]
             ),
@@ -121,7 +120,7 @@ def _tour() -> html.Section:
         [
             html.H2("Guided tour", id="tour-title"),
             html.Div(
-                html.P("What the paper found, in six steps. Each sets the controls for you."),
+                html.P("The paper's findings in six steps. Each step sets the controls for you."),
                 id="tour-text",
                 **_extra(aria_live="polite"),
             ),
@@ -211,7 +210,7 @@ def summary(found: ExplorerSpectra) -> list[Any]:
     spectrum = found.scalar[-1]
     outliers = ", ".join(f"{float(value):.4g}" for value in spectrum.outliers)
     return [
-        f"Loss {found.matrices.loss:.4g}. The Hessian has {n:,} rows; its eigenvalues go from ",
+        f"Loss {found.matrices.loss:.4g}. The Hessian has {n:,} rows; its eigenvalues range from ",
         {"smallest": number(smallest)},
         " to ",
         {"largest": number(largest)},
@@ -225,10 +224,10 @@ def pooling_note(found: Matrices) -> str:
     """What a cell of the Hessian's pictures is."""
     step = pooling(found.borders[-1])
     if step == 1:
-        return "In the pictures of the Hessian every entry is a cell."
+        return "In the pictures of the Hessian every cell is one entry."
     return (
-        f"In the pictures of the Hessian a cell stands for {step} × {step} entries and shows the one of largest "
-        f"magnitude, so that there are at most {MOST_CELLS} cells a side; the CSV has all entries."
+        f"In the pictures of the Hessian a cell shows the entry of largest magnitude among {step} × {step} entries, "
+        f"so that there are at most {MOST_CELLS} cells per side; the CSV has all entries."
     )
 
 
@@ -258,7 +257,7 @@ def _norm_table() -> html.Div:
         [
             html.Span(_csv_link("norms", "Norms of the blocks"), className="saves"),
             html.Table([html.Caption("Norms of the blocks"), html.Thead(html.Tr(head)), html.Tbody(body)]),
-            html.P("Frobenius norms; point at one for all of its digits.", className="note"),
+            html.P("Frobenius norms; point at a number to see all its digits.", className="note"),
         ],
         className="table",
     )

@@ -76,7 +76,7 @@ def _well_formed(callbacks: Mapping[str, Any]) -> BaseResponse | None:
         body = None
     if isinstance(body, dict) and _fits(body, callbacks):
         return None
-    return refuse(400, "the request does not have the shape of one from the page")
+    return refuse(400, "the request does not have the form that the page sends")
 
 
 def _fits(body: dict[str, Any], callbacks: Mapping[str, Any]) -> bool:
@@ -112,7 +112,7 @@ def _failed(error: Exception) -> BaseResponse:
     if isinstance(error, HTTPException):
         return refuse(error.code or 500, error.description or error.name)
     if isinstance(error, DashException | KeyError) and request.method == "POST":  # no such callback, or not so
-        return refuse(400, "the request does not fit the page; load it again")
+        return refuse(400, "the request does not match the page; reload it")
     logging.getLogger(__name__).error("a request failed", exc_info=error)  # for the one who runs the server
     return refuse(500, "the server could not answer; nothing was changed")
 

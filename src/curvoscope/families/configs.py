@@ -80,7 +80,7 @@ def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, others: t
         known = (*others, *NAMES)
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise NotAModelError("model", f"{name!r} is no folder and none of {', '.join(known)}{hint}")
+        raise NotAModelError("model", f"{name!r} is not a folder and none of {', '.join(known)}{hint}")
     chosen = CONFIGS[name]
     package = transformers()
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}

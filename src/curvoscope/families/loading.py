@@ -98,7 +98,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
         dtype: of the weights, whatever the files have.
     """
     if not path.is_dir():
-        raise NotAModelError("model", f"{path} is no folder; expected one with config.json and {SINGLE}")
+        raise NotAModelError("model", f"{path} is not a folder; expected one with config.json and {SINGLE}")
     configuration = read_configuration(path)
     files = _files(path)
     needed = sum(_check(file) for file in files) * dtype.itemsize
@@ -125,7 +125,7 @@ def read_configuration(path: Path) -> dict[str, Any]:
     configuration = _json(file)
     if configuration.get("auto_map"):
         asked = ", ".join(sorted(map(str, configuration["auto_map"])))
-        raise RemoteCodeError("model", f"{file} asks for code of its own (auto_map: {asked}), which is never run")
+        raise RemoteCodeError("model", f"{file} requires custom code (auto_map: {asked}), which is never run")
     if configuration.get("quantization_config"):
         kind = configuration["quantization_config"]
         name = kind.get("quant_method", "unnamed") if isinstance(kind, dict) else kind

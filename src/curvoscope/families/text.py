@@ -87,7 +87,7 @@ def encode(text: str, vocabulary: int, tokenizer: Tokenizer | None = None, maske
     room = vocabulary - masked
     mask = vocabulary - 1 if masked else None
     if room >= BYTES:
-        return Encoded(torch.tensor(list(text.encode())), "one token a byte", mask)
+        return Encoded(torch.tensor(list(text.encode())), "one token per byte", mask)
     if room < 2:
         raise RangeError("vocabulary", f"got {vocabulary}, expected at least {2 + masked} tokens")
     counts = Counter(text)
@@ -104,12 +104,12 @@ def encode(text: str, vocabulary: int, tokenizer: Tokenizer | None = None, maske
 def _tokenized(text: str, vocabulary: int, tokenizer: Tokenizer, masked: bool) -> Encoded:
     tokens = torch.tensor(tokenizer.encode(text), dtype=torch.int64)
     if tokens.numel() == 0:
-        raise EmptyError("text", "the model's tokenizer makes no tokens of it")
+        raise EmptyError("text", "the model's tokenizer returns no tokens for it")
     if masked and tokenizer.mask is None:
-        raise TextError("text", "the model predicts hidden tokens, and its tokenizer has none that stands for them")
+        raise TextError("text", "the model predicts hidden tokens, but its tokenizer has no mask token")
     if int(tokens.max()) >= vocabulary:
         raise TextError(
-            "text", f"the tokenizer gives token {int(tokens.max())}, the model has {vocabulary}: it is not the model's"
+            "text", f"the tokenizer gives token {int(tokens.max())}, the model has {vocabulary}: they do not match"
         )
     return Encoded(tokens, tokenizer.about, tokenizer.mask)
 

@@ -34,7 +34,7 @@ def tokenizer(path: Path) -> FolderTokenizer | None:
         except ValueError as error:
             raise CorruptFileError("model", f"{settings} is not JSON: {error}") from error
         if isinstance(found, dict) and found.get("auto_map"):
-            raise RemoteCodeError("model", f"{settings} asks for code of its own (auto_map), which is never run")
+            raise RemoteCodeError("model", f"{settings} requires custom code (auto_map), which is never run")
     package = transformers()
     with quiet(package):
         try:

@@ -435,7 +435,7 @@ def _wanted(values: Tensor, k: int | None, which: str) -> Tensor:
 
 
 def _answered(question: str, compute: Callable[[], checks.Answer]) -> checks.Answer:
-    """What `compute()` finds, once it is known to be finite."""
+    """Check that the result of `compute()` is finite and return it."""
     try:
         return checks.finite(question, compute())
     except (NonFiniteError, torch.linalg.LinAlgError) as error:  # the latter is what LAPACK says

@@ -123,7 +123,7 @@ def _axis(name: str, eigenvalue: object) -> str:
 
 
 def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
-    """|L_{k+b} - L_k| against k beside its laws, bound and random numbers, a panel a distance; then the gradient."""
+    """|L_{k+b} - L_k| against k with its laws, bound and random numbers, one panel per distance; then the gradient."""
     from matplotlib.figure import Figure
 
     count = len(found.curves) + 1
@@ -135,7 +135,7 @@ def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
     _gradient(panels[-1], found.plateau)
     for axes in panels[1:-1]:
         axes.set_ylabel("")
-    figure.suptitle("The rate 1/k is arithmetic: random numbers of the same spread have it too", size=_HEADING + 1)
+    figure.suptitle("The rate 1/k is arithmetic: random numbers of the same spread also have it", size=_HEADING + 1)
     _finish(panels[-1:])
     handles, labels = panels[0].get_legend_handles_labels()
     _clean(panels[:-1])
@@ -172,7 +172,7 @@ def _gradient(axes: "matplotlib.axes.Axes", plateau: GradientPlateau) -> None:
 
 
 def scaling_figure(found: Scaling, size: str = "size") -> "matplotlib.figure.Figure":
-    """Each quantity against the size, its power law and the law's band; a panel a quantity that was measured."""
+    """Each quantity against the size, its power law and the law's band; one panel per measured quantity."""
     from matplotlib.figure import Figure
 
     quantities = [name for name in _QUANTITIES if found.values(name)]

@@ -53,13 +53,13 @@ def of_training(records: Sequence[Record], momentum: float | None) -> Conclusion
     if len(records) == 1:
         course = (
             f"One measurement only, at step {first.step}: the loss on the probe was {first.probe_loss:.3g} and λ max "
-            f"{with_error(first.largest_eigenvalue)}; more steps, or a larger budget, show a course."
+            f"{with_error(first.largest_eigenvalue)}; more steps or a larger budget show how they change."
         )
     else:
         course = (
             f"From step {first.step} to step {last.step} the loss on the probe went from {first.probe_loss:.3g} to "
             f"{last.probe_loss:.3g}, and λ max from {with_error(first.largest_eigenvalue)} to "
-            f"{with_error(last.largest_eigenvalue)}, with {max(tops):.3g} the most."
+            f"{with_error(last.largest_eigenvalue)}, with a maximum of {max(tops):.3g}."
         )
     sentences = (course, _edge(records), _shares(records))
     sharpness = {one.step: one.largest_eigenvalue.value for one in records}
@@ -72,7 +72,7 @@ def of_training(records: Sequence[Record], momentum: float | None) -> Conclusion
         findings = Findings(
             extremes=ends, sharpness=sharpness, gradient_norms=norms, learning_rate=last.lr, momentum=momentum
         )
-    question = "How did the curvature change while the model was trained, and how near was it to the edge?"
+    question = "How did the curvature change during training, and how close was it to the edge?"
     return _answer(question, " ".join(sentences), findings)
 
 
@@ -83,18 +83,18 @@ def of_figures(figures: Sequence[Mapping[str, Any]]) -> Conclusion:
     wrong = [(name, verdict) for name, verdict in told if not verdict["agrees"]]
     sentences = [
         f"Of {len(told)} predictions in {len(figures)} {'figure' if len(figures) == 1 else 'figures'}, "
-        f"{len(told) - len(wrong)} agree with what was measured."
+        f"{len(told) - len(wrong)} agree with the measurements."
     ]
     if wrong:
         some = "; ".join(f"{name}: {verdict['statement']}" for name, verdict in wrong[:3])
-        sentences.append(f"Not borne out: {some}{' and others' if len(wrong) > 3 else ''}.")
+        sentences.append(f"Contradicted: {some}{' and others' if len(wrong) > 3 else ''}.")
     else:
         sentences.append("None is contradicted.")
     others = len(verdicts) - len(told)
     sentences.append(
-        f"{others} further {'number was' if others == 1 else 'numbers were'} measured that no theory predicts."
+        f"{others} more measured {'number has' if others == 1 else 'numbers have'} no prediction."
         if others
-        else "Every number that was fitted has a prediction."
+        else "Every measured number has a prediction."
     )
     question = "Do the papers' predictions hold?"
     if len(figures) == 1:
@@ -106,7 +106,7 @@ def _edge(records: Sequence[Record]) -> str:
     """Where λ_max was, of the edge 2/lr."""
     known = [(one.edge_ratio, one.step) for one in records if one.edge_ratio is not None]
     if not known:
-        return "No learning rate was given, so there is no edge to compare it with."
+        return "No learning rate was given, so there is no edge to compare with."
     beyond = sum(ratio > 1 for ratio, _ in known)
     ratio, step = max(known)
     if len(known) == 1:
@@ -154,14 +154,14 @@ def _apart(sizes: Sequence[tuple[str, float]], zero: float, what: str = "Frobeni
 def _farthest(apart: Distances) -> str:
     """The two spectra that are farthest apart."""
     if len(apart.names) < 2:
-        return "There is no second spectrum to compare it with."
+        return "There is no second spectrum to compare with."
     i, j = divmod(int(apart.values.argmax()), len(apart.names))
     distance = float(apart.values[i, j])
     if distance == 0:
-        return "No two spectra can be told apart at this resolution."
+        return "No two spectra can be distinguished at this resolution."
     return (
         f"The spectra of {apart.names[i]} and {apart.names[j]} are farthest apart, by a Jensen-Shannon distance of at "
-        f"least {distance:.2f}, where 0 is alike and 1 has nothing in common."
+        f"least {distance:.2f}, on a scale from 0 (equal) to 1 (disjoint)."
     )
 
 
@@ -170,5 +170,5 @@ def _reach(ends: Extremes) -> str:
     span = f"The eigenvalues of the whole Hessian run from {with_error(ends.smallest)} to {with_error(ends.largest)}"
     rate = ends.critical_learning_rate
     if rate is None:
-        return f"{span}: none is positive, and no learning rate is critical."
-    return f"{span}, so that plain gradient descent needs a learning rate below 2/λ max = {with_error(rate)}."
+        return f"{span}: none is positive, so no learning rate is critical."
+    return f"{span}, so plain gradient descent needs a learning rate below 2/λ max = {with_error(rate)}."

@@ -1,4 +1,4 @@
-"""Figures of a model's blocks, a panel a layer."""
+"""Figures of a model's blocks, one panel per layer."""
 
 import textwrap
 from collections.abc import Sequence

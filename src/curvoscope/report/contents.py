@@ -145,5 +145,5 @@ def report_of(document: str | bytes, files: Mapping[str, bytes]) -> Report:
 
 def _reason(errors: Sequence[Any]) -> str:
     if errors[0]["type"] == "json_invalid":
-        return f"is no whole JSON document ({errors[0]['ctx']['error']}); run its command again"
-    return "is of another kind than the documents of analyze, spectrum, watch and reproduce; run one of these again"
+        return f"is not a complete JSON document ({errors[0]['ctx']['error']}); run its command again"
+    return "is not a document of analyze, spectrum, watch or reproduce; run one of these again"

@@ -23,7 +23,7 @@ _TEXT, _HEADING = 8, 10
 
 
 def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.figure.Figure":
-    """The share of eigenvalues a decade of |λ|, negative ones on the left, with 95 % bands: a row a layer.
+    """The share of eigenvalues per decade of |λ|, negative ones on the left, with 95 % bands: one row per layer.
 
     The axis is logarithmic on both sides, and linear between its innermost ticks. The grey part of a panel holds the
     eigenvalues that are smaller than these, or too small for their sign and decade to be known from so many products,
@@ -56,7 +56,7 @@ def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.
             grid[i][j].tick_params(labelbottom=True)
             grid[i][j].set_xlabel("λ", size=_TEXT)
     figure.suptitle(textwrap.fill(plain(title), int(12 * figure.get_figwidth())), size=_HEADING + 1)
-    figure.supylabel("share of eigenvalues a decade", size=_HEADING)
+    figure.supylabel("share of eigenvalues per decade", size=_HEADING)
     handles = [
         Patch(color=_NEGATIVE, label="negative"),
         Patch(color=_POSITIVE, label="positive"),
@@ -82,7 +82,7 @@ def distance_figure(distances: Distances) -> "matplotlib.figure.Figure":
     bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=22)
     bar.set_label("Jensen-Shannon distance", size=_HEADING)
     bar.ax.tick_params(labelsize=_TEXT)
-    figure.suptitle("How far apart the blocks' spectra are, at least,\nby half-decades of λ", size=_HEADING)
+    figure.suptitle("Lower bounds on the distances between the blocks' spectra,\nby half-decades of λ", size=_HEADING)
     return figure
 
 
@@ -102,7 +102,7 @@ DensityPanel = tuple[str, BlockSpectrum | None]
 
 
 def _arrange(spectra: Sequence[BlockSpectrum]) -> list[tuple[str, list[DensityPanel]]]:
-    """Rows of panels with their labels: a row a layer with the same blocks below each other, then all others."""
+    """Rows of panels with their labels: one row per layer, the same blocks below each other, then all others."""
     layers: dict[str, dict[str, BlockSpectrum]] = {}
     others: list[DensityPanel] = []
     for one in spectra:

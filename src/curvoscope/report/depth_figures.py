@@ -31,7 +31,7 @@ _PANELS: tuple[tuple[str, _DepthNumber], ...] = (
 
 
 def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matplotlib.figure.Figure":
-    """Four logarithmic panels over the layers from input to output, a line a network, with 95 % intervals."""
+    """Four logarithmic panels over the layers from input to output, one line per network, with 95 % intervals."""
     from matplotlib.figure import Figure
 
     if not networks:
@@ -65,7 +65,7 @@ def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title
 
     if len(steps) != len(networks) or not steps:
         raise ShapeError(
-            "steps", f"got {len(steps)} steps for {len(networks)} measurements, expected as many, and some"
+            "steps", f"got {len(steps)} steps for {len(networks)} measurements, expected the same number, at least 1"
         )
     names = [layer.name for layer in networks[0].layers]
     if any([layer.name for layer in network.layers] != names for network in networks):

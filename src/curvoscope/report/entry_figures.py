@@ -14,7 +14,7 @@ _TEXT, _HEADING = 10, 11
 
 
 def entry_figure(found: Sequence[EntryHistogram], title: str) -> "matplotlib.figure.Figure":
-    """A panel a block, a line a part: the share of the entries in each bin of log10 |entry|."""
+    """One panel per block, one line per part: the share of the entries in each bin of log10 |entry|."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

@@ -1,4 +1,4 @@
-"""Heat maps of the norms of a Hessian's blocks and of pairs of blocks, a panel a part."""
+"""Heat maps of the norms of a Hessian's blocks and of pairs of blocks, one panel per part."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def pair_map(
 
 
 def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> "matplotlib.figure.Figure":
-    """log10 |H(a, a)|_F of the diagonal blocks, a line a layer. Norms up to `rounding` count as zero."""
+    """log10 |H(a, a)|_F of the diagonal blocks, one row per layer. Norms up to `rounding` count as zero."""
     places = [split_name(row.block) for row in rows]
     layers = sorted(dict.fromkeys(layer for layer, _ in places), key=lambda layer: layer == OUTSIDE)
     kinds = list(dict.fromkeys(name for layer in layers for home, name in places if home == layer))

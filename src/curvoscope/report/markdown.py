@@ -10,13 +10,13 @@ def page(report: Report) -> str:
     """Headings, tables and figures in the order of the HTML page."""
     parts = [f"# {_text(report.title)}", f"**{_text(report.question)}**", _text(report.answer)]
     parts += ["## What was measured", *map(_text, report.about)]
-    parts += ["## Advice", *(map(_advice, report.advice) if report.advice else ["The measurements bear none out."])]
+    parts += ["## Advice", *(map(_advice, report.advice) if report.advice else ["The measurements suggest none."])]
     for section in report.sections:
         parts += _section(section)
     if report.missing:
         parts += ["## Not measured here", "\n".join(f"- {_text(line)}" for line in report.missing)]
     versions = ", ".join(f"{_text(name)} {_text(version)}" for name, version in report.versions.items())
-    command = "The files of this run do not tell its command." if report.command is None else _code(report.command)
+    command = "The files of this run do not contain its command." if report.command is None else _code(report.command)
     parts += ["## To repeat it", command, f"Versions: {versions}"]
     if report.seed is not None:
         parts.append(f"Seed: {report.seed}")

@@ -9,10 +9,10 @@ VERDICTS = {True: "agrees", False: "DISAGREES", None: "no prediction"}
 
 
 def reproduction(found: Reproduction, figures: Callable[..., list[ReportFigure]]) -> Iterator[Section]:
-    """A section a figure."""
+    """Yield one section per figure."""
     for one in found.figures:
         rows = [_row(verdict) for verdict in one.verdicts]
-        caption = f"{one.name}: predictions and what was found"
+        caption = f"{one.name}: predictions and measured values"
         table = Table(caption, ("claim", "verdict", "predicted", "found", "from", "to"), 2, rows)
         text = " ".join(part for part in (one.question, one.remarks) if part)
         yield Section(f"{one.name}: {one.title}", text, [table] if rows else [], figures(one.name, told=_told(one)))
@@ -20,7 +20,7 @@ def reproduction(found: Reproduction, figures: Callable[..., list[ReportFigure]]
 
 def _told(one: Reproduced) -> tuple[str, str]:
     caption = f"{one.title}: {one.points} points, {one.seeds} {'seed' if one.seeds == 1 else 'seeds'} each."
-    return caption, f"Panels of {one.name}, {one.title}; what they show is in the table of predictions."
+    return caption, f"Panels of {one.name}, {one.title}; the numbers are in the table of predictions."
 
 
 def _row(verdict: Verdict) -> tuple[Cell, ...]:

@@ -94,7 +94,7 @@ def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
     ]
     caption = "Off-diagonal blocks: by random vectors, ± standard error in percent"
     if len(found.pairs) > _MOST_PAIRS:
-        caption += f"; the {_MOST_PAIRS} largest of {len(found.pairs):,}, all are in table.json"
+        caption += f"; the {_MOST_PAIRS} largest of {len(found.pairs):,} (all are in table.json)"
     folded = Table(caption, ("block", "with", "part", "‖H‖F"), 3, pairs, folded=True)
     yield Section("Heat map of the norms", tables=[folded] if pairs else [], figures=figures("pairs", "heat_map"))
     entries = [
@@ -110,7 +110,7 @@ def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
         for one in found.histograms
     ]
     columns = ("block", "part", "median |entry|", "exact zeros", "entries", "in columns", "of columns")
-    table = Table("Entries that the histograms count", columns, 2, entries)
+    table = Table("Entries counted by the histograms", columns, 2, entries)
     yield Section("Histograms of the entries", tables=[table] if entries else [], figures=figures("histograms"))
     yield _dense(found, figures)
     yield from _layers(found, figures)
@@ -134,7 +134,7 @@ def _spectra(found: SpectrumDocument, figures: FigureSource) -> Iterator[Section
         for one in found.blocks
     ]
     columns = ("block", "size", "λ min", "5 %", "median", "95 %", "λ max", "λ < 0", "near 0", "|λ| ≤")
-    caption = "Eigenvalues of the blocks: ± standard error in percent; ~0 where too small to be resolved"
+    caption = "Eigenvalues of the blocks: ± standard error in percent; ~0 if too small to be resolved"
     yield Section("Spectra by block", tables=[Table(caption, columns, 1, rows)], figures=figures("densities"))
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
     known = found.jensen_shannon
@@ -147,9 +147,9 @@ def _spectra(found: SpectrumDocument, figures: FigureSource) -> Iterator[Section
         for i in range(len(known.names))
         for j in range(i)
     ]
-    caption = "Jensen-Shannon distances between spectra, at least, of eigenvalues larger than the threshold"
+    caption = "Lower bounds on Jensen-Shannon distances between spectra, of eigenvalues above the threshold"
     folded = Table(caption, ("block", "with", "distance", "threshold"), 2, pairs, folded=True)
-    yield Section("How far apart the spectra are", tables=[folded] if pairs else [], figures=figures("distances"))
+    yield Section("Distances between the spectra", tables=[folded] if pairs else [], figures=figures("distances"))
     yield from _layers(found, figures)
 
 
@@ -168,9 +168,9 @@ def _layers(found: PerLayer, figures: FigureSource) -> Iterator[Section]:
     columns = ("layer", "head", "entropy", "|M1|²/x²", "tr M2/x²", "|M3|F/x³")
     caption = "Attention moments by head: means over rows, ± standard error over sequences in percent"
     text = (
-        "M1, M2 and M3 are the mean, the covariance and the third central moment of a layer's inputs under a row of "
-        "attention, x² the mean square of the inputs. The value block is made of M1, the query and key blocks of M2 "
-        "and M3; the entropy is in nats, and zero where a row looks at one token only."
+        "M1, M2 and M3 are the mean, the covariance and the third central moment of a layer's inputs under an "
+        "attention row, x² the mean square of the inputs. The value block depends on M1, the query and key blocks on "
+        "M2 and M3. The entropy is in nats, and zero if a row attends to one token only."
     )
     table = Table(caption, columns, 2, heads)
     yield Section("Attention moments by head", text, [table] if heads else [], figures("heads"))
@@ -184,8 +184,8 @@ def _layers(found: PerLayer, figures: FigureSource) -> Iterator[Section]:
     numbers = ("‖S‖₂", "‖S functional‖₂", "‖∂F/∂X‖₂", "largest block ‖H‖F")
     caption = "Curvature at the output of each layer, from input to output: ± error in percent"
     text = (
-        "S is the Hessian of the loss with respect to the output of a layer. A layer with the Jacobian J = ∂F/∂X hands "
-        "JᵀSJ down to its input and adds a curvature of its own, the functional part."
+        "S is the Hessian of the loss with respect to the output of a layer. A layer with the Jacobian J = ∂F/∂X "
+        "passes JᵀSJ to its input and adds its own curvature, the functional part."
     )
     table = Table(caption, ("layer", *numbers), 1, depth)
     yield Section("Curvature through depth", text, [table] if depth else [], figures("depth"))

@@ -23,13 +23,13 @@ def training(found: Training, figures: Callable[..., list[ReportFigure]]) -> Ite
         if (now := records[-1].attention.get(layer)) is not None
     ]
     caption = (
-        f"Rows of attention, means over heads: step {records[0].step} and step {records[-1].step}; entropy "
+        f"Attention rows, means over heads: step {records[0].step} and step {records[-1].step}; entropy "
         "in nats, spread tr M2/x²"
     )
     columns = ("layer", "entropy, first", "entropy, last", "spread, first", "spread, last")
     yield Section("Attention by layer", tables=[Table(caption, columns, 1, attention)] if attention else [])
     incidents = [(Cell(str(one.step)), Cell(one.kind), Cell(one.message)) for one in found.incidents]
-    table = Table("What kept the monitor from measuring", ("step", "incident", "message"), 3, incidents)
+    table = Table("Measurements that failed or were skipped", ("step", "incident", "message"), 3, incidents)
     yield Section("Incidents", tables=[table] if incidents else [])
 
 
@@ -38,9 +38,9 @@ def records_of(facts: Sequence[Mapping[str, Any]]) -> list[Record]:
     try:
         records = [Record.from_facts(one) for one in facts]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReportError("RUN", f"holds a record that cannot be read ({error}); run its command again") from None
+        raise ReportError("RUN", f"contains a record that cannot be read ({error}); run its command again") from None
     if not records:
-        raise ReportError("RUN", "holds no records: nothing was measured; run it again with a larger --budget")
+        raise ReportError("RUN", "contains no records: nothing was measured; run it again with a larger --budget")
     return records
 
 

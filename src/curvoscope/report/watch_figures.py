@@ -49,7 +49,7 @@ def trace_figure(records: Sequence[Record]) -> "matplotlib.figure.Figure":
 
 
 def block_map(records: Sequence[Record]) -> "matplotlib.figure.Figure":
-    """|H_bb|_F of outer and functional part: a line a block, a column a measurement, one logarithmic colour scale."""
+    """|H_bb|_F of both parts: one row per block, one column per measurement, one logarithmic colour scale."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure

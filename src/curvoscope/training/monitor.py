@@ -229,7 +229,7 @@ class CurvatureMonitor:
                 "resume with the model of that run, or start a new one",
             )
         if state["probe"] != self._print_of_probe():
-            raise BatchError("state", "is of another probe: its curve would not go on; give the probe of that run")
+            raise BatchError("state", "belongs to another probe: its curve cannot continue; give the probe of that run")
         self._steps = int(state["steps"])
         self.records = [Record.from_facts(facts) for facts in state["records"]]
         self.incidents = [Incident(**facts) for facts in state["incidents"]]

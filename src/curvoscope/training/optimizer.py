@@ -193,17 +193,19 @@ class BlockCurvature(torch.optim.Optimizer):
         """Continue from a state of the same model and blocks."""
         found = state_dict.get("curvature")
         if found is None:
-            raise ModelError("state_dict", "has no 'curvature': it is of another optimizer")
+            raise ModelError("state_dict", "has no 'curvature': it belongs to another optimizer")
         sizes = {name: len(vector) for name, vector in found["vectors"].items()}
         if sizes and sizes != self._blocks.sizes:
-            raise ModelError("state_dict", "is of another model, or of other blocks; make the optimizer as in that run")
+            raise ModelError(
+                "state_dict", "belongs to another model or other blocks; create the optimizer as in that run"
+            )
         super().load_state_dict(state_dict)
         self._known = _Known(**found)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise, except during construction: the blocks hold everything that is trained."""
         if self.param_groups:
-            raise ModelError("param_group", "cannot be added: make the optimizer anew, with blocks that hold it")
+            raise ModelError("param_group", "cannot be added: create the optimizer again, with blocks that contain it")
         super().add_param_group(param_group)
 
     # ---- curvature

@@ -6,7 +6,7 @@
   const page = { kinds: {}, tour: [], defaults: {}, wanted: null, sent: "", busy: false, step: -1, figures: {} };
   const parts = ["matrices", "curves", "spectra"];
   const patience = 30000; // milliseconds
-  const silence = "The server gave no answer. Is it still running? Move a control to try again.";
+  const silence = "The server did not answer. Is it still running? Move a control to try again.";
   const shown = "show the last state that could be computed.";
   const set = (id, props) => window.dash_clientside.set_props(id, props);
   const none = () => window.dash_clientside.no_update;
@@ -229,7 +229,7 @@
         mark(step.figure);
         const title = "Step " + (page.step + 1) + " of " + page.tour.length + ": " + step.title;
         const last = page.step === page.tour.length - 1;
-        return [title, step.text, last ? "Again from the start" : "Next step", page.step === 0];
+        return [title, step.text, last ? "Start again" : "Next step", page.step === 0];
       },
     },
   });

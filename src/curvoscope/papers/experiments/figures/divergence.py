@@ -197,7 +197,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
 FIGURE = Figure(
     name="divergence",
     title="Where gradient descent diverges",
-    question="Does the loss of full-batch gradient descent rise exactly where the learning rate is above 2/λ_max?",
+    question="Does the loss of full-batch gradient descent rise exactly if the learning rate is above 2/λ_max?",
     configuration=DivergenceConfiguration(),
     points=[{"norm": norm} for norm in _NORMS],
     seeds=20,
@@ -209,7 +209,7 @@ FIGURE = Figure(
     columns=2,
     remarks=(
         "The loss is cross-entropy plus μ/2 |w − w₀|², w₀ the weights after 300 steps of Adam on the same 32 "
-        "additions, μ = 0.05; the feed-forward layer has a GELU. It is minimised to rounding, and the start is beside "
+        "additions, μ = 0.05; the feed-forward layer has a GELU. It is minimised to rounding. The runs start near "
         "the minimum, at a hundredth of the distance at which the second-order loss is off by 1 %."
     ),
 )

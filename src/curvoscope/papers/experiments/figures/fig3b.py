@@ -27,7 +27,7 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
 FIGURE = Figure(
     name="fig3b",
     title="Growth with the scale of the input, one Pre-LN block",
-    question="Does LayerNorm before each branch take away the different growth of the query and value blocks?",
+    question="Does LayerNorm before each branch remove the difference in growth between the query and value blocks?",
     configuration=Setting(norm="pre"),
     points=_POINTS,
     seeds=20,
@@ -36,5 +36,5 @@ FIGURE = Figure(
     verdicts=_verdicts,
     panels=partial(growth.panels, predictions=_PREDICTIONS),
     seconds=lambda point: 2.0,
-    remarks="Parts are cut at the logits: behind a norm the functional part of the value block is not zero.",
+    remarks="Parts are split at the logits: with a norm the functional part of the value block is not zero.",
 )

@@ -44,5 +44,5 @@ FIGURE = Figure(
     verdicts=partial(fits.verdicts, predictions=_PREDICTIONS),
     panels=_panels,
     seconds=lambda point: 0.3,
-    remarks="Slopes are fitted for 0.1 ≤ σ ≤ 0.3, the smallest of this grid, where the softmax already moves.",
+    remarks="Slopes are fitted for 0.1 ≤ σ ≤ 0.3, the smallest values of this grid, where the softmax already changes.",
 )

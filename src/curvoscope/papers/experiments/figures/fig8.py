@@ -71,7 +71,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
 FIGURE = Figure(
     name="fig8",
     title="Linear MLPs: growth as σ² at every depth",
-    question="How do the blocks of a linear MLP grow with the scale of the input, beside those of attention?",
+    question="How do the blocks of a linear MLP grow with the scale of the input, compared with those of attention?",
     configuration=LinearNetworkConfiguration(),
     points=_POINTS,
     seeds=20,

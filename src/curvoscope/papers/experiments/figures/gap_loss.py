@@ -217,7 +217,7 @@ FIGURE = Figure(
     seconds=lambda point: 16.0 if point["weights"] == "trained" else 7.0,
     columns=2,
     remarks=(
-        "The slope of -1 is that of averaging: random numbers have it too. It says nothing about the network. b = 8 "
+        "The slope of -1 comes from averaging: random numbers have the same. It says nothing about the network. b = 8 "
         "samples are added at a time; losses are in nats."
     ),
 )

@@ -92,7 +92,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
 FIGURE = Figure(
     name="gap-norms",
     title="Norms of the Hessian's diagonal blocks while training on digits",
-    question="Which parameter groups have the large curvature, when each weight is in exactly one?",
+    question="Which parameter groups have large curvature, if each weight belongs to exactly one group?",
     configuration=Digits(checkpoints=(0, 200, 400, 600, 800, 1000)),
     points=[{"network": "vit"}],
     seeds=20,

@@ -49,7 +49,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
 FIGURE = Figure(
     name="heads",
     title="Heads at a fixed width of 16",
-    question="Does the functional part lose weight as the width is cut into more heads?",
+    question="Does the functional part lose weight as the width is split into more heads?",
     configuration=PaperLayer(),
     points=_POINTS,
     seeds=20,

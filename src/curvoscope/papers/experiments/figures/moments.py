@@ -66,5 +66,5 @@ FIGURE = Figure(
     verdicts=_verdicts,
     panels=_panels,
     seconds=lambda point: 0.4,
-    remarks="W_Q is multiplied by the factor. Below 1e-20 there is rounding, and nothing is shown.",
+    remarks="W_Q is multiplied by the factor. Values below 1e-20 are rounding and are not shown.",
 )

@@ -179,7 +179,7 @@ def _study(norm: str) -> list[Point]:
 FIGURE = Figure(
     name="optimizers",
     title="SGD and Adam, alone and with block curvature",
-    question="Does a step size for each block, from its curvature, train faster than one well-tuned learning rate?",
+    question="Does a step size per block, from its curvature, train faster than one well-tuned learning rate?",
     configuration=_CONFIGURATION,
     points=[*_search(), *_study("pre"), *_study("none")],
     seeds=5,
@@ -190,6 +190,6 @@ FIGURE = Figure(
     panels=_panels,
     seconds=lambda point: 8.0 if str(point["optimizer"]).startswith("block") else 4.0,
     columns=5,
-    remarks="Found is the median over seeds, the interval from the smallest to the largest of five seeds: 94 % for the "
-    "median. inf: not reached. Seconds are of one processor, what the optimizer measures for itself included.",
+    remarks='"Found" is the median over seeds; the interval is the range of five seeds, a 94 % interval for the '
+    "median. inf: not reached. Seconds are processor time and include the optimizer's own measurements.",
 )

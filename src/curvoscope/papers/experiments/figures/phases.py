@@ -218,9 +218,9 @@ FIGURE = Figure(
     panels=_panels,
     seconds=lambda point: 60.0,
     remarks=(
-        "GPT-2 of one block, d = 16, Pre-LN, Adam on 64 fresh additions a step; norms are exact, on 32 additions, cut "
-        "at the logits. Rows are those of the six answer positions. δ is the smallest gap between the two best scores "
-        "of such a row: with the scores times β rows are of the order of e^(−βδ) away from one-hot. Where the row "
-        "of the smallest gap has little weight in the loss, the next one leads, and the blocks fall faster."
+        "GPT-2 of one block, d = 16, Pre-LN, Adam on 64 new additions per step. Norms are exact, on 32 additions, "
+        "split at the logits. Rows are those of the six answer positions. δ is the smallest gap between the two best "
+        "scores of such a row: with the scores times β, the rows differ from one-hot by the order of e^(−βδ). If the "
+        "row with the smallest gap has little weight in the loss, the next one dominates, and the blocks fall faster."
     ),
 )

@@ -72,7 +72,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
 FIGURE = Figure(
     name="temperature",
     title="The query-key Hessian and the temperature of the softmax",
-    question="How do the two parts of the query-key Hessian, cut at the scores, depend on the temperature?",
+    question="How do the two parts of the query-key Hessian, split at the scores, depend on the temperature?",
     configuration=PaperLayer(),
     points=_POINTS,
     seeds=20,
