@@ -9,8 +9,8 @@ from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth
 from curvoscope.curvature import CrossEntropy, MeanLoss, ModelHessian, blocks_of, hessian
 from curvoscope.errors import LossError, MemoryLimitError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Estimate
+from curvoscope.losses import MSE, objective_of
 from curvoscope.losses import cross_entropy as closed_form
-from curvoscope.losses.objectives import MeanSquaredError, objective_of
 from curvoscope.operators import BlockHessian, LinearOperator
 from reference import normal, relative
 
@@ -112,8 +112,8 @@ def _both(H, b):
 
 class TestLosses:
     def test_torchs_losses_are_recognised(self):
-        assert isinstance(objective_of(nn.functional.mse_loss), MeanSquaredError)
-        assert isinstance(objective_of(nn.MSELoss()), MeanSquaredError)
+        assert isinstance(objective_of(nn.functional.mse_loss), MSE)
+        assert isinstance(objective_of(nn.MSELoss()), MSE)
         assert isinstance(objective_of(nn.functional.cross_entropy), CrossEntropy)
         assert objective_of(nn.CrossEntropyLoss(ignore_index=3)).ignore_index == 3
         assert isinstance(objective_of(nn.CrossEntropyLoss(label_smoothing=0.1)), MeanLoss)

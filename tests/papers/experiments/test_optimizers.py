@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, jacfwd
 
-from curvoscope.losses.objectives import CrossEntropy
+from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments import Row
 from curvoscope.papers.experiments.figure import MeasuredValue
 from curvoscope.papers.experiments.figures import load
