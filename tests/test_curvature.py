@@ -6,11 +6,11 @@ from torch import nn
 from torch.func import functional_call
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth_of
-from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, ModelHessian, blocks_of, hessian
+from curvoscope.curvature import CrossEntropy, MeanLoss, ModelHessian, blocks_of, hessian
 from curvoscope.errors import LossError, MemoryLimitError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Estimate
+from curvoscope.losses import MSE, objective_of
 from curvoscope.losses import cross_entropy as closed_form
-from curvoscope.losses.objectives import objective_of
 from curvoscope.operators import BlockHessian, LinearOperator
 from matrices import within
 from reference import normal, relative
@@ -113,8 +113,8 @@ def _both(H, b):
 
 class TestLosses:
     def test_torchs_losses_are_recognised(self):
-        assert isinstance(objective_of(nn.functional.mse_loss), MeanSquaredError)
-        assert isinstance(objective_of(nn.MSELoss()), MeanSquaredError)
+        assert isinstance(objective_of(nn.functional.mse_loss), MSE)
+        assert isinstance(objective_of(nn.MSELoss()), MSE)
         assert isinstance(objective_of(nn.functional.cross_entropy), CrossEntropy)
         assert objective_of(nn.CrossEntropyLoss(ignore_index=3)).ignore_index == 3
         assert isinstance(objective_of(nn.CrossEntropyLoss(label_smoothing=0.1)), MeanLoss)

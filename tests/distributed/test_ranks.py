@@ -132,7 +132,7 @@ class TestMistakes:
             ("blocks", "blocks", "'down.weight' is missing on rank 1"),
             ("order", "blocks", "'their order' is up.weight up.bias down.weight down.bias on rank 0 and down.bias"),
             ("split", "split", "'split' is model on rank 0 and layer on rank 1"),
-            ("loss", "loss_fn", "MeanSquaredError on rank 0 and CrossEntropy"),
+            ("loss", "loss_fn", "MSE on rank 0 and CrossEntropy"),
             ("vectors", "process_group", "rank 1 multiplied with other vectors than rank 0"),
             ("calls", "process_group", "rank 1 asked for another product than rank 0"),
             ("widths", "process_group", "rank 1 asked for another product than rank 0"),

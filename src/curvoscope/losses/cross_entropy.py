@@ -34,10 +34,10 @@ def softmax_gradient(probabilities: Tensor, index: Tensor, weights: Tensor | flo
 
 def softmax_product(gradient: Tensor, index: Tensor, weights: Tensor, direction: Tensor) -> Tensor:
     """S u for u (..., v), from G = w (p - e_y), y `index` (..., 1) and w (..., 1)."""
-    product = (direction - direction.gather(-1, index)) * gradient  # w p . u'
+    product = (direction - direction.gather(-1, index)).mul_(gradient)  # w p . u'
     mean = product.sum(-1, keepdim=True) / weights.where(weights != 0, 1.0)  # of an ignored token: 0 / 1
-    product = torch.addcmul(product, gradient, mean, value=-1)
-    return product.scatter_add(-1, index, -mean * weights)  # G_y = w (p_y - 1)
+    product.addcmul_(gradient, mean, value=-1)
+    return product.scatter_add_(-1, index, -mean * weights)  # G_y = w (p_y - 1)
 
 
 class CrossEntropyGradient(torch.autograd.Function):
