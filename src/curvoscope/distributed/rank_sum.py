@@ -17,9 +17,7 @@ from curvoscope.estimate import Estimate
 from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import Tiles
-from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
-from curvoscope.operators.terms import Term
 from curvoscope.settings import settings
 
 _FEW = 2048  # rows and columns up to which the entries are soon summed
@@ -116,8 +114,7 @@ class RankSum(LinearOperator):
 def _core_bytes(operator: LinearOperator) -> int | None:
     """Of the cores of all terms; None where the block has no terms."""
     if isinstance(operator, KroneckerSum):
-        cores = sum(term.tokens * term.core.size for term in operator.terms if isinstance(term, Term))
-        return cores * operator.dtype.itemsize
+        return sum(term.kept for term in operator.terms) * operator.dtype.itemsize
     if isinstance(operator, Tiles):
         several = [_core_bytes(entry) for entry in operator.entries.values()]
         return None if None in several else sum(one for one in several if one is not None)
@@ -131,10 +128,5 @@ def _factors(operator: LinearOperator) -> LinearOperator:
         entries = {key: _factors(entry) for key, entry in operator.entries.items()}
         return Tiles(*shapes, operator.rows, operator.columns, entries, operator.like, operator.symmetric)
     assert isinstance(operator, KroneckerSum)
-    terms = [
-        Term(term.left, term.right, DenseCore(term.core.dense(0, term.tokens), term.core.symmetric), term.axes)
-        if isinstance(term, Term)
-        else term
-        for term in operator.terms
-    ]
+    terms = [term.with_numbers() for term in operator.terms]
     return KroneckerSum(*shapes, terms, operator.like, operator.symmetric)

@@ -4,6 +4,7 @@ Routes: the Gram matrix of the cores, sum_tu (l_t . l'_u) (r_t . r'_u) <C_t, C'_
 a contraction of all factors when the vectors stand on different axes. Every factor is brought near one first.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -25,10 +26,11 @@ def merged(terms: Sequence[Term | Single]) -> list[Term | Single]:
     groups: dict[tuple[int, int, Axes], list[Term]] = {}
     singles: list[Term | Single] = []
     for term in terms:
-        if isinstance(term, Single):
+        found = term.summed
+        if found is None:
             singles.append(term)
         else:
-            groups.setdefault((id(term.left), id(term.right), term.axes), []).append(term)
+            groups.setdefault((id(found.left), id(found.right), found.axes), []).append(found)
     merged = [
         group[0]
         if len(group) == 1
@@ -40,46 +42,34 @@ def merged(terms: Sequence[Term | Single]) -> list[Term | Single]:
 
 def inner_cost(x: Term | Single, y: Term | Single) -> int:
     """Multiplications of the cheapest route to <x, y>."""
-    if isinstance(x, Single) and isinstance(y, Single):
-        return x.core.numel() + x.outer.numel() if x.axes == y.axes else x.core.numel() * x.outer.numel()
-    if isinstance(x, Single) or isinstance(y, Single):
-        term = x if isinstance(x, Term) else y
-        assert isinstance(term, Term)
-        return term.tokens * (term.core.size + term.left.shape[1] * term.right.shape[1])
-    gram = x.tokens * y.tokens * (x.left.shape[1] + x.right.shape[1] + x.core.size)
-    if x.axes == y.axes:
-        return min(gram // (2 if x is y else 1), inner_by_tokens_cost(x.core, y.core))
-    return gram
+    first, second = x.summed, y.summed
+    if first is None or second is None:
+        a, b, p, q = x.sizes if first is None else y.sizes
+        return max(x.tokens, y.tokens) * (a * b + p * q)
+    gram = _gram_cost(first, second)
+    return min(gram, inner_by_tokens_cost(first.core, second.core)) if x.axes == y.axes else gram
+
+
+def _gram_cost(x: Term, y: Term) -> int:
+    cost = x.tokens * y.tokens * (x.left.shape[1] + x.right.shape[1] + x.core.size)
+    return cost // 2 if x is y else cost
 
 
 def inner(x: Term | Single, y: Term | Single, budget: int) -> ScaledNumber:
     """<x, y> by the cheapest route."""
-    if isinstance(x, Term) and isinstance(y, Term):
-        if x.axes != y.axes:
-            return _crossed_inner(x, y, budget)
-        gram = x.tokens * y.tokens * (x.left.shape[1] + x.right.shape[1] + x.core.size)
-        by_tokens = inner_by_tokens_cost(x.core, y.core) < gram // (2 if x is y else 1)
-        by_tokens = by_tokens and inner_by_tokens_fits(x.core, y.core, x.left.element_size(), budget)
-        by_tokens = by_tokens and (x is y or x.core is not y.core)  # there one core stands for one term
-        first, left = _with_unit_vectors(x)
-        second, right = (first, left) if x is y else _with_unit_vectors(y)
-        if by_tokens:
-            value, exponent = inner_by_tokens(x.core, y.core, lambda i, j: _weights(first, second, i, j))
-        else:
-            value, exponent = _gram_inner(first, second, budget)
-        return value, exponent + left + right
-    if isinstance(x, Single) and isinstance(y, Single):
-        if x.axes == y.axes:
-            (a, b, c, d), exponent = _units(x.outer, y.outer, x.core, y.core)
-            return float((a * b).sum() * (c * d).sum()), exponent
-        return _contracted([*_letters(x, ""), *_letters(y, "")], x.outer, x.core, y.outer, y.core)
-    term, single = (x, y) if isinstance(x, Term) else (y, x)
-    assert isinstance(term, Term) and isinstance(single, Single)
-    names = [*_letters(term, "t"), *_letters(single, "")]
-    return total(
-        _contracted(names, term.left[i:j], term.right[i:j], term.core.dense(i, j), single.outer, single.core)
-        for i, j in term.chunks(budget // 3)
-    )
+    first, second = x.summed, y.summed
+    if first is None or second is None or x.axes != y.axes:
+        return _crossed_inner(x, y, budget)
+    by_tokens = inner_by_tokens_cost(first.core, second.core) < _gram_cost(first, second)
+    by_tokens = by_tokens and inner_by_tokens_fits(first.core, second.core, first.left.element_size(), budget)
+    by_tokens = by_tokens and (x is y or first.core is not second.core)  # there one core stands for one term
+    near, left = _with_unit_vectors(first)
+    other, right = (near, left) if x is y else _with_unit_vectors(second)
+    if by_tokens:
+        value, exponent = inner_by_tokens(first.core, second.core, lambda i, j: _weights(near, other, i, j))
+    else:
+        value, exponent = _gram_inner(near, other, budget)
+    return value, exponent + left + right
 
 
 def _with_unit_vectors(term: Term) -> tuple[Term, int]:
@@ -137,24 +127,25 @@ def _gram_inner(x: Term, y: Term, budget: int) -> ScaledNumber:
     return total(parts)
 
 
-def _crossed_inner(x: Term, y: Term, budget: int) -> ScaledNumber:
-    """<x, y> when the vectors of x and y stand on different axes: contracted pair by pair of chunks."""
-    names = [*_letters(x, "t"), *_letters(y, "u")]
+def _crossed_inner(x: Term | Single, y: Term | Single, budget: int) -> ScaledNumber:
+    """<x, y> when the vectors stand on different axes, or one is no sum over tokens: chunk by chunk of both."""
+    names = [*x.letters("t"), *y.letters("u")]
     parts: list[ScaledNumber] = []
-    widest = max(*x.core.shape, *y.core.shape)
-    numbers = int((budget // 4 / (x.left.element_size() * widest)) ** 0.5)
-    for i, j in _at_most(x, budget // 4, numbers):
-        core = x.core.dense(i, j)
+    itemsize = x.entry_bytes // math.prod(x.sizes)
+    pairs = budget // 4 // (itemsize * max(*x.sizes[2:], *y.sizes[2:]))  # of tokens, at once
+    side = int(pairs**0.5)
+    for i, j in _at_most(x, budget // 4, pairs // max(1, min(side, y.tokens))):
+        mine = x.factors(i, j)
         parts += (
-            _contracted(names, x.left[i:j], x.right[i:j], core, y.left[k:m], y.right[k:m], y.core.dense(k, m))
-            for k, m in _at_most(y, budget // 4, numbers)
+            _contracted(names, *mine, *y.factors(k, m))
+            for k, m in _at_most(y, budget // 4, pairs // max(1, min(side, x.tokens)))
         )
     return total(parts)
 
 
-def _at_most(term: Term, budget: int, size: int) -> list[tuple[int, int]]:
+def _at_most(term: Term | Single, budget: int, size: int) -> list[tuple[int, int]]:
     """The term's chunks, of at most so many tokens: whole sequences, or parts of one."""
-    period = term.core.period
+    period = term.period
     step = size // period * period if size >= period else max(1, size)
     cut = []
     for start, stop in term.chunks(budget):
@@ -163,12 +154,3 @@ def _at_most(term: Term, budget: int, size: int) -> list[tuple[int, int]]:
             cut.append((start, end))
             start = end
     return cut
-
-
-def _letters(term: Term | Single, token: str) -> tuple[str, ...]:
-    """Einsum subscripts: rows are a, p and columns b, q."""
-    i, j = term.axes
-    on, off = "ap"[i] + "bq"[j], "ap"[1 - i] + "bq"[1 - j]
-    if isinstance(term, Single):
-        return on, off
-    return token + on[0], token + on[1], token + off

@@ -85,75 +85,32 @@ class KroneckerSum(LinearOperator):
         return workspace(self._parts, self.symmetric, room)
 
     def _matmat(self, columns: Tensor) -> Tensor:
-        kept = sum(term.tokens * term.core.size for term in self.terms if isinstance(term, Term))
+        kept = sum(term.kept for term in self.terms)
         if self._products is not None and kept * columns.element_size() > checks.memory_budget() // 4:
             return self._products[0](columns)
         n = columns.shape[1]
         result = columns.new_zeros(*self.row_shape, n)
         source = columns.reshape(*self.column_shape, n)
         for number, term in enumerate(self.terms):
+            if number not in self._kept:  # for the next product too
+                self._kept[number] = term.cores()
             moved = source.movedim(term.axes[1], 0)  # (b, q, n)
-            if isinstance(term, Single):
-                inner = torch.einsum("ab,bqn,pq->apn", term.outer, moved, term.core)
-            else:
-                core = self._core(number, term)
-                seen = (term.right @ moved.reshape(moved.shape[0], -1)).view(-1, moved.shape[1], n)
-                answered = core @ seen  # (T, p, n)
-                inner = (term.left.T @ answered.flatten(1)).view(term.left.shape[1], -1, n)
-            result += inner.movedim(0, term.axes[0])
+            result += term.multiply(moved, self._kept[number]).movedim(0, term.axes[0])
         return result.reshape(self.shape[0], n)
-
-    def _core(self, number: int, term: Term) -> Tensor:
-        """The cores of a term, (T, p, q), kept for the next product."""
-        if number not in self._kept:
-            bytes_needed = term.tokens * term.core.size * term.left.element_size()
-            checks.fits(bytes_needed, None, "keeping the cores of a block", "use fewer tokens or smaller heads")
-            budget = checks.memory_budget() // 4
-            parts = [term.core.dense(*chunk) for chunk in term.chunks(budget)]
-            self._kept[number] = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return self._kept[number]
 
     # ---- exact contractions
 
     def _trace(self) -> float:
         if self.row_shape != self.column_shape:
             return super()._trace()
-        total = 0.0
-        for term in self.terms:
-            if isinstance(term, Single):
-                straight = term.axes[0] == term.axes[1]
-                value = term.outer.trace() * term.core.trace() if straight else (term.outer * term.core.T).sum()
-                total += float(value)
-            elif term.axes[0] == term.axes[1]:
-                weights = (term.left * term.right).sum(1)
-                for start, stop in term.chunks(checks.memory_budget() // 2, core=term.core.trace_workspace):
-                    total += float(weights[start:stop] @ term.core.trace(start, stop))
-            else:
-                for start, stop in term.chunks(checks.memory_budget() // 2):
-                    core = term.core.dense(start, stop)
-                    total += float(torch.einsum("tp,tpa,ta->", term.right[start:stop], core, term.left[start:stop]))
-        return total
+        return sum(term.trace() for term in self.terms)
 
     def _diagonal(self) -> Tensor:
         if self.row_shape != self.column_shape:
             return super()._diagonal()
         result = torch.zeros(self.row_shape, dtype=self.dtype, device=self.device)
         for term in self.terms:
-            straight = term.axes[0] == term.axes[1]
-            target = result.movedim(term.axes[0], 0)  # (a, p), a view
-            if isinstance(term, Single):
-                if straight:
-                    target += torch.outer(term.outer.diagonal(), term.core.diagonal())
-                else:
-                    target += term.outer * term.core.T
-                continue
-            core = term.core.diagonal_workspace if straight else term.core.workspace
-            for start, stop in term.chunks(checks.memory_budget() // 2, core=core):
-                left, right = term.left[start:stop], term.right[start:stop]
-                if straight:
-                    target += (left * right).T @ term.core.diagonal(start, stop)
-                else:
-                    target += torch.einsum("ta,tp,tpa->ap", left, right, term.core.dense(start, stop))
+            term.add_diagonal(result.movedim(term.axes[0], 0))  # (a, p), a view
         return result.reshape(-1)
 
     def _norm(self) -> float:
@@ -165,7 +122,7 @@ class KroneckerSum(LinearOperator):
         pairs = list(combinations_with_replacement(range(len(terms)), 2))
         pairwise = sum(inner_cost(terms[i], terms[j]) for i, j in pairs)
         entries = self.shape[0] * self.shape[1]
-        by_entries = entries * sum(term.tokens if isinstance(term, Term) else 1 for term in self.terms)
+        by_entries = entries * sum(term.tokens for term in self.terms)
         if by_entries <= pairwise and self._bytes(2, budget) <= budget:
             with settings(memory_limit=budget):
                 return norm(self.dense())
@@ -173,13 +130,11 @@ class KroneckerSum(LinearOperator):
         return root(total((count * value, exponent) for (value, exponent), count in parts))
 
     def _spectrum_is_cheap(self) -> bool:
-        return len(self.terms) == 1 and isinstance(self.terms[0], Single) and self.terms[0].symmetric
+        return len(self.terms) == 1 and self.terms[0].summed is None and self.terms[0].symmetric
 
     def _all_eigenvalues(self) -> Tensor:
         if self._spectrum_is_cheap():  # a (x) b, both symmetric: all products of their eigenvalues
-            (single,) = self.terms
-            assert isinstance(single, Single)
-            first, second = torch.linalg.eigvalsh(single.outer), torch.linalg.eigvalsh(single.core)
+            first, second = (torch.linalg.eigvalsh(factor) for factor in self.terms[0].factors(0, 1))
             return torch.outer(first, second).flatten().sort().values
         compressed = self._compressed()
         if compressed is not None:
@@ -192,7 +147,7 @@ class KroneckerSum(LinearOperator):
 
         With l^T = U R (thin QR), sum_t l_t l_t^T (x) C_t = (U (x) I) (sum_t R_t R_t^T (x) C_t) (U (x) I)^T.
         """
-        terms = [term for term in self.terms if isinstance(term, Term)]
+        terms = [term for each in self.terms if (term := each.summed) is not None]
         if not terms or len(terms) < len(self.terms):
             return None
         left, axes = terms[0].left, terms[0].axes
@@ -206,28 +161,11 @@ class KroneckerSum(LinearOperator):
 
     def norm_bound(self) -> float:
         """|B|_2 <= sum over terms of |l|_2 |r|_2 max_t |C_t|_2; a `Single` enters with its exact norm."""
-        total = 0.0
-        for term in merged(self.terms):
-            if isinstance(term, Single):
-                total += _spectral(term.outer) * _spectral(term.core)
-                continue
-            largest = max(
-                _spectral(term.core.dense(start, stop)) for start, stop in term.chunks(checks.memory_budget() // 4)
-            )
-            total += _spectral(term.left) * _spectral(term.right) * largest
-        return total
+        return sum(term.norm_bound() for term in merged(self.terms))
 
     def _check(self, term: Term | Single) -> None:
         rows, columns = self.row_shape, self.column_shape
-        if isinstance(term, Single):
-            sizes = (*term.outer.shape, *term.core.shape)
-        else:
-            sizes = (term.left.shape[1], term.right.shape[1], *term.core.shape)
+        sizes = term.sizes
         i, j = term.axes
         if sizes != (rows[i], columns[j], rows[1 - i], columns[1 - j]):
             raise ShapeError("terms", f"a term of sizes {sizes} on axes {term.axes} does not fit {rows} x {columns}")
-
-
-def _spectral(matrix: Tensor) -> float:
-    """The largest singular value, of one matrix or of several."""
-    return float(torch.linalg.matrix_norm(checks.finite("norm_bound", matrix), 2).max())
