@@ -155,9 +155,9 @@ class TestStructure:
         expected = compared.H.dense()
         v = compared.v
         product = compared.H @ v
-        monkeypatch.setattr(
-            "curvoscope.exact.chain.Chain.chunks", lambda self, n: [(i, min(i + 7, n)) for i in range(0, n, 7)]
-        )
+        for module in ("assembly", "chain", "links"):
+            chunks = lambda n, workspace: [(i, min(i + 7, n)) for i in range(0, n, 7)]  # noqa: E731
+            monkeypatch.setattr(f"curvoscope.exact.{module}.column_chunks", chunks)
         H = compared.case.block.hessian(compared.X, compared.loss, wrt_input=True)
         assert_close(H @ v, product, compared.scale)
         assert_close(H.dense(), expected, compared.scale)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 import curvoscope as cv
-from curvoscope.exact.tokenwise import TokenDiagonal
+from curvoscope.exact.grouped import Grouped
 from curvoscope.operators.block_matrix import Slot, Tiles
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore, SumCore
@@ -80,7 +80,7 @@ class Draft:
     def token_diagonal(self, rows, columns, symmetric):
         blocks = self.normal(rows[0], rows[1], rows[1])
         blocks = blocks + blocks.mT
-        return TokenDiagonal(blocks), torch.block_diag(*blocks.double())
+        return Grouped(blocks, 1, symmetric=True), torch.block_diag(*blocks.double())
 
     def tiles(self, rows, columns, symmetric):
         """Two heads in the columns of either weight."""

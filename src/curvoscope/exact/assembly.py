@@ -33,8 +33,8 @@ class WeightPart:
     slot: Slot
 
 
-PartType = TypeVar("PartType", bound=WeightPart)
-Column = TypeVar("Column", bound=WeightPart)
+RowPart = TypeVar("RowPart", bound=WeightPart)
+ColumnPart = TypeVar("ColumnPart", bound=WeightPart)
 
 
 def column_chunks(columns: int, workspace: int) -> list[tuple[int, int]]:
@@ -95,9 +95,9 @@ def pushed_jacobian(
 
 def tiled(
     shapes: tuple[Shape, Shape],
-    rows: Sequence[PartType],
-    columns: Sequence[Column],
-    terms: Callable[[PartType, Column], TermList],
+    rows: Sequence[RowPart],
+    columns: Sequence[ColumnPart],
+    terms: Callable[[RowPart, ColumnPart], TermList],
     like: Tensor,
     symmetric: bool,
     products: ProductPair | None = None,

@@ -14,7 +14,34 @@ from curvoscope.exact.moments import Moments
 
 
 class SelfAttention(AttentionLayer):
-    """Self-attention with its exact Hessian. Weights, shapes and options: see `AttentionLayer`."""
+    """Self-attention with its exact Hessian.
+
+    F = [A^1 V^1, ..., A^H V^H] W_O with A = softmax(Q K^T / (t sqrt(d_k))), Q = X W_Q + b_Q, and so on.
+
+    Args:
+        W_Q: (d, heads*d_k), heads one after the other in the columns.
+        W_K: (d, kv_heads*d_k).
+        W_V: (d, kv_heads*d_v).
+        W_O: (heads*d_v, d_out); without it the heads are combined as `combine` says.
+        b_Q: bias of the queries; `b_K`, `b_V` and `b_O` are those of keys, values and output.
+        heads: number of heads; `kv_heads`, a divisor of it, is that of keys and values (grouped queries).
+        combine: without W_O, "concat" the heads or "sum" them (Appendix E).
+        activation: "softmax", or "linear" for none: masked scores are then 0.
+        temperature: t.
+        causal: whether a query sees no later key.
+        biases: whether the biases are blocks "b_Q", ... of the Hessian; if not they are constants.
+        rotary: base of rotary positions.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W = torch.eye(4)
+        >>> layer = cv.exact.SelfAttention(W, W, W, causal=True)
+        >>> H = layer.hessian(torch.ones(3, 4), cv.losses.MSE(torch.zeros(3, 4)))
+        >>> H.names, H.shape
+        (['Q', 'K', 'V'], (48, 48))
+        >>> round(float(H.outer["V"].trace()), 6)
+        8.0
+    """
 
     @classmethod
     def single_matrix(
@@ -29,7 +56,13 @@ class SelfAttention(AttentionLayer):
         temperature: float = 1.0,
         causal: bool = False,
     ) -> "SelfAttention":
-        """One matrix for queries and keys, T = X W_QK X^T / t (Lemma 4.1): W_QK (d, heads*d), blocks "QK", "V", "O"."""
+        """One matrix for queries and keys, T = X W_QK X^T / t (Lemma 4.1): blocks "QK", "V", "O".
+
+        Args:
+            W_QK: (d, heads*d).
+            W_V: (d, heads*d_v).
+            W_O: (heads*d_v, d_out), and the other options as in `SelfAttention`.
+        """
         checks.floating("W_QK", W_QK)
         if W_QK.ndim != 2 or W_QK.shape[1] != heads * W_QK.shape[0]:
             raise ShapeError("W_QK", f"expected (d, {heads} d), got {tuple(W_QK.shape)}")
@@ -71,8 +104,17 @@ class SelfAttention(AttentionLayer):
     ) -> AttentionHessian:
         """The Hessian of loss(F(W)) over the weights, by blocks "Q", "K", "V", "O" (and "b_Q", ..., and "X").
 
-        `mask` (L, L), (N, L, L) or (N, heads, L, L): boolean, True where a query may look, or floating point, added
-        to the scores. `per_head` names the blocks of single heads, "Q.0", "Q.1", ...
+        Args:
+            X: (L, d) or (N, L, d).
+            loss: a loss of `cv.losses`, or any function of F.
+            mask: (L, L), (N, L, L) or (N, heads, L, L): boolean, True if a query may look, or floating point, added to
+                the scores.
+            biases: whether biases are blocks; by default as the layer was made.
+            per_head: whether single heads are blocks, "Q.0", "Q.1", ...
+            wrt_input: whether "X" (T, d) is a block too.
+
+        Returns:
+            An `AttentionHessian`: a `BlockHessian` with its split at the scores.
         """
         passed = self.forward_pass(X, mask)
         found = losses.at(loss, passed.F, passed.squeeze)

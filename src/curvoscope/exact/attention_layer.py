@@ -43,10 +43,7 @@ class Pass:
 class AttentionLayer:
     """F = [A^1 V^1, ..., A^H V^H] W_O with A = softmax(Q K^T / (t sqrt(d_k))), Q = X W_Q + b_Q, and so on.
 
-    Shapes: W_Q (d, heads*d_k), W_K (d, kv_heads*d_k), W_V (d, kv_heads*d_v), W_O (heads*d_v, d_out), heads one after
-    the other in the columns. Without W_O the heads are concatenated or, with `combine="sum"`, added (Appendix E).
-    `activation="linear"` leaves out the softmax (masked scores are 0). `rotary` is the base of rotary positions.
-    Biases are constants unless `biases=True`, which makes them blocks "b_Q", "b_K", "b_V", "b_O".
+    Arguments and their shapes: see `SelfAttention`.
     """
 
     def __init__(

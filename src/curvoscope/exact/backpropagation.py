@@ -60,8 +60,19 @@ class JacobianProducts(MatrixFree):
 class LowRank(LinearOperator):
     """V diag(λ) V^T with the k eigenpairs of largest magnitude of a symmetric operator.
 
-    `values` λ (k,) and `errors` (k,), the residuals of the eigenpairs; `vectors` V (n, k); `remainder`: the Frobenius
-    norm of what is left out.
+    Args:
+        operator: the operator that it stands for.
+        values: λ (k,).
+        errors: (k,), the residuals of the eigenpairs.
+        vectors: V (n, k).
+        remainder: the Frobenius norm of what is left out.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> H = cv.exact.LinearMLP([torch.eye(2)]).hessian(torch.eye(2), cv.losses.MSE(torch.zeros(2, 2)))
+        >>> found = cv.exact.low_rank(H.total, k=2)
+        >>> type(found).__name__, found.vectors.shape
+        ('LowRank', torch.Size([4, 2]))
     """
 
     def __init__(
@@ -112,7 +123,22 @@ def low_rank(
 ) -> LowRank:
     """The k eigenpairs of largest magnitude by Lanczos, and the Frobenius norm of the rest from `samples` products.
 
-    `matvecs` and `tolerance` are those of Lanczos: a budget, or the relative error to stop at.
+    Args:
+        operator: a symmetric operator.
+        k: number of eigenpairs.
+        matvecs: a budget of products for Lanczos.
+        tolerance: the relative error for Lanczos to stop at.
+        seed: of the random start.
+        samples: products for the norm of the rest.
+
+    Returns:
+        A `LowRank`, which is an operator itself.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> H = cv.exact.LinearMLP([torch.eye(2)]).hessian(torch.eye(2), cv.losses.MSE(torch.zeros(2, 2)))
+        >>> cv.exact.low_rank(H.total, k=1).values
+        tensor([0.5000])
     """
     if not operator.symmetric:
         raise RangeError("operator", "is not symmetric; only a symmetric one has eigenpairs to keep")
@@ -136,7 +162,14 @@ class OutputCurvature:
         S: the Hessian of the loss in F, (T m, T m): products, trace, norms, eigenvalues.
         S_gn: its Gauss-Newton part.
         S_functional: the rest.
-        exact: whether S and its parts are there in full (`Grouped`); else they answer by Estimates.
+        exact: whether S and its parts are there in full (`Grouped`); if not they answer by Estimates.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> stack = cv.exact.Stack([cv.exact.RMSNorm(torch.ones(2))])
+        >>> records = cv.exact.backpropagate(stack, torch.eye(2), cv.losses.MSE(torch.zeros(2, 2)))
+        >>> records[-1].name, records[-1].S.shape, records[-1].exact
+        ('final_norm', (4, 4), True)
     """
 
     name: str
@@ -196,6 +229,16 @@ def backpropagate(
         layers: a `Stack`, or what it is made of.
         X: (L, d) or (N, L, d).
         loss: of the last output; with `CrossEntropy(targets, unembedding)` the unembedding comes with the loss.
+
+    Returns:
+        One `OutputCurvature` for the input and for every layer and sublayer.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> stack = cv.exact.Stack([cv.exact.RMSNorm(torch.ones(2))])
+        >>> records = cv.exact.backpropagate(stack, torch.eye(2), cv.losses.MSE(torch.zeros(2, 2)))
+        >>> [record.name for record in records]
+        ['input', 'final_norm']
     """
     network = layers if isinstance(layers, Stack) else Stack(layers)
     chain = network.chain(X, loss)

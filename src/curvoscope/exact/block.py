@@ -29,6 +29,26 @@ class TransformerBlock(Network):
     Blocks "norm1.gamma", "norm1.beta", "attn.Q", "attn.K", "attn.V", "attn.O", "norm2.gamma", "norm2.beta", "mlp.gate",
     "mlp.up", "mlp.down", "mlp.b_gate", "mlp.b_up", "mlp.b_down", those that there are; with attention's `biases` also
     "attn.b_Q" and so on.
+
+    Args:
+        attention: a `SelfAttention` from width d to d.
+        feedforward: a `FeedForward` from width d to d.
+        norm1: `LayerNorm` or `RMSNorm` of attention; None with placement "none".
+        norm2: that of the feed-forward layer.
+        placement: "pre", "post" or "none".
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W, one = torch.eye(2), torch.ones(2)
+        >>> layer = cv.exact.TransformerBlock(
+        ...     cv.exact.SelfAttention(W, W, W, W),
+        ...     cv.exact.FeedForward(W, None, W, None),
+        ...     cv.exact.RMSNorm(one),
+        ...     cv.exact.RMSNorm(one),
+        ... )
+        >>> H = layer.hessian(torch.eye(2), cv.losses.MSE(torch.zeros(2, 2)))
+        >>> H.names
+        ['norm1.gamma', 'attn.Q', 'attn.K', 'attn.V', 'attn.O', 'norm2.gamma', 'mlp.up', 'mlp.down']
     """
 
     def __init__(
@@ -72,8 +92,16 @@ class TransformerBlock(Network):
 class Stack(Network):
     """Transformer blocks, and single layers such as a final norm, one after the other.
 
-    `layers`: blocks, which are named "h.0", "h.1", ... ("h.0.attn.Q"), and layers, "final_norm" for a norm after which
-    nothing comes, else "layer.0", ... by their place.
+    Args:
+        layers: blocks, which are named "h.0", "h.1", ... ("h.0.attn.Q"), and layers: a norm at the end is "final_norm",
+            any other layer "layer.0", ... by its place.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W = torch.eye(2)
+        >>> stack = cv.exact.Stack([cv.exact.SelfAttention(W, W, W), cv.exact.RMSNorm(torch.ones(2))])
+        >>> stack.hessian(torch.eye(2), cv.losses.MSE(torch.zeros(2, 2))).names
+        ['layer.0.Q', 'layer.0.K', 'layer.0.V', 'final_norm.gamma']
     """
 
     def __init__(self, layers: Sequence[TransformerBlock | Layer]) -> None:

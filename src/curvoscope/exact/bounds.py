@@ -38,7 +38,21 @@ from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 
 @dataclass(frozen=True)
 class Bound:
-    """An upper bound `value` on a norm, and the norm itself, `measured` when first asked for."""
+    """An upper bound `value` on a norm, and the norm itself, `measured` when first asked for.
+
+    Attributes:
+        name: of the block or pair of blocks.
+        part: "outer", "functional" or "total".
+        value: the bound.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer, X = cv.exact.LinearMLP([torch.eye(2)]), torch.eye(2)
+        >>> found = cv.exact.bounds.block(layer.hessian(X, cv.losses.MSE(torch.zeros(2, 2))))
+        >>> bound = found["W1", "W1"]
+        >>> round(bound.value, 6), round(bound.tightness, 6)
+        (0.5, 1.0)
+    """
 
     name: str
     part: str
@@ -59,7 +73,20 @@ class Bound:
 
 
 class BoundMatrix(Mapping[Pair, Bound]):
-    """Bounds on all blocks of one part, by pairs of names in either order, and on the whole of it."""
+    """Bounds on all blocks of one part, by pairs of names in either order, and on the whole of it.
+
+    Args:
+        part: "outer", "functional" or "total".
+        matrix: the blocks that are bounded.
+        values: the bounds, by pairs of names.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer, X = cv.exact.LinearMLP([torch.eye(2)]), torch.eye(2)
+        >>> found = cv.exact.bounds.block(layer.hessian(X, cv.losses.MSE(torch.zeros(2, 2))))
+        >>> list(found.outer), round(found.outer.whole.value, 6)
+        ([('W1', 'W1')], 0.5)
+    """
 
     def __init__(self, part: str, matrix: BlockMatrix, values: Values) -> None:
         self.part, self._matrix, self._values = part, matrix, values
@@ -97,7 +124,21 @@ class BoundMatrix(Mapping[Pair, Bound]):
 
 
 class BlockBounds:
-    """Bounds on a Hessian over named blocks: `total`, `outer` and `functional`, each a `BoundMatrix`."""
+    """Bounds on a Hessian over named blocks: `total`, `outer` and `functional`, each a `BoundMatrix`.
+
+    Args:
+        hessian: the Hessian that is bounded.
+        outer: bounds on the blocks of the outer part, by pairs of names.
+        functional: those of the functional part.
+        total: those of the sum; by default the sums of the two.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer, X = cv.exact.LinearMLP([torch.eye(2)]), torch.eye(2)
+        >>> found = cv.exact.bounds.block(layer.hessian(X, cv.losses.MSE(torch.zeros(2, 2))))
+        >>> round(found.whole.value, 6)
+        0.5
+    """
 
     def __init__(self, hessian: BlockHessian, outer: Values, functional: Values, total: Values | None = None) -> None:
         self.outer = BoundMatrix("outer", hessian.outer, outer)
@@ -131,6 +172,22 @@ def attention(layer: SelfAttention, X: Tensor, loss: losses.LossFunction, mask: 
         Y_fg = max|G_i| min(D_f D_g D_U/4, √3/18 D³ |W_f| |W_g| |W_V W_O|)       f, g: keys, or the tokens themselves
 
     Heads are bounded one by one and put together. Masks and biases may be there; biases have no block here.
+
+    Args:
+        layer: attention with a softmax and without rotary positions.
+        X: (L, d) or (N, L, d).
+        loss: a loss of `cv.losses`, or any function of F.
+        mask: as in `SelfAttention.hessian`.
+
+    Returns:
+        A `BlockBounds`.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W, X = torch.eye(2), torch.eye(2)
+        >>> found = cv.exact.bounds.attention(cv.exact.SelfAttention(W, W, W), X, cv.losses.MSE(torch.zeros(2, 2)))
+        >>> found["Q", "K"].measured <= found["Q", "K"].value
+        True
     """
     if layer.activation != "softmax":
         raise RangeError("layer", f"the bounds need the rows of a softmax, got activation={layer.activation!r}")
@@ -159,6 +216,22 @@ def feed_forward(layer: FeedForward, X: Tensor, loss: losses.LossFunction) -> Bl
 
     In the gated form z = φ(v) ∘ h the constants are max|v| for W1, c1 max|h| for the gate, c1 between them and
     c2 max|h| for the gate twice, with max|h| ≤ max|x_t| max_e|W1_e| + max|b1| over the columns of W1.
+
+    Args:
+        layer: a `FeedForward`.
+        X: (L, d) or (N, L, d).
+        loss: a loss of `cv.losses`, or any function of the output.
+
+    Returns:
+        A `BlockBounds`.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W, X = torch.eye(2), torch.eye(2)
+        >>> layer = cv.exact.FeedForward(W, None, W, None)
+        >>> found = cv.exact.bounds.feed_forward(layer, X, cv.losses.MSE(torch.zeros(2, 2)))
+        >>> found["W1", "W2"].measured <= found["W1", "W2"].value
+        True
     """
     hessian, F = layer.hessian(X, loss), layer(X)
     found = losses.at(loss, F if F.ndim == 3 else F[None], F.ndim == 2)
@@ -174,6 +247,20 @@ def layer_norm(layer: LayerNorm | RMSNorm, X: Tensor) -> dict[str, Bound]:
     |dy/dX| ≤ max|γ| max_t |dx̂_t/dx_t| = max|γ| / min σ, and the same for d²y/dX² as a matrix of N L d · N L d rows and
     N L d columns: tokens do not mix, and diag(γ) multiplies from the left. For ε = 0 and d ≥ 3 the norms of x̂ are
     1/σ and √(max(d - 2, 2)/d)/σ² (LayerNorm).
+
+    Args:
+        layer: a `LayerNorm` or `RMSNorm`.
+        X: (L, d) or (N, L, d).
+
+    Returns:
+        A `Bound` for "jacobian" and one for "second derivative".
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.tensor([[1.0, 2.0, 4.0]])
+        >>> found = cv.exact.bounds.layer_norm(cv.exact.LayerNorm(torch.ones(3), eps=0.0), X)
+        >>> round(found["jacobian"].tightness, 4)
+        1.0
     """
     scale = float(layer.gamma.abs().max())
     jacobian = layer.input_jacobian(X)
@@ -195,6 +282,20 @@ def block(hessian: BlockHessian, *, exact: bool = True) -> BlockBounds:
 
     With `exact` these are the norms themselves, one eigenvalue problem a block. Without, a block that is a sum of
     Kronecker products is bounded by its measured factors, |Σ_t l_t r_t^T ⊗ C_t| ≤ |l| |r| max_t |C_t|.
+
+    Args:
+        hessian: any `BlockHessian`.
+        exact: whether to take the norms of the blocks themselves.
+
+    Returns:
+        A `BlockBounds`.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer, X = cv.exact.LinearMLP([torch.eye(2)]), torch.eye(2)
+        >>> found = cv.exact.bounds.block(layer.hessian(X, cv.losses.MSE(torch.zeros(2, 2))))
+        >>> round(found["W1", "W1"].value, 6)
+        0.5
     """
 
     def values(matrix: BlockMatrix) -> Values:

@@ -34,7 +34,23 @@ from curvoscope.operators.terms import Term
 class FeedForward(TokenwiseLayer):
     """y = φ(x W1 + b1) W2 + b2, or with `W_gate` y = (φ(x W_gate + b_gate) ∘ (x W1 + b1)) W2 + b2.
 
-    Blocks "W1", "b1", "W2", "b2", and "W_gate", "b_gate" where there is a gate; biases that are None have no block.
+    Blocks "W1", "b1", "W2", "b2", and "W_gate", "b_gate" of a gate; biases that are None have no block.
+
+    Args:
+        W1: (d, f), called "up" in a network.
+        b1: (f,) or None.
+        W2: (f, m), called "down" in a network.
+        b2: (m,) or None.
+        activation: φ: "relu", "gelu", "gelu_tanh" or "silu".
+        W_gate: (d, f), called "gate" in a network; with it the layer is gated.
+        b_gate: (f,) or None.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer = cv.exact.FeedForward(torch.eye(2), None, torch.eye(2), None, activation="relu")
+        >>> H = layer.hessian(torch.ones(3, 2), cv.losses.MSE(torch.zeros(3, 2)))
+        >>> H.names, round(float(H.outer["W1"].trace()), 6)
+        (['W1', 'W2'], 4.0)
     """
 
     labels = MappingProxyType(

@@ -198,7 +198,21 @@ class _Norm(TokenwiseLayer):
 
 
 class LayerNorm(_Norm):
-    """y = γ ∘ (x - mean)/σ + β with σ² = var + ε: blocks "gamma", "beta" (where given), and "X" on request."""
+    """y = γ ∘ (x - mean)/σ + β with σ² = var + ε: blocks "gamma", "beta" (if given), and "X" on request.
+
+    Args:
+        gamma: γ (d,).
+        beta: β (d,) or None.
+        eps: ε, at least 0.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer = cv.exact.LayerNorm(torch.ones(2), torch.zeros(2), eps=0.0)
+        >>> layer(torch.tensor([[1.0, 3.0]]))
+        tensor([[-1.,  1.]])
+        >>> layer.hessian(torch.tensor([[1.0, 3.0]]), cv.losses.MSE(torch.zeros(1, 2))).names
+        ['gamma', 'beta']
+    """
 
     _centred = True
 
@@ -207,7 +221,20 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """y = γ ∘ x/σ with σ² = |x|²/d + ε: block "gamma", and "X" on request."""
+    """y = γ ∘ x/σ with σ² = |x|²/d + ε: block "gamma", and "X" on request.
+
+    Args:
+        gamma: γ (d,).
+        eps: ε, at least 0.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer = cv.exact.RMSNorm(torch.ones(2), eps=0.0)
+        >>> H = layer.hessian(torch.ones(1, 2), cv.losses.MSE(torch.zeros(1, 2)), wrt_input=True)
+        >>> H.names, H["gamma"].dense()
+        (['gamma', 'X'], tensor([[1., 0.],
+                [0., 1.]]))
+    """
 
     _centred = False
 

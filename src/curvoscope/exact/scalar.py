@@ -35,10 +35,23 @@ from curvoscope.exact.attention import SelfAttention
 class ScalarSpectrum:
     """The spectrum of the scalar model: k - 1 pairs +-`bulk`, and three `outliers`.
 
-    `multiplicity` is k - 1; `outliers` (3,) ascend. `gauss_newton` (2,), ascending, are the eigenvalues of
-    H_o = J^T S J; its others are zero. `trace` is that of the Hessian, to which the bulk adds nothing, and
-    `determinant` the product of the outliers. `mean`, `variance` and `third_moment` (central) are those of x
-    under each row of A, in the shape of x.
+    Attributes:
+        bulk: |b|: the eigenvalues +|b| and -|b| come `multiplicity` times each.
+        multiplicity: k - 1.
+        outliers: (3,), ascending.
+        gauss_newton: (2,), ascending: the eigenvalues of H_o = J^T S J; its others are zero.
+        trace: of the Hessian, to which the bulk adds nothing.
+        determinant: the product of the outliers.
+        mean: of x under each row of A, in the shape of x.
+        variance: likewise.
+        third_moment: likewise, central.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer = cv.exact.ScalarAttention(torch.ones(3), torch.ones(3), 1.0)
+        >>> spectrum = layer.spectrum(torch.tensor([0.0, 1.0]), torch.zeros(2))
+        >>> spectrum.multiplicity, len(spectrum.eigenvalues)
+        (2, 7)
     """
 
     bulk: float
@@ -61,7 +74,19 @@ class ScalarSpectrum:
 class ScalarAttention:
     """f = w_V A x, A = softmax(x x^T <w_Q, w_K>/sqrt(k)) by rows: attention on tokens that are numbers.
 
-    w_Q, w_K (k,), w_V a number: `SelfAttention` with inputs and values of width 1.
+    It is `SelfAttention` with inputs and values of width 1.
+
+    Args:
+        w_Q: (k,).
+        w_K: (k,).
+        w_V: a number.
+        causal: whether a query sees no later key.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> layer = cv.exact.ScalarAttention(torch.zeros(3), torch.zeros(3), 2.0)
+        >>> layer(torch.tensor([0.0, 1.0]))
+        tensor([1., 1.])
     """
 
     def __init__(self, w_Q: Tensor, w_K: Tensor, w_V: Tensor | float, *, causal: bool = False) -> None:
@@ -91,9 +116,15 @@ class ScalarAttention:
     ) -> ScalarSpectrum:
         """All eigenvalues of the loss Hessian over (w_Q, w_K, w_V).
 
-        The loss is the mean of (f - y)^2 or, in the place of `y`, `loss`: a function of f in the shape of x,
-        or a loss of `cv.losses`, which sees outputs of width 1, (L, 1) or (N, L, 1). `mask` as in
-        `SelfAttention.hessian`; a sink is a floating-point mask with a large column.
+        Args:
+            x: (L,) or (N, L).
+            y: targets in the shape of x, for the mean of (f - y)^2.
+            loss: in the place of `y`: a function of f in the shape of x, or a loss of `cv.losses`, which sees outputs
+                of width 1, (L, 1) or (N, L, 1).
+            mask: as in `SelfAttention.hessian`; a sink is a floating-point mask with a large column.
+
+        Returns:
+            A `ScalarSpectrum`.
         """
         passed = self._layer.forward_pass(self._tokens(x), mask)
         found = losses.at(self._loss(x, y, loss), passed.F, passed.squeeze)

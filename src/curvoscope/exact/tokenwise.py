@@ -12,7 +12,6 @@ from curvoscope.exact.assembly import ColumnProducts, Directions, assembled
 from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobians
 from curvoscope.exact.grouped import Grouped
 from curvoscope.losses import LossAt, PairCurvature
-from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.operators.compositions import Product
@@ -20,44 +19,6 @@ from curvoscope.operators.kronecker import KroneckerSum
 
 # At a weight (a, p): pairs l (T, a), v (T, p), either with n directions before it, of which Σ_t l_t v_t^T is the sum
 Pairs = dict[str, list[tuple[Tensor, Tensor]]]
-
-
-class TokenDiagonal(LinearOperator):
-    """B[ta, ub] = δ_tu B_t[a, b]: a block of the input with itself that does not mix tokens; blocks (T, d, d)."""
-
-    def __init__(self, blocks: Tensor) -> None:
-        super().__init__((blocks.shape[0], blocks.shape[1]), (blocks.shape[0], blocks.shape[1]), blocks, True)
-        self.blocks = (blocks + blocks.mT) / 2
-
-    def __add__(self, other: LinearOperator) -> LinearOperator:
-        if not isinstance(other, TokenDiagonal) or self.row_shape != other.row_shape:
-            return super().__add__(other)
-        return TokenDiagonal(self.blocks + other.blocks)
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return (self.blocks @ columns.reshape(*self.row_shape, -1)).flatten(0, 1)
-
-    def _write(self, out: Tensor) -> None:
-        out.zero_()
-        out.diagonal(dim1=0, dim2=2).copy_(self.blocks.permute(1, 2, 0))
-
-    def _workspace(self, room: int) -> int:
-        return 0
-
-    def _trace(self) -> float:
-        return float(self.blocks.diagonal(dim1=1, dim2=2).sum())
-
-    def _diagonal(self) -> Tensor:
-        return self.blocks.diagonal(dim1=1, dim2=2).flatten()
-
-    def _norm(self) -> float:
-        return norm(self.blocks)
-
-    def _spectrum_is_cheap(self) -> bool:
-        return True
-
-    def _all_eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.blocks).flatten().sort().values
 
 
 class TokenStrip(Product):
@@ -151,7 +112,7 @@ class TokenwiseHessian(ABC):
         if outer and isinstance(self.loss.curvature, PairCurvature):
             return Product(products, *shapes, self.X, same)
         if same:
-            return TokenDiagonal(self._by_token(outer)[1].permute(1, 2, 0))
+            return Grouped(self._by_token(outer)[1].permute(1, 2, 0), 1, symmetric=True)
         return TokenStrip(products, *shapes, self.X, lambda: self._strip(row, outer))  # the input comes last
 
     def _by_token(self, outer: bool) -> tuple[Pairs, Tensor]:
