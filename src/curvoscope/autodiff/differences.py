@@ -40,7 +40,7 @@ class Differences(Autodiff):
         super().__init__(*arguments, **options)
         with self.ranks.together():
             if self.split != "model":
-                raise ModelError("hvp", "'difference' splits the parts at the model's output; use split='model'")
+                raise ModelError("hvp", "with 'difference' the parts are cut at the model's output; use split='model'")
         self.error: float | None = None  # the largest of all products so far, over the size of the product
         self._scales: dict[Key, Scale] = {}
 

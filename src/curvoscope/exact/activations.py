@@ -146,5 +146,5 @@ def fits_jacobian(rows: int, columns: int, name: str, like: Tensor) -> None:
 
 
 def fits_jacobians(output: Tensor, sizes: Mapping[str, int]) -> None:
-    """Raise if the Jacobians together exceed the memory limit."""
+    """Raise where those of an output in all that is named are, together."""
     fits_jacobian(output.numel(), sum(sizes.values()), ", ".join(sizes), output)

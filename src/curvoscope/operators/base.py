@@ -349,7 +349,7 @@ class LinearOperator(ABC):
 
 
 def _answered(question: str, memory_limit: int | None, compute: Callable[[int | None], checks.Answer]) -> checks.Answer:
-    """Check that the result of `compute(memory_limit)` is finite and return it; the limit holds for all its calls."""
+    """What `compute(memory_limit)` finds, once it is known to be finite; the limit holds for all that it calls."""
     try:
         with checks.limited(memory_limit):
             return checks.finite(question, compute(memory_limit))
