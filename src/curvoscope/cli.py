@@ -268,7 +268,7 @@ def explore(
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Open the interactive page: the exact Hessian of an attention layer as you move its sizes and scales."""
+    """Serve the interactive page: the exact Hessian of an attention layer as you move its sizes and scales."""
     from curvoscope.commands import explore as command
 
     command.run(host, port, open_browser)
