@@ -73,7 +73,7 @@ class Extremes:
         return Estimate(rate, rate * (top.stderr / top.value), top.matvecs, top.method)
 
 
-def measurements(H: ModelHessian, effort: Effort, seed: int = 0) -> Iterator[Measurement]:
+def measurements(H: ModelHessian, effort: Effort, seed: int | None = None) -> Iterator[Measurement]:
     """Rows for all blocks of `H` and all parts, as they get ready.
 
     A tolerance is that of the norm. The trace of an indefinite part can be much smaller than its norm, and to a
@@ -84,7 +84,7 @@ def measurements(H: ModelHessian, effort: Effort, seed: int = 0) -> Iterator[Mea
             yield _measure(H, name, part, effort, seed)
 
 
-def extremes(H: ModelHessian, effort: Effort, seed: int = 0) -> Extremes:
+def extremes(H: ModelHessian, effort: Effort, seed: int | None = None) -> Extremes:
     """The largest and the smallest eigenvalue of the total over all blocks of `H`."""
     return Extremes(H.shape[0], *(_eigenvalue(H.total, which, effort, seed) for which in ("LA", "SA")))
 
@@ -105,7 +105,7 @@ def headline_of(rows: Sequence[Measurement], rounding: float) -> str:
     return f"{high.block} is {ratio} {low.block} (Frobenius norm)"
 
 
-def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int) -> Measurement:
+def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int | None) -> Measurement:
     operator = getattr(H, part)[name]
     if isinstance(operator, MatrixFree):
         norm = operator.frobenius_norm(tolerance=effort.tolerance, matvecs=effort.matvecs, seed=seed)
@@ -116,7 +116,7 @@ def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int) 
     return Measurement(name, part, H.shapes[name], H.method_of(name), norm, trace, top)
 
 
-def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int) -> Estimate:
+def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int | None) -> Estimate:
     """By Lanczos, unless the entries have a closed form and are few."""
     size = operator.shape[0]
     if not isinstance(operator, MatrixFree) and size <= _ALL_EIGENVALUES:

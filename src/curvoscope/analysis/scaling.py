@@ -48,7 +48,7 @@ class CurvatureSummary:
 QUANTITIES = tuple(field.name for field in fields(CurvatureSummary))
 
 
-def summary(H: ModelHessian, matvecs: int = 100, seed: int = 0) -> CurvatureSummary:
+def summary(H: ModelHessian, matvecs: int = 100, seed: int | None = None) -> CurvatureSummary:
     """The five numbers from `matvecs` products for each norm and the trace, exact where H has no more columns."""
     top, largest = (lanczos(H.total, 1, which, tolerance=_TOLERANCE, seed=seed)[0] for which in ("LA", "LM"))
     norms = [frobenius_norm(part, matvecs=matvecs, seed=seed) for part in (H.total, H.outer, H.functional)]
