@@ -72,7 +72,7 @@ class Extremes:
         return Estimate(rate, rate * (top.stderr / top.value), top.matvecs, top.method)
 
 
-def measurements(H: ModelHessian, effort: Effort, seed: int = 0) -> Iterator[Measurement]:
+def measurements(H: ModelHessian, effort: Effort, seed: int | None = None) -> Iterator[Measurement]:
     """Rows for all blocks of `H` and all parts, as they are computed.
 
     The tolerance applies to the norm. The trace of an indefinite part can be much smaller than its norm, so that a
@@ -83,7 +83,7 @@ def measurements(H: ModelHessian, effort: Effort, seed: int = 0) -> Iterator[Mea
             yield _measure(H, name, part, effort, seed)
 
 
-def extremes(H: ModelHessian, effort: Effort, seed: int = 0) -> Extremes:
+def extremes(H: ModelHessian, effort: Effort, seed: int | None = None) -> Extremes:
     """The largest and the smallest eigenvalue of the total over all blocks of `H`."""
     return Extremes(H.shape[0], *(_eigenvalue(H.total, which, effort, seed) for which in ("LA", "SA")))
 
@@ -104,7 +104,7 @@ def headline_of(rows: Sequence[Measurement], rounding: float) -> str:
     return f"{high.block} is {ratio} {low.block} (Frobenius norm)"
 
 
-def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int) -> Measurement:
+def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int | None) -> Measurement:
     operator, method = getattr(H, part)[name], H.method_of(name, part)
     if method != "exact":
         norm = operator.frobenius_norm(tolerance=effort.tolerance, matvecs=effort.matvecs, seed=seed)
@@ -115,7 +115,9 @@ def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int) 
     return Measurement(name, part, H.shapes[name], method, norm, trace, top)
 
 
-def _eigenvalue(operator: LinearOperator, which: str, effort: Effort, seed: int, exact: bool = False) -> Estimate:
+def _eigenvalue(
+    operator: LinearOperator, which: str, effort: Effort, seed: int | None, exact: bool = False
+) -> Estimate:
     """By Lanczos, unless the entries have a closed form and are few."""
     size = operator.shape[0]
     if exact and size <= _ALL_EIGENVALUES:

@@ -119,7 +119,7 @@ def propagation(
     loss_fn: LossFunction | None = None,
     *,
     tolerance: float = DEFAULT_TOLERANCE,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Propagation:
     """Curvature at every attention and feed-forward layer (for a `Stack`, also at every norm) on one batch.
 
@@ -148,7 +148,7 @@ def propagation(
     return _of_module(model, batch, loss_fn, tolerance, seed)
 
 
-def _of_stack(stack: Stack, X: Tensor, loss: losses.LossFunction, tolerance: float, seed: int) -> Propagation:
+def _of_stack(stack: Stack, X: Tensor, loss: losses.LossFunction, tolerance: float, seed: int | None) -> Propagation:
     records = backpropagate(stack, X, loss)
     H = stack.hessian(X, loss)
     layers = []
@@ -173,7 +173,9 @@ def _attention(record: OutputCurvature) -> AttentionSummary | None:
     return AttentionSummary.of(record.layer.moments(record.input))
 
 
-def _of_module(model: nn.Module, batch: Any, loss_fn: LossFunction | None, tolerance: float, seed: int) -> Propagation:
+def _of_module(
+    model: nn.Module, batch: Any, loss_fn: LossFunction | None, tolerance: float, seed: int | None
+) -> Propagation:
     H = hessian(model, loss_fn, [batch])
     layers = []
     for layer in H.layer_curvatures():
@@ -193,17 +195,17 @@ def _of_module(model: nn.Module, batch: Any, loss_fn: LossFunction | None, toler
     return Propagation(tuple(layers), H.loss)
 
 
-def _norms(operator: LinearOperator, tolerance: float, seed: int) -> tuple[Estimate, Estimate]:
+def _norms(operator: LinearOperator, tolerance: float, seed: int | None) -> tuple[Estimate, Estimate]:
     return _spectral(operator, tolerance, seed), _frobenius(operator, tolerance, seed)
 
 
-def _spectral(operator: LinearOperator, tolerance: float, seed: int) -> Estimate:
+def _spectral(operator: LinearOperator, tolerance: float, seed: int | None) -> Estimate:
     if isinstance(operator, MatrixFree):
         return operator.spectral_norm(tolerance=tolerance, seed=seed)
     return operator.spectral_norm()
 
 
-def _frobenius(operator: LinearOperator, tolerance: float, seed: int) -> Estimate:
+def _frobenius(operator: LinearOperator, tolerance: float, seed: int | None) -> Estimate:
     if isinstance(operator, MatrixFree):
         return operator.frobenius_norm(tolerance=tolerance, seed=seed)
     return operator.frobenius_norm()

@@ -59,7 +59,7 @@ class CurvatureSummary:
 QUANTITIES = tuple(field.name for field in fields(CurvatureSummary))
 
 
-def summary(H: ModelHessian, matvecs: int = 100, seed: int = 0) -> CurvatureSummary:
+def summary(H: ModelHessian, matvecs: int = 100, seed: int | None = None) -> CurvatureSummary:
     """The five numbers of a `CurvatureSummary`.
 
     Args:

@@ -61,7 +61,7 @@ class BlockSpectrum:
         return None if self.log.reach and abs(value) <= self.log.reach else value
 
 
-def spectra(H: ModelHessian, matvecs: int, seed: int = 0) -> Iterator[BlockSpectrum]:
+def spectra(H: ModelHessian, matvecs: int, seed: int | None = None) -> Iterator[BlockSpectrum]:
     """The spectra of the diagonal blocks of the total, as they are computed.
 
     All eigenvalues if n is within the budget, or if the entries have a closed form and n is moderate.
@@ -70,7 +70,7 @@ def spectra(H: ModelHessian, matvecs: int, seed: int = 0) -> Iterator[BlockSpect
         yield _spectrum(H.total[name], name, H.method_of(name), matvecs, seed, None)
 
 
-def whole_spectrum(H: ModelHessian, matvecs: int, seed: int = 0) -> BlockSpectrum | None:
+def whole_spectrum(H: ModelHessian, matvecs: int, seed: int | None = None) -> BlockSpectrum | None:
     """The spectrum of the total over all blocks of `H`; None where not even short Lanczos runs fit in memory."""
     size = H.shape[0]
     room = checks.memory_budget() // (H.total.dtype.itemsize * size) - _BESIDE
@@ -81,7 +81,7 @@ def whole_spectrum(H: ModelHessian, matvecs: int, seed: int = 0) -> BlockSpectru
 
 
 def _spectrum(
-    operator: LinearOperator, name: str, method: str, matvecs: int, seed: int, steps: int | None
+    operator: LinearOperator, name: str, method: str, matvecs: int, seed: int | None, steps: int | None
 ) -> BlockSpectrum:
     if method == "exact" and operator.shape[0] <= _MOST_EXACT:
         density = Density.exact(operator.eigenvalues())
