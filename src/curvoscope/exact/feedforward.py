@@ -25,7 +25,7 @@ from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.exact.activations import ACTIVATIONS, DiagonalCore
 from curvoscope.exact.assembly import Directions
 from curvoscope.exact.factor import Factor, TermList, fits_jacobian
-from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer, matrix_shape
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import Shape
 from curvoscope.operators.terms import Term
@@ -89,16 +89,10 @@ class FeedForward(TokenwiseLayer):
         """y, (L, m) or (N, L, m)."""
         return self._pass(X).y.view(*X.shape[:-1], -1)
 
-    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
-        """The layer to second order at X, for a loss known by its G and S at y."""
+    def _around(self, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> TokenwiseHessian:
         at = self._pass(X)
         checks.commensurate({**self.matrices, "X": X})
-        names = [name for name in self.weights if biases or not name.startswith("b")]
-        factors = {name: at.factor(name) for name in names}
-        shapes = {name: matrix_shape(self.weights[name]) for name in names}
-        if wrt_input:
-            shapes["X"] = (at.x.shape[0], at.x.shape[1])
-        return _FeedForwardHessian(at, factors, X if X.ndim == 3 else X[None], loss, shapes)
+        return _FeedForwardHessian(at, X, loss, shapes)
 
     def _pass(self, X: Tensor) -> "_Pass":
         W1 = self.weights["W1"]
@@ -157,10 +151,8 @@ class _Pass:
 
 
 class _FeedForwardHessian(TokenwiseHessian):
-    def __init__(
-        self, at: _Pass, factors: dict[str, Factor], X: Tensor, loss: LossAt, shapes: dict[str, Shape]
-    ) -> None:
-        super().__init__(factors, X, loss, shapes)
+    def __init__(self, at: _Pass, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
+        super().__init__({name: at.factor(name) for name in shapes if name != "X"}, X, loss, shapes)
         self._at = at
         self._at_z = self.gradient @ at.weights["W2"].T  # g
 

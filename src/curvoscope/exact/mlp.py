@@ -27,7 +27,7 @@ from curvoscope.exact.assembly import ColumnProducts, Directions, assembled
 from curvoscope.exact.chain import Branch, Chain
 from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobians
 from curvoscope.exact.network import Network
-from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer, matrix_shape
+from curvoscope.exact.tokenwise import Pairs, TokenwiseHessian, TokenwiseLayer
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian
@@ -50,19 +50,13 @@ class Linear(TokenwiseLayer):
             raise NonFiniteError("X", "the output overflows; scale the input or the weights down")
         return output
 
-    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
-        """The layer to second order at X, for a loss known by its G and S at y."""
-        X = X if X.ndim == 3 else X[None]
-        W, x = self.weights["W"], X.flatten(0, 1)
-        shapes = {"W": matrix_shape(W), **({"X": matrix_shape(x)} if wrt_input else {})}
-        return _LinearHessian(W, {"W": Factor(x)}, X, loss, shapes)
+    def _around(self, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> TokenwiseHessian:
+        return _LinearHessian(self.weights["W"], X, loss, shapes)
 
 
 class _LinearHessian(TokenwiseHessian):
-    def __init__(
-        self, W: Tensor, factors: dict[str, Factor], X: Tensor, loss: LossAt, shapes: dict[str, Shape]
-    ) -> None:
-        super().__init__(factors, X, loss, shapes)
+    def __init__(self, W: Tensor, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
+        super().__init__({"W": Factor(X.flatten(0, 1))}, X, loss, shapes)
         self._W = W
 
     def functional_terms(self, row: str, column: str) -> TermList:

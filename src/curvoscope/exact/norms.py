@@ -148,27 +148,13 @@ class _Norm(TokenwiseLayer):
                 norm = norm.where(rho < 1 / math.sqrt(3), 2 / math.sqrt(3))
         return (norm / (math.sqrt(at.d) * variance)).view(X.shape[:-1])
 
-    def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
-        """The layer to second order at X, for a loss known by its G and S at y."""
-        at = self._at(X)
-        factors = self._factors(at)
-        if not biases:
-            factors.pop("beta", None)
-        shapes: dict[str, Shape] = dict.fromkeys(factors, (1, at.d))
-        if wrt_input:
-            shapes["X"] = (at.x_hat.shape[0], at.d)
-        sequences = X if X.ndim == 3 else X[None]
-        return _NormHessian(self.gamma, at, factors, sequences, loss, shapes)
+    def _around(self, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> TokenwiseHessian:
+        return _NormHessian(self.gamma, self._at(X), X, loss, shapes)
 
     @property
     def _rank(self) -> int:
         """The rank of P."""
         return len(self.gamma) - self._centred
-
-    def _factors(self, at: _Normalised) -> dict[str, Factor]:
-        ones = torch.ones_like(at.sigma)
-        factors = {"gamma": Factor(ones, scales=at.x_hat), "beta": Factor(ones)}
-        return factors if self.beta is not None else {"gamma": factors["gamma"]}
 
     def _output(self, at: _Normalised) -> Tensor:
         y = self.gamma * at.x_hat
@@ -243,16 +229,10 @@ class RMSNorm(_Norm):
 
 
 class _NormHessian(TokenwiseHessian):
-    def __init__(
-        self,
-        gamma: Tensor,
-        at: _Normalised,
-        factors: dict[str, Factor],
-        X: Tensor,
-        loss: LossAt,
-        shapes: dict[str, Shape],
-    ) -> None:
-        super().__init__(factors, X, loss, shapes)
+    def __init__(self, gamma: Tensor, at: _Normalised, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
+        ones = torch.ones_like(at.sigma)
+        factors = {"gamma": Factor(ones, scales=at.x_hat), "beta": Factor(ones)}
+        super().__init__({name: factors[name] for name in shapes if name != "X"}, X, loss, shapes)
         self._gamma, self._at = gamma, at
 
     def functional_terms(self, row: str, column: str) -> TermList:

@@ -167,8 +167,16 @@ class TokenwiseLayer(ABC):
         """The output, (L, m) or (N, L, m)."""
 
     @abstractmethod
+    def _around(self, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> TokenwiseHessian:
+        """The layer to second order at X (N, L, d), over the blocks of the given shapes."""
+
     def around(self, X: Tensor, loss: LossAt, *, wrt_input: bool = True, biases: bool = True) -> TokenwiseHessian:
         """The layer to second order at X, for a loss known by its G and S at the output."""
+        names = [name for name in self.weights if biases or not name.startswith("b")]
+        shapes = {name: matrix_shape(self.weights[name]) for name in names}
+        if wrt_input:
+            shapes["X"] = (X[..., 0].numel(), self.d)
+        return self._around(X if X.ndim == 3 else X[None], loss, shapes)
 
     def hessian(
         self, X: Tensor, loss: losses.LossFunction, *, wrt_input: bool = False, biases: bool = True
