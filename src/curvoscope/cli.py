@@ -67,12 +67,14 @@ Model = Annotated[
         metavar="MODEL",
     ),
 ]
-Width = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
-Norm = Annotated[
+WidthOption = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
+NormOption = Annotated[
     NormPlacement | None,
     typer.Option(help="addition only: LayerNorm: none, or before each branch. (default: none)"),
 ]
-Attention = Annotated[AttentionKind | None, typer.Option(help="addition only: attention weights. (default: softmax)")]
+AttentionOption = Annotated[
+    AttentionKind | None, typer.Option(help="addition only: attention weights. (default: softmax)")
+]
 BlockPatterns = Annotated[
     list[str] | None, typer.Option(help="Shell pattern of block names, such as '*.attn.[QKV]'; may be repeated.")
 ]
@@ -119,9 +121,9 @@ def _options(
 def analyze(
     model: Model = "addition",
     seed: Seed = 0,
-    d: Width = None,
-    norm: Norm = None,
-    attention: Attention = None,
+    d: WidthOption = None,
+    norm: NormOption = None,
+    attention: AttentionOption = None,
     blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
@@ -160,9 +162,9 @@ def analyze(
 def spectrum(
     model: Model = "addition",
     seed: Seed = 0,
-    d: Width = None,
-    norm: Norm = None,
-    attention: Attention = None,
+    d: WidthOption = None,
+    norm: NormOption = None,
+    attention: AttentionOption = None,
     blocks: BlockPatterns = None,
     text: Text = None,
     sequences: Sequences = None,
