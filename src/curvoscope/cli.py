@@ -67,7 +67,7 @@ Model = Annotated[
         metavar="MODEL",
     ),
 ]
-Width = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
+WidthOption = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
 NormOption = Annotated[
     NormPlacement | None,
     typer.Option(help="addition only: LayerNorm: none, or before each branch. (default: none)"),
@@ -121,7 +121,7 @@ def _options(
 def analyze(
     model: Model = "addition",
     seed: Seed = 0,
-    d: Width = None,
+    d: WidthOption = None,
     norm: NormOption = None,
     attention: AttentionOption = None,
     blocks: BlockPatterns = None,
@@ -164,7 +164,7 @@ def analyze(
 def spectrum(
     model: Model = "addition",
     seed: Seed = 0,
-    d: Width = None,
+    d: WidthOption = None,
     norm: NormOption = None,
     attention: AttentionOption = None,
     blocks: BlockPatterns = None,
