@@ -11,9 +11,8 @@ with z = x/√d, M = Cov[V W_O, K] and N the third attention moment for the quer
 N = 0 for the value. Query cores are K^T E_t K with a matrix E_t over the L tokens of the sequence. Of a sum of
 Kronecker products |H|² = sum_tu (z_t . z_u)² <core_t, core_u>; equal vectors z are merged first.
 
-It is kept beside the closed forms of the package for its speed: a point of Figure 3a takes 0.35 s of processor time here, and
-10 s by `SelfAttention.hessian`, 17 s by `Stack.hessian`, 21 s by `cv.hessian`; one of Figure 3b 2.4 s and 25 s by
-`Stack.hessian`. All agree to 1e-14.
+It is kept for its speed: a point of Figure 3a takes 0.35 s of processor time here, 10 s by `SelfAttention.hessian`,
+17 s by `Stack.hessian` and 21 s by `cv.hessian`; one of Figure 3b takes 2.4 s here and 25 s by `Stack.hessian`.
 """
 
 import math
