@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.papers.theorems.attention import (
+    BlockPairs,
     attention_matrix,
     jacobians,
     key_layout,
