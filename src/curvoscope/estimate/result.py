@@ -110,6 +110,19 @@ class Estimate(float):
         """All fields by name, the value first: `Estimate(**facts)` is the same Estimate."""
         return {"value": self.value, **{name: getattr(self, name) for name in _FIELDS}}
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> Any:
+        """For pydantic: an Estimate is read from its `facts`, of which the last three may be missing."""
+        from pydantic_core import core_schema as of
+
+        kinds = {"value": of.float_schema(), "matvecs": of.int_schema(), "method": of.str_schema()}
+        needed = ("value", "stderr", "matvecs", "method")
+        fields = {
+            name: of.typed_dict_field(kinds.get(name, of.float_schema()), required=name in needed)
+            for name in ("value", *_FIELDS)
+        }
+        return of.no_info_after_validator_function(lambda facts: cls(**facts), of.typed_dict_schema(fields))
+
     def interval(self, level: float = 0.95) -> tuple[float, float]:
         """The two ends of the confidence interval.
 
