@@ -276,7 +276,7 @@ def closed(rank, cuts):
     rank_sum._FEW = 0  # as if there were too many entries
     found |= {f"gathered {name}": torch.tensor(H[name].frobenius_norm(), dtype=torch.float64) for name in H.names}
     query = H["h.0.attn.Q"]
-    estimate = within(1, query.frobenius_norm)
+    estimate = within(4000, query.frobenius_norm)  # the exact one needs 7 KiB
     found["estimate"] = torch.tensor([estimate.value, estimate.stderr], dtype=torch.float64)
     entries = query.shape[0] * query.shape[1] * 8  # room for a rank without tokens, not for the others
     return found | {"refused": caught(lambda: within(3 * entries, query.dense))}
