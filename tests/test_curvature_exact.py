@@ -364,7 +364,7 @@ class TestFallingBack:
         model = Penalised()
         H = hessian(model, loss, data)
         assert H.method_of("h.0.attn.O") == "autodiff" and H.method_of("h.0.mlp.up") == "exact"
-        with pytest.raises(ModelError, match="acts on the loss also beside"):
+        with pytest.raises(ModelError, match="also affects the loss other than through"):
             hessian(model, loss, data, _attention(model), method="exact")
 
     def test_a_layer_that_runs_twice(self):

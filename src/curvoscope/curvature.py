@@ -57,6 +57,11 @@ class ModelHessian(BlockHessian):
     Made by `cv.hessian`. To ask for a block (`H["h.0.attn.Q"]`) or for the `plan` computes nothing; what a block is
     asked does, and what was computed is kept.
 
+    Args:
+        engine: the model, the loss and the batches, ready for products.
+        closed: the blocks in closed form, if any.
+        why: the plan's reason for blocks without one.
+
     Example:
         >>> import torch, curvoscope as cv
         >>> model = torch.nn.Linear(3, 2).double()

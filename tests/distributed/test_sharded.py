@@ -114,7 +114,7 @@ class TestMistakes:
         [
             ("blocks", "RankError", "blocks", "'down.weight' is missing on rank 1"),
             ("empty", "EmptyError", "batches", "no rank has any"),
-            ("exact", "ModelError", "method", "for sharded models"),
+            ("exact", "ModelError", "method", "sharded models"),
             ("dense", "RankError", "dense", "needs whole vectors"),
             ("diagonal", "RankError", "diagonal", "needs whole vectors"),
             ("eigenvalues", "RankError", "eigenvalues without k", "needs whole vectors"),

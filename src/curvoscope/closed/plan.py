@@ -34,6 +34,13 @@ class PlannedBlock:
         products: products with the Hessian, each of them one pass over all batches. "exact": those that find the loss
             Hessian at the layer's output, once for all blocks of the layer. Else: those of each estimate by default.
         bytes: memory, by sizes. "exact": of the loss Hessian at the layer's output. Else: of the graph of a product.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> data = torch.ones(4, 3), torch.zeros(4, 2)
+        >>> row = cv.hessian(torch.nn.Linear(3, 2), torch.nn.MSELoss(), [data]).plan["weight", "outer"]
+        >>> row.method, row.reason
+        ('autodiff', 'no closed form is known for it')
     """
 
     block: str

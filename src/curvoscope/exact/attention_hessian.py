@@ -31,7 +31,26 @@ class _Block:
 
 
 class AttentionHessian(BlockHessian):
-    """Attention's Hessian, exact; beyond a `BlockHessian`, its split at the scores T and what follows from it."""
+    """Attention's Hessian, exact; beyond a `BlockHessian`, its split at the scores T and what follows from it.
+
+    Made by `SelfAttention.hessian`.
+
+    Args:
+        layer: the attention layer.
+        passed: its forward pass on X.
+        loss: the loss at its output.
+        biases: whether biases are blocks.
+        per_head: whether each head is a block.
+        wrt_input: whether the input is a block.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X, W = torch.eye(3).double(), torch.eye(3).double()
+        >>> H = cv.exact.SelfAttention(W, W, W).hessian(X, cv.losses.MSE(torch.zeros(3, 3).double()))
+        >>> difference = H.t_outer.dense() + H.t_functional.dense() - H.total.select(["Q", "K"]).dense()
+        >>> bool(difference.norm() < 1e-12)
+        True
+    """
 
     def __init__(
         self,

@@ -43,7 +43,31 @@ class Pass:
 class AttentionLayer:
     """F = [A^1 V^1, ..., A^H V^H] W_O with A = softmax(Q K^T / (t sqrt(d_k))), Q = X W_Q + b_Q, and so on.
 
-    Arguments and their shapes: see `SelfAttention`.
+    `SelfAttention` adds the Hessian.
+
+    Args:
+        W_Q: (d, heads*d_k).
+        W_K: (d, kv_heads*d_k).
+        W_V: (d, kv_heads*d_v).
+        W_O: (heads*d_v, d_out); None: the heads are the output.
+        b_Q: (heads*d_k,), and b_K, b_V, b_O likewise.
+        b_K: see b_Q.
+        b_V: see b_Q.
+        b_O: see b_Q.
+        heads: number of query heads.
+        kv_heads: number of key and value heads, a divisor of `heads`.
+        combine: "concat", or "sum" of the heads.
+        activation: "softmax" or "linear".
+        temperature: t.
+        causal: whether a query sees only the keys up to its own place.
+        biases: whether biases are blocks of the Hessian.
+        rotary: base of rotary position embeddings, if any.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> W = torch.eye(2).double()
+        >>> cv.exact.SelfAttention(W, W, W, causal=True)(torch.eye(2).double())[0].tolist()
+        [1.0, 0.0]
     """
 
     def __init__(

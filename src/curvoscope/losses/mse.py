@@ -33,6 +33,11 @@ class MSE(ClosedLoss):
         super().__init__(None if Y is None else checks.floating("Y", Y))
         self.squeeze = squeeze
 
+    @property
+    def Y(self) -> Tensor | None:
+        """The targets of a layer's output, None for a model."""
+        return self.targets
+
     def bound(self, targets: Tensor) -> "MSE":
         """The same loss with these targets, for a layer."""
         return MSE(targets, self.squeeze)
