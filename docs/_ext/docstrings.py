@@ -33,7 +33,7 @@ _TARGETS = {
 } | {
     "cv.hessian": "curvoscope.hessian",
     "ModelHessian": "curvoscope.curvature.ModelHessian",
-    "AttentionLayer": "curvoscope.exact.attention_layer.AttentionLayer",
+    "AttentionLayer": "curvoscope.exact.attention.layer.AttentionLayer",
 }
 
 

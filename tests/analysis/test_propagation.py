@@ -213,3 +213,13 @@ def test_figures_show_every_layer_and_network(tmp_path):
     chart = propagation_map([0, 10], [found["none"], found["none"]], "title")
     assert chart.axes[0].images[0].get_array().shape == (4, 2)
     chart.savefig(tmp_path / "map.png")
+
+
+def test_the_tolerance_reaches_blocks_without_a_closed_form(monkeypatch):
+    """Blocks that are left to autodiff are estimated to the tolerance, not with the default budget."""
+    monkeypatch.setattr("curvoscope.closed.closed_forms.ClosedForms.block", lambda *arguments: None)
+    model = GPT2(8, depth=1, norm="pre", seed=3)
+    found = propagation(model, (INPUTS, TARGETS), cv.losses.CrossEntropy(), tolerance=0.5)
+    blocks = found.layers[0].blocks
+    plain = cv.hessian(model, cv.losses.CrossEntropy(), [(INPUTS, TARGETS)], method="autodiff")
+    assert any(norm.matvecs < plain[name].frobenius_norm().matvecs for name, norm in blocks.items())

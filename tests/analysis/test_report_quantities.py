@@ -12,7 +12,7 @@ from curvoscope.analysis.entries import entry_histograms
 from curvoscope.analysis.pair_norms import pair_norms
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.curvature import CrossEntropy, hessian
-from curvoscope.exact.moments import Moments
+from curvoscope.exact.attention.moments import Moments
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import addition, answer_targets

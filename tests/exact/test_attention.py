@@ -160,7 +160,7 @@ def test_large_offset_keeps_its_digits(dtype, tolerance):
     reference = cv.exact.SelfAttention(W_Q, W_K, W_V).moments(X)
     rows = layer.forward_pass(X.to(dtype))
     assert rows.F.dtype == dtype
-    from curvoscope.exact.moments import Rows
+    from curvoscope.exact.attention.moments import Rows
 
     # the same attention for both, so that only the covariance is compared
     stats = Rows(reference.attention[None].to(dtype), None)

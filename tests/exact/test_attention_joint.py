@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import curvoscope as cv
-from curvoscope.exact.attention_joint import joint_is_cheaper
+from curvoscope.exact.attention.joint import joint_is_cheaper
 from reference import attention, dense_hessian, normal, relative
 
 

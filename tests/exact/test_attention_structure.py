@@ -313,7 +313,7 @@ def test_certificates_bound_the_norms_tightly():
 @pytest.mark.parametrize("options", [{}, {"heads": 2, "kv_heads": 1}])
 def test_contractions_in_small_memory(loss_kind, options, monkeypatch):
     """With room for a few tokens at a time, traces, diagonals and norms are what they are with room for all."""
-    from curvoscope.exact import moments
+    from curvoscope.exact.attention import moments
 
     monkeypatch.setattr(moments, "_KEPT_NUMBERS", 0)
     monkeypatch.setattr(checks, "LEAST_CHUNK", 1)

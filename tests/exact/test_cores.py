@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import curvoscope as cv
-from curvoscope.exact.attention_blocks import AttentionBlocks, weights_of
+from curvoscope.exact.attention.blocks import AttentionBlocks, weights_of
 from curvoscope.operators.terms import Term
 from reference import normal
 

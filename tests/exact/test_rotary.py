@@ -5,7 +5,7 @@ import cmath
 import pytest
 import torch
 
-from curvoscope.exact.rotary import Rotary
+from curvoscope.exact.attention.rotary import Rotary
 from reference import normal
 
 

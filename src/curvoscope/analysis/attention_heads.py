@@ -15,8 +15,8 @@ from curvoscope.autodiff.snapshot import device_of, keywords_for
 from curvoscope.closed.layers import LayerRecorder, layers_of
 from curvoscope.closed.rebuilding import fitting, rebuild
 from curvoscope.estimate import Estimate
-from curvoscope.exact.attention import SelfAttention
-from curvoscope.exact.moments import Moments
+from curvoscope.exact.attention.moments import Moments
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.families.block_maps import blocks_of
 
 _MOST_TRIPLES = 2_000_000_000  # (row, key, key) for all third moments: seconds

@@ -15,12 +15,11 @@ from curvoscope.curvature import hessian
 from curvoscope.errors import ModelError
 from curvoscope.estimate import Estimate
 from curvoscope.exact import SelfAttention
+from curvoscope.exact.attention.moments import Moments
 from curvoscope.exact.backpropagation import OutputCurvature, backpropagate
 from curvoscope.exact.block import Stack, TransformerBlock
-from curvoscope.exact.moments import Moments
 from curvoscope.losses.objectives import LossFunction
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.matrix_free import MatrixFree
 
 DEFAULT_TOLERANCE = 0.05
 
@@ -200,12 +199,8 @@ def _norms(operator: LinearOperator, tolerance: float, seed: int | None) -> tupl
 
 
 def _spectral(operator: LinearOperator, tolerance: float, seed: int | None) -> Estimate:
-    if isinstance(operator, MatrixFree):
-        return operator.spectral_norm(tolerance=tolerance, seed=seed)
-    return operator.spectral_norm()
+    return operator.spectral_norm(tolerance=tolerance if operator.estimated else None, seed=seed)
 
 
 def _frobenius(operator: LinearOperator, tolerance: float, seed: int | None) -> Estimate:
-    if isinstance(operator, MatrixFree):
-        return operator.frobenius_norm(tolerance=tolerance, seed=seed)
-    return operator.frobenius_norm()
+    return operator.frobenius_norm(tolerance=tolerance if operator.estimated else None, seed=seed)

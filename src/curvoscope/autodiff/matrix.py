@@ -53,6 +53,11 @@ class LazyBlock(LinearOperator):
         """The operator, from now on."""
         return self._make()
 
+    @property
+    def estimated(self) -> bool:
+        """Of the operator itself."""
+        return self.resolved.estimated
+
     def _matmat(self, columns: Tensor) -> Tensor:
         return self.resolved._matmat(columns)
 

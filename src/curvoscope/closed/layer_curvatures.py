@@ -13,11 +13,11 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.closed.closed_forms import ClosedForms, DownstreamLoss
 from curvoscope.closed.rebuilding import Rebuilt
-from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.attention.moments import Moments
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.backpropagation import JacobianProducts
 from curvoscope.exact.grouped import Grouped
 from curvoscope.exact.links import AttentionLink, Link, TokenwiseLink
-from curvoscope.exact.moments import Moments
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.matrix_free import MatrixFree
 

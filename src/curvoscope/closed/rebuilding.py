@@ -17,11 +17,11 @@ from torch import Tensor
 from curvoscope.closed.layers import LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.activations import ACTIVATIONS
-from curvoscope.exact.attention import SelfAttention
-from curvoscope.exact.attention_hessian import AttentionHessian
-from curvoscope.exact.attention_layer import Pass
+from curvoscope.exact.attention.hessian import AttentionHessian
+from curvoscope.exact.attention.layer import Pass
+from curvoscope.exact.attention.rotary import Rotary
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.feedforward import FeedForward
-from curvoscope.exact.rotary import Rotary
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 

@@ -1,7 +1,7 @@
 """Closed forms: the exact Hessian of single layers, of Transformer blocks and of stacks of them."""
 
 from curvoscope.exact import bounds
-from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.backpropagation import LowRank, OutputCurvature, backpropagate, low_rank
 from curvoscope.exact.block import Stack, TransformerBlock
 from curvoscope.exact.feedforward import FeedForward

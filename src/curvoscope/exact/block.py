@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import EmptyError, RangeError, ShapeError
-from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.chain import Branch, Chain
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.links import Layer

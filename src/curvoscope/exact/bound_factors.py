@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks, losses
-from curvoscope.exact.attention_layer import AttentionLayer
+from curvoscope.exact.attention.layer import AttentionLayer
 from curvoscope.exact.feedforward import FeedForward
 
 Pair = tuple[str, str]

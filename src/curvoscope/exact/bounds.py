@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvoscope import losses
 from curvoscope.errors import BlockNameError, RangeError
-from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.bound_factors import (
     Pair,
     Values,

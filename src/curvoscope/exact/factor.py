@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.exact.attention_cores import Answered, Response, Scores, rotated
-from curvoscope.exact.moments import Covariance
+from curvoscope.exact.attention.cores import Answered, Response, Scores, rotated
+from curvoscope.exact.attention.moments import Covariance
 from curvoscope.exact.ports import ProjectedCurvature, seen_through
 from curvoscope.losses import Curvature, PairCurvature, Port, through
 from curvoscope.operators.cores import Core, TokenForm

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from curvoscope.exact.assembly import Directions, WeightPart, column_chunks
-from curvoscope.exact.attention import SelfAttention
-from curvoscope.exact.attention_blocks import AttentionBlocks, weights_of
-from curvoscope.exact.attention_hessian import AttentionHessian
-from curvoscope.exact.attention_layer import Pass
-from curvoscope.exact.attention_product import AttentionProduct, Moved
+from curvoscope.exact.attention.blocks import AttentionBlocks, weights_of
+from curvoscope.exact.attention.hessian import AttentionHessian
+from curvoscope.exact.attention.layer import Pass
+from curvoscope.exact.attention.product import AttentionProduct, Moved
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.factor import Factor
 from curvoscope.exact.grouped import Grouped, fits
 from curvoscope.exact.tokenwise import TokenwiseHessian, TokenwiseLayer, contracted, matrix_shape

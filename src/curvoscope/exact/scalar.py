@@ -28,7 +28,7 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.errors import LossError, NonFiniteError, ShapeError
-from curvoscope.exact.attention import SelfAttention
+from curvoscope.exact.attention.self_attention import SelfAttention
 
 
 @dataclass(frozen=True)

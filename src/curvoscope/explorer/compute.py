@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvoscope import losses
 from curvoscope.exact import LayerNorm, ScalarAttention, ScalarSpectrum, SelfAttention
-from curvoscope.exact.attention_hessian import AttentionHessian
+from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.explorer.state import State, bounds
 from curvoscope.losses import LossAt
 

@@ -64,6 +64,11 @@ class LinearOperator(ABC):
         """An empty tensor of the operator's dtype, on its device."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
+    @property
+    def estimated(self) -> bool:
+        """Whether numbers are estimates also if neither `matvecs` nor `tolerance` asks for one."""
+        return False
+
     # ---- what subclasses say
 
     @abstractmethod
@@ -344,8 +349,7 @@ class LinearOperator(ABC):
         return found if found.vectors is None else (found, found.vectors)
 
     def _estimated(self, matvecs: int | None, tolerance: float | None) -> bool:
-        """Whether an answer is to be an estimate: by default it is exact."""
-        return matvecs is not None or tolerance is not None
+        return self.estimated or matvecs is not None or tolerance is not None
 
     def _spectral_norm(self) -> float:
         from curvoscope.operators.compositions import Gram

@@ -20,7 +20,9 @@ class MatrixFree(LinearOperator):
             return checks.finite("product", self._matmat(other[:, None])[:, 0])
         return super().__matmul__(other)
 
-    def _estimated(self, matvecs: int | None, tolerance: float | None) -> bool:
+    @property
+    def estimated(self) -> bool:
+        """Always."""
         return True
 
     def norm_bound(self) -> float:

@@ -10,8 +10,8 @@ from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.closed.layers import LayerRecorder, ModelLayer, layers_of
 from curvoscope.closed.rebuilding import Reading, fitting, rebuild
-from curvoscope.exact.attention import SelfAttention
-from curvoscope.exact.moments import Moments
+from curvoscope.exact.attention.moments import Moments
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.families.block_maps import blocks_of
 
 

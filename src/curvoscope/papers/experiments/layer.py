@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from curvoscope.exact import SelfAttention
-from curvoscope.exact.attention_hessian import AttentionHessian
+from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.papers import tasks
 from curvoscope.papers.networks import GPT2
 

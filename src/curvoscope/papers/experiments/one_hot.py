@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvoscope import losses
 from curvoscope.analysis.propagation import AttentionSummary
-from curvoscope.exact.moments import Moments
+from curvoscope.exact.attention.moments import Moments
 from curvoscope.papers.experiments.setting import ANSWERS
 from curvoscope.papers.networks import GPT2, GPT2Block
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvoscope.exact.moments import Feature, Rows
+from curvoscope.exact.attention.moments import Feature, Rows
+from curvoscope.exact.attention.rotary import Rotary
 from curvoscope.exact.ports import ProjectedCurvature
-from curvoscope.exact.rotary import Rotary
 from curvoscope.operators.cores import Core, TokenForm
 
 _SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about single keys at a time

@@ -8,8 +8,8 @@ tokens is then taken for U alone, and its blocks follow by small products that n
 import torch
 from torch import Tensor
 
-from curvoscope.exact.attention_blocks import AttentionBlocks, HeadWeight, TermsOf
-from curvoscope.exact.attention_layer import AttentionLayer, Pass
+from curvoscope.exact.attention.blocks import AttentionBlocks, HeadWeight, TermsOf
+from curvoscope.exact.attention.layer import AttentionLayer, Pass
 from curvoscope.operators.block_matrix import Entries, Slot
 from curvoscope.operators.kronecker import KroneckerSum
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import RangeError
 from curvoscope.exact.assembly import ColumnProducts, Directions, assembled, tiled
-from curvoscope.exact.attention_blocks import AttentionBlocks, HeadWeight, TermsOf, weights_of
-from curvoscope.exact.attention_joint import JointEntries, joint_is_cheaper
-from curvoscope.exact.attention_layer import AttentionLayer, Pass
-from curvoscope.exact.attention_product import AttentionProduct
+from curvoscope.exact.attention.blocks import AttentionBlocks, HeadWeight, TermsOf, weights_of
+from curvoscope.exact.attention.joint import JointEntries, joint_is_cheaper
+from curvoscope.exact.attention.layer import AttentionLayer, Pass
+from curvoscope.exact.attention.product import AttentionProduct
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot

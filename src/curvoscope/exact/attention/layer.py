@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import EmptyError, MaskError, NonFiniteError, RangeError, ShapeError
-from curvoscope.exact.rotary import Rotary
+from curvoscope.exact.attention.rotary import Rotary
 from curvoscope.losses import Port
 
 _SCORES = 4  # matrices of the scores' size in a forward pass: scores, masked, their softmax and its exponentials

@@ -6,11 +6,11 @@ from torch import Tensor
 from curvoscope import checks, losses
 from curvoscope.errors import ShapeError
 from curvoscope.exact.assembly import pushed_jacobian
-from curvoscope.exact.attention_hessian import AttentionHessian
-from curvoscope.exact.attention_layer import AttentionLayer
-from curvoscope.exact.attention_product import AttentionProduct
+from curvoscope.exact.attention.hessian import AttentionHessian
+from curvoscope.exact.attention.layer import AttentionLayer
+from curvoscope.exact.attention.moments import Moments
+from curvoscope.exact.attention.product import AttentionProduct
 from curvoscope.exact.factor import fits_jacobians
-from curvoscope.exact.moments import Moments
 
 
 class SelfAttention(AttentionLayer):

@@ -1,7 +1,7 @@
 """The terms of attention's Hessian blocks: which vectors and which cores each pair of weights has.
 
 Theorems 3.1 and 3.2 of the paper with the key blocks, for any loss, in index form. A weight of head h moves the
-output of token i by z_i (x) M_i (see attention_cores), which gives every outer block; the functional part pairs two
+output of token i by z_i (x) M_i (see cores), which gives every outer block; the functional part pairs two
 weights of the same head.
 """
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from curvoscope.exact.assembly import WeightPart
-from curvoscope.exact.attention_cores import Response, rotated
-from curvoscope.exact.attention_layer import AttentionLayer, Pass
+from curvoscope.exact.attention.cores import Response, rotated
+from curvoscope.exact.attention.layer import AttentionLayer, Pass
+from curvoscope.exact.attention.moments import Covariance, Feature, Rows, Third
 from curvoscope.exact.factor import Factor, Pairing, TermList
-from curvoscope.exact.moments import Covariance, Feature, Rows, Third
 from curvoscope.losses import LossAt, through
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import Slot

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from curvoscope.exact.assembly import Directions
-from curvoscope.exact.attention_layer import AttentionLayer, Pass
-from curvoscope.exact.moments import about, softmax_derivative
+from curvoscope.exact.attention.layer import AttentionLayer, Pass
+from curvoscope.exact.attention.moments import about, softmax_derivative
 from curvoscope.losses import LossAt
 
 Moved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dA and the heads' dF

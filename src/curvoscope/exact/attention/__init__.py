@@ -1,0 +1,1 @@
+"""Self-attention: its forward pass, its moments and its Hessian in closed form."""
