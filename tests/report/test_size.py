@@ -31,8 +31,8 @@ def facts(one):
     """A dataclass for JSON, its estimates with the keys that documents have."""
     plain = dataclasses.asdict(one)
     for key, value in plain.items():
-        if isinstance(value, dict) and "stderr" in value:
-            plain[key] = {name: value[name] for name in ("value", "stderr", "matvecs", "method")}
+        if isinstance(value, Estimate):
+            plain[key] = {name: value.facts()[name] for name in ("value", "stderr", "matvecs", "method")}
     return plain
 
 
