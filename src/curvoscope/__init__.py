@@ -8,6 +8,7 @@ from curvoscope.estimate import Estimate
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.operators import BlockHessian, BlockMatrix, KroneckerSum, LinearOperator
 from curvoscope.settings import settings
+from curvoscope.sweep import Sweep, sweep
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "Estimate",
     "KroneckerSum",
     "LinearOperator",
+    "Sweep",
     "analysis",
     "attention",
     "blocks_of",
@@ -26,5 +28,6 @@ __all__ = [
     "hessian",
     "losses",
     "settings",
+    "sweep",
     "training",
 ]

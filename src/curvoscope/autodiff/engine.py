@@ -5,7 +5,8 @@ of these weights, whatever becomes of the model later.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -313,6 +314,16 @@ class Autodiff:
         """The loss of a micro-batch at these weights."""
         outputs = self.snapshot(weights, batch)
         return self.objective(self.objective.seen(outputs, self.snapshot.parameters(weights)), batch.targets)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the model may run as it does for products."""
+        with undisturbed(self.model, self._batches.generators):
+            yield
+
+    def micro_batches(self) -> Iterator[Batch]:
+        """The data of each micro-batch, where the weights are; for use inside of `running`."""
+        return (self.snapshot.moved(batch) for batch in self._batches)
 
     def walk(self, visit: Callable[[float, Batch], None]) -> None:
         """Call `visit` with the weight and the data of each micro-batch that has loss terms; inside, the model may run

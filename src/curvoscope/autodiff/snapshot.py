@@ -2,8 +2,9 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,9 +77,16 @@ class Snapshot:
 
     def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> Any:
         """The model's outputs at these weights. Tied parameters are one."""
+        return self._explaining(batch, partial(self._run, weights))
+
+    def as_it_is(self, batch: Batch) -> Any:
+        """The outputs of the model at the weights that it has at this moment."""
+        return self._explaining(batch, lambda arguments, keywords: self._model(*arguments, **keywords))
+
+    def _explaining(self, batch: Batch, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         keywords = {**batch.keywords, "labels": batch.targets} if self._labelled else batch.keywords
         try:
-            return self._run(weights, batch.arguments, keywords)
+            return run(batch.arguments, keywords)
         except (RuntimeError, ValueError) as error:
             explained = _explained(error, self._model, keywords)
             if explained is None:
@@ -86,8 +94,11 @@ class Snapshot:
             raise explained from error
 
     def _run(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        buffers = {path: buffer.clone() for path, buffer in self._buffers.items()}
-        return functional_call(self._model, {**weights, **buffers}, arguments, keywords, tie_weights=True)
+        return functional_call(self._model, {**weights, **self.buffers()}, arguments, keywords, tie_weights=True)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers by path, which a run may change."""
+        return {path: buffer.clone() for path, buffer in self._buffers.items()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().to(self.device, copy=True)

@@ -143,7 +143,7 @@ class SoftmaxCurvature(PerToken):
         return seen - (probabilities @ seen.mT)[:, :, None]
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """What cross-entropy is made of: logits (T, v), words y (T, 1) and weights (T, 1).
 
     `rest` (T, v), w (sum(q) e_y - q) for targets q that are probabilities: what G has beside that of the word y.
@@ -236,7 +236,7 @@ class CrossEntropy(ClosedLoss):
 
     def __call__(self, outputs: Any, targets: Any = None) -> Tensor:
         """The mean over the targets that count, without a copy of the logits."""
-        found = self._rows(logits_of(outputs), targets)
+        found = self.rows(logits_of(outputs), targets)
         total = found.logits.new_zeros(())
         for rows in _chunks(found.logits):
             logits, index, weights = found.logits[rows], found.words[rows], found.weights[rows, 0]
@@ -251,26 +251,26 @@ class CrossEntropy(ClosedLoss):
         F = logits_of(outputs)
         wanted = self.wanted(targets, F)
         if wanted.is_floating_point():
-            return self._rows(F, targets).words.numel()
+            return self.rows(F, targets).words.numel()
         counted = wanted[..., 1:] if self.shift else wanted
         return int((counted != self.ignore_index).sum())
 
     def gradient(self, outputs: Any, targets: Any = None) -> tuple[list[Tensor], list[Tensor]]:
         """G in closed form."""
         F = logits_of(outputs)
-        logits, index, weights, rest = self._rows(F, targets)
+        logits, index, weights, rest = self.rows(F, targets)
         found = CrossEntropyGradient.apply(logits, index, weights)
         found = found if rest is None else found + rest
         if self.unembedding is not None:
             found = found @ self.unembedding.mT
-        axis = self._axis(F)
+        axis = self.class_axis(F)
         return [F], [found.view(F.movedim(axis, -1).shape).movedim(-1, axis)]
 
     def curvature(self, F: Tensor) -> SoftmaxCurvature:
         """S at F (N, L, m)."""
         if self.axis != -1:
             raise LossError("axis", f"got {self.axis}; a layer's output has its classes last: -1")
-        logits, _, weights, _ = self._rows(F, None)
+        logits, _, weights, _ = self.rows(F, None)
         shape, words = F.shape[:-1], logits.shape[-1]
         U = torch.eye(words, dtype=F.dtype, device=F.device) if self.unembedding is None else self.unembedding
         return SoftmaxCurvature(weights.view(shape), logits.softmax(-1).view(*shape, words), U)
@@ -285,14 +285,16 @@ class CrossEntropy(ClosedLoss):
             F = F @ self.unembedding
         return F if self.bias is None else F + self.bias
 
-    def _axis(self, logits: Tensor) -> int:
+    def class_axis(self, logits: Tensor) -> int:
+        """Where the logits have their classes."""
         return self.axis if logits.ndim > 1 else -1
 
-    def _rows(self, F: Tensor, targets: Any) -> _Rows:
+    def rows(self, F: Tensor, targets: Any) -> Rows:
+        """The logits, one row per target, with what their loss needs."""
         targets, logits = self.wanted(targets, F), self.logits(F)
         if targets.is_floating_point():
             return self._rows_of_probabilities(logits, targets)
-        logits = logits.movedim(self._axis(logits), -1)
+        logits = logits.movedim(self.class_axis(logits), -1)
         if targets.shape != logits.shape[:-1]:
             raise ShapeError("targets", f"got {tuple(targets.shape)} for logits {tuple(logits.shape)}")
         if self.shift:
@@ -301,18 +303,18 @@ class CrossEntropy(ClosedLoss):
         _check_range(targets[counted], logits.shape[-1])
         weights = counted.to(logits.dtype) / counted.sum().clamp_min(1)
         index = targets.where(counted, 0).long()
-        return _Rows(logits.reshape(-1, logits.shape[-1]), index.reshape(-1, 1), weights.reshape(-1, 1))
+        return Rows(logits.reshape(-1, logits.shape[-1]), index.reshape(-1, 1), weights.reshape(-1, 1))
 
-    def _rows_of_probabilities(self, logits: Tensor, targets: Tensor) -> _Rows:
+    def _rows_of_probabilities(self, logits: Tensor, targets: Tensor) -> Rows:
         if self.shift:
             raise LossError("targets", f"expected integers, got {targets.dtype}: `shift` is for words that follow")
         if targets.shape != logits.shape:
             shapes = f"{tuple(targets.shape)} of {targets.dtype} for logits {tuple(logits.shape)}"
             raise ShapeError("targets", f"got {shapes}; expected integers, or probabilities of the shape of the logits")
-        axis = self._axis(logits)
+        axis = self.class_axis(logits)
         logits, targets = (values.movedim(axis, -1).reshape(-1, values.shape[axis]) for values in (logits, targets))
         index, mean = targets.argmax(-1, keepdim=True), 1 / len(targets)
-        return _Rows(logits, index, mean * targets.sum(-1, keepdim=True), softmax_gradient(targets, index, -mean))
+        return Rows(logits, index, mean * targets.sum(-1, keepdim=True), softmax_gradient(targets, index, -mean))
 
 
 def _check_range(targets: Tensor, vocabulary: int) -> None:

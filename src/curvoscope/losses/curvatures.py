@@ -107,15 +107,15 @@ class TokenCurvature(PerToken):
     """
 
     def __init__(self, blocks: Tensor) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
 
     def apply(self, direction: Tensor) -> Tensor:
         """S_t dF_t."""
-        return torch.matmul(self._blocks, direction[..., None])[..., 0]
+        return torch.matmul(self.blocks, direction[..., None])[..., 0]
 
     def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
         """P S_t P'^T."""
-        blocks = self._blocks.flatten(0, 1)[start:stop]
+        blocks = self.blocks.flatten(0, 1)[start:stop]
         return through(through(blocks, right).mT, left).mT
 
     def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
@@ -124,7 +124,7 @@ class TokenCurvature(PerToken):
 
     def workspace(self, left: Port, right: Port) -> int:
         """S_t through one port."""
-        return 2 * self._blocks.shape[-1] ** 2
+        return 2 * self.blocks.shape[-1] ** 2
 
 
 class PairCurvature(Curvature):

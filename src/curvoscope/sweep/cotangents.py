@@ -1,0 +1,226 @@
+"""Random cotangents g of a model's outputs with E[g g^T] = S, the Hessian of the loss in the outputs.
+
+Cross-entropy, for token t with probabilities p_t, weight w_t and independent signs e:
+
+    g_t = sqrt(w_t) (sqrt(p_t) . e - p_t <sqrt(p_t), e>)            E[g_t g_t^T] = w_t (diag p_t - p_t p_t^T) = S_t
+
+A vocabulary is walked in ranges of columns, and signs are drawn anew from their seeds whenever they are needed, so that
+nothing of the size of (samples, tokens, vocabulary) is kept. For a loss whose S is diagonal, g = sqrt(diag S) . e; for
+any other one g = R e with R R^T = S for each group of tokens that the loss couples.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvoscope.errors import LossError
+from curvoscope.losses import CrossEntropy, Objective
+from curvoscope.losses.curvatures import PairCurvature, TokenCurvature, curvature_of, group_size
+from curvoscope.losses.objectives import logits_of
+
+COLUMNS = 8192  # of a vocabulary at a time
+_INDEFINITE = 1e3  # units of rounding that an eigenvalue of S may lie below 0
+_MOST_DENSE = 4096  # entries of a group of tokens up to which S is formed
+
+Seed = tuple[int, int]  # of the sweep and of one sample
+
+_of_byte: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def signs(shape: Sequence[int], seed: Sequence[int], like: Tensor) -> Tensor:
+    """Independent signs, the same for the same seed: eight from each random byte."""
+    key = like.dtype, like.device
+    if key not in _of_byte:
+        bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+        _of_byte[key] = (2 * bits - 1).to(like)
+    mixed = 0
+    for number in seed:  # a Weyl sequence over the parts, kept within 63 bits
+        mixed = (mixed * 6364136223846793005 + number + 1442695040888963407) % 2**63
+    count = torch.Size(shape).numel()
+    generator = torch.Generator().manual_seed(mixed)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 64),), generator=generator, dtype=torch.int64)
+    table = _of_byte[key]
+    return table[words.view(torch.uint8).to(like.device).int()].flatten()[:count].view(*shape)
+
+
+class Cotangents(ABC):
+    """Draws of g for one micro-batch: one tensor for each tensor F that the loss reads."""
+
+    @abstractmethod
+    def draw(self, seed: Seed) -> list[Tensor]:
+        """One g."""
+
+
+class SoftmaxCotangents(Cotangents):
+    """Those of cross-entropy.
+
+    Args:
+        logits: gives columns start to stop of the logits, (T, stop - start).
+        log_sums: log sum_v exp of each row, (T, 1).
+        weights: w_t, (T, 1).
+        classes: number of columns.
+        restore: from (T, classes) to the shape of the model's output.
+    """
+
+    def __init__(
+        self,
+        logits: Callable[[int, int], Tensor],
+        log_sums: Tensor,
+        weights: Tensor,
+        classes: int,
+        restore: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._logits, self._log_sums, self._roots = logits, log_sums, weights.sqrt()
+        self.classes, self._restore = classes, restore
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges of columns in which g is made."""
+        for start in range(0, self.classes, COLUMNS):
+            yield start, min(start + COLUMNS, self.classes)
+
+    def columns(self, start: int, stop: int, seeds: Sequence[Seed], inner: Tensor) -> Tensor:
+        """Columns of g for each seed, (n, T, stop - start), given `inner_products`."""
+        roots = self._probabilities(start, stop).sqrt_()
+        found = torch.stack([signs(roots.shape, (*seed, start), roots) for seed in seeds])
+        found -= roots * inner
+        return found.mul_(roots * self._roots)
+
+    def inner_products(self, seeds: Sequence[Seed]) -> Tensor:
+        """<sqrt(p_t), e> for each seed, (n, T, 1)."""
+        found = self._log_sums.new_zeros(len(seeds), *self._log_sums.shape)
+        for start, stop in self.ranges():
+            roots = self._probabilities(start, stop).sqrt_()
+            for i, seed in enumerate(seeds):
+                found[i] += (signs(roots.shape, (*seed, start), roots) * roots).sum(-1, keepdim=True)
+        return found
+
+    def draw(self, seed: Seed) -> list[Tensor]:
+        """One g, in the shape of the output."""
+        inner = self.inner_products([seed])
+        return [self._restore(torch.cat([self.columns(*some, [seed], inner)[0] for some in self.ranges()], -1))]
+
+    def _probabilities(self, start: int, stop: int) -> Tensor:
+        return (self._logits(start, stop) - self._log_sums).exp_()
+
+
+class DiagonalCotangents(Cotangents):
+    """Those of a loss whose S is diagonal. `roots`: the roots of its entries, one tensor for each F."""
+
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self._roots = roots
+
+    def draw(self, seed: Seed) -> list[Tensor]:
+        """sqrt(diag S) . e."""
+        return [signs(root.shape, (*seed, i), root) * root for i, root in enumerate(self._roots)]
+
+
+class GroupCotangents(Cotangents):
+    """Those of a loss that couples the entries of groups of tokens. `roots`: R (groups, k, k), R R^T = S."""
+
+    def __init__(self, roots: Tensor, shape: torch.Size) -> None:
+        self._roots, self._shape = roots, shape
+
+    def draw(self, seed: Seed) -> list[Tensor]:
+        """R e for each group."""
+        groups, size, _ = self._roots.shape
+        return [(self._roots @ signs((groups, size, 1), seed, self._roots)).reshape(self._shape)]
+
+
+def softmax_cotangents(
+    objective: CrossEntropy, F: Tensor, targets: Any, logits: Callable[[int, int], Tensor] | None = None
+) -> SoftmaxCotangents:
+    """Those of cross-entropy at outputs F. `logits`: where columns come from, if F is not to be kept."""
+    rows, shape, axis = objective.rows(F.detach(), targets), F.movedim(objective.class_axis(F), -1).shape, objective
+    log_sums, kept = rows.logits.logsumexp(-1, keepdim=True), rows.logits if logits is None else None
+
+    def restore(found: Tensor) -> Tensor:
+        return found.view(shape).movedim(-1, axis.class_axis(F))
+
+    def kept_logits(start: int, stop: int) -> Tensor:
+        assert kept is not None
+        return kept[:, start:stop]
+
+    return SoftmaxCotangents(logits or kept_logits, log_sums, rows.weights, shape[-1], restore)
+
+
+def cotangents(objective: Objective, outputs: Any, targets: Any) -> tuple[list[Tensor], Cotangents]:
+    """The tensors F that the loss reads, and what draws g for them.
+
+    `LossError` if S is not positive semidefinite: no g has it as its covariance.
+    """
+    if isinstance(objective, CrossEntropy) and objective.unembedding is None and objective.bias is None:
+        F = logits_of(outputs)
+        return [F], softmax_cotangents(objective, F, targets)
+    if objective.reads_parameters:
+        raise LossError(
+            "loss_fn",
+            f"is {type(objective).__name__}, whose curvature is not all at the model's outputs; give the loss alone, "
+            "or use cv.hessian(...).outer",
+        )
+    cut, gradient = objective.gradient(outputs, targets)
+
+    def product(directions: Sequence[Tensor]) -> list[Tensor]:
+        pairs = [(G, v) for G, v in zip(gradient, directions, strict=True) if G.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(F) for F in cut]
+        found = torch.autograd.grad(
+            [G for G, _ in pairs], cut, [v for _, v in pairs], retain_graph=True, materialize_grads=True
+        )
+        return list(found)
+
+    diagonal = _diagonal(product, cut)
+    if diagonal is not None:
+        least, most = min(float(d.min()) for d in diagonal), max(float(d.abs().max()) for d in diagonal)
+        _check_convex(least, most, cut[0].dtype)
+        return cut, DiagonalCotangents([d.clamp_min(0).sqrt() for d in diagonal])
+    if len(cut) > 1:
+        raise LossError("loss_fn", f"reads {len(cut)} tensors that its second derivative couples; use cv.hessian")
+    return cut, _coupled(product, cut[0])
+
+
+def _diagonal(product: Callable[[Sequence[Tensor]], list[Tensor]], cut: Sequence[Tensor]) -> list[Tensor] | None:
+    """The diagonal of S, if two products show that it has nothing else."""
+    found = []
+    for number in range(2):
+        probes = [1 + 0.5 * signs(F.shape, (number, i), F) for i, F in enumerate(cut)]
+        found.append([Sv.detach() / v for Sv, v in zip(product(probes), probes, strict=True)])
+    first, second = found
+    size = max(float(d.abs().max()) for d in first)
+    apart = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+    return first if apart <= 64 * torch.finfo(cut[0].dtype).eps * size else None
+
+
+def _coupled(product: Callable[[Sequence[Tensor]], list[Tensor]], F: Tensor) -> GroupCotangents:
+    """R for each group of tokens that S couples."""
+    shape = F.shape[0] if F.ndim > 1 else 1, F.shape[1:-1].numel(), F.shape[-1]
+    cube = F.detach().reshape(shape)
+
+    def products(directions: Tensor) -> Tensor:
+        found = [product([v.reshape(F.shape)])[0].reshape(shape) for v in directions.reshape(-1, *shape)]
+        return torch.stack(found).reshape(directions.shape).detach()
+
+    size = group_size(products, cube)
+    if size * shape[-1] > _MOST_DENSE:
+        raise LossError(
+            "loss_fn",
+            f"its second derivative couples {size * shape[-1]:,} entries of the output, and a root of it is formed for "
+            f"at most {_MOST_DENSE:,}; use cv.losses.CrossEntropy if it is one, or cv.hessian(...).outer",
+        )
+    curvature = curvature_of(products, cube, size)
+    assert isinstance(curvature, TokenCurvature | PairCurvature)
+    matrices = curvature.blocks.reshape(-1, size * shape[-1], size * shape[-1])
+    values, vectors = torch.linalg.eigh(matrices)
+    _check_convex(float(values.min()), float(values.abs().max()), F.dtype)
+    return GroupCotangents(vectors * values.clamp_min(0).sqrt()[:, None, :], F.shape)
+
+
+def _check_convex(least: float, most: float, dtype: torch.dtype) -> None:
+    if least < -_INDEFINITE * torch.finfo(dtype).eps * most:
+        raise LossError(
+            "loss_fn",
+            f"is not convex in the model's outputs: its Hessian there has eigenvalues from {least:.3g} to {most:.3g}, "
+            "and a covariance has none below 0; use cv.hessian(...).outer",
+        )

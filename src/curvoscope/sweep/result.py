@@ -1,0 +1,297 @@
+"""`Sweep`: what the samples of a sweep say about every block."""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvoscope.blocks import Blocks
+from curvoscope.errors import BlockNameError, EmptyError, RangeError
+from curvoscope.estimate import Estimate
+from curvoscope.sweep import statistics
+from curvoscope.sweep.statistics import Bracket
+
+Grams = Mapping[str, Tensor]  # K (c, c) of each row for one chunk of samples
+
+
+class PairNorms(NamedTuple):
+    """The Frobenius norms of all pairs of blocks.
+
+    Args:
+        names: of the blocks, n of them.
+        value: |H_bc|_F, (n, n).
+        stderr: their standard errors, (n, n).
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.ones(4, 3).double()
+        >>> found = cv.sweep(model, torch.nn.MSELoss(), [(X, X[:, :2])], samples=16).norms()
+        >>> found.names, tuple(found.value.shape), tuple(found.stderr.shape)
+        (['weight', 'bias'], (2, 2), (2, 2))
+    """
+
+    names: list[str]
+    value: Tensor
+    stderr: Tensor
+
+
+class SweepRow(NamedTuple):
+    """One line of a sweep's table."""
+
+    block: str
+    shape: tuple[int, int]
+    trace: Estimate
+    frobenius_norm: Estimate
+    effective_rank: Estimate
+    largest_eigenvalue: Bracket
+
+
+class Sweep:
+    """The Gauss-Newton part of every block, from samples gamma with E[gamma gamma^T] = H.
+
+    Made by `cv.sweep`. Every number is an `Estimate`; nothing is computed for it but sums over Gram matrices.
+
+    Args:
+        blocks: that were swept.
+        chunks: Gram matrices (c, c) of each block, or of each of its heads, for each chunk of samples.
+        loss: the mean loss.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
+        >>> X, Y = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+        >>> sweep = cv.sweep(model, torch.nn.MSELoss(), [(X, Y)], samples=64)
+        >>> "h.0.attn.Q" in sweep.names, sweep.heads("h.0.attn.Q")
+        (True, ['h.0.attn.Q.0', 'h.0.attn.Q.1'])
+        >>> exact = cv.hessian(model, torch.nn.MSELoss(), [(X, Y)]).outer["h.0.attn.V"].trace()
+        >>> low, high = sweep.trace("h.0.attn.V").interval(0.999)
+        >>> low < exact < high
+        True
+    """
+
+    def __init__(self, blocks: Blocks, chunks: Sequence[Grams], loss: float) -> None:
+        self.blocks, self.chunks, self.loss = blocks, list(chunks), loss
+        self._sums: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the blocks, in the order of the model; while a sweep runs, of those that are known."""
+        return [name for name in self.blocks if self._known(name)]
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return sum(len(next(iter(chunk.values()))) for chunk in self.chunks if chunk)
+
+    def heads(self, name: str) -> list[str]:
+        """Names of the heads of a block, such as "h.0.attn.Q.2"; they can be asked for as blocks can. Empty without
+        heads."""
+        block = self.blocks[name]
+        return [] if block.heads is None else [f"{name}.{i}" for i in range(block.heads)]
+
+    def trace(self, name: str) -> Estimate:
+        """tr H of a block or head: the mean of |gamma|^2.
+
+        Args:
+            name: of a block, or of a head.
+
+        Returns:
+            The trace, with its standard error.
+        """
+        return statistics.trace(*self._grams(name)).checked("trace")
+
+    def frobenius_norm(self, name: str, other: str | None = None) -> Estimate:
+        """|H_bc|_F: the root of the mean of <gamma_b^i, gamma_b^j> <gamma_c^i, gamma_c^j> over i != j.
+
+        Args:
+            name: of a block or head b.
+            other: of a block or head c; None: the same.
+
+        Returns:
+            The norm, with its standard error.
+        """
+        first, second = self._grams(name, name if other is None else other)
+        value, variance, share = statistics.squared_norms(first, second)
+        samples = sum(map(len, first))
+        return statistics.norm(float(value), float(variance), float(share), samples).checked("frobenius_norm")
+
+    def norms(self, names: Iterable[str] | None = None) -> PairNorms:
+        """|H_bc|_F for all pairs.
+
+        Args:
+            names: of blocks and heads; None: all blocks.
+
+        Returns:
+            The names, the norms (n, n) and their standard errors (n, n).
+        """
+        wanted = self.names if names is None else list(names)
+        if not wanted:
+            raise EmptyError("names", "there are none")
+        chunks = [torch.stack(chunk) for chunk in zip(*self._grams(*wanted), strict=True)]
+        rows = [
+            statistics.squared_norms([chunk[i : i + 1] for chunk in chunks], chunks)[:2] for i in range(len(wanted))
+        ]
+        square, variance = (torch.stack([row[k] for row in rows]) for k in range(2))
+        value = square.clamp_min(0).sqrt()
+        stderr = torch.where(value > 0, variance.sqrt() / (2 * value), variance.sqrt().sqrt())
+        return PairNorms(wanted, value, stderr)
+
+    def effective_rank(self, name: str) -> Estimate:
+        """(tr H)^2 / |H|_F^2: the number of equal eigenvalues that would give both.
+
+        Args:
+            name: of a block or head.
+
+        Returns:
+            The effective rank, with its standard error.
+        """
+        return statistics.effective_rank(*self._grams(name)).checked("effective_rank")
+
+    def moment(self, name: str, order: int) -> Estimate:
+        """tr H^k, for k = 1 to 4.
+
+        Args:
+            name: of a block or head.
+            order: k.
+
+        Returns:
+            The moment, with its standard error.
+        """
+        if order not in range(1, statistics.LEAST + 1):
+            raise RangeError("order", f"got {order}, expected 1 to {statistics.LEAST}")
+        return statistics.moment(self._grams(name)[0], order).checked("moment")
+
+    def alignment(self, name: str, other: str) -> float:
+        """|H_bc|_F / sqrt(|H_b|_F |H_c|_F): 1 if two blocks have the same directions, 0 without a common one.
+
+        Args:
+            name: of a block or head b.
+            other: of a block or head c.
+
+        Returns:
+            The ratio of three estimates; it may exceed 1 by their errors.
+        """
+        return float(self.frobenius_norm(name, other)) / math.sqrt(
+            self.frobenius_norm(name) * self.frobenius_norm(other)
+        )
+
+    def largest_eigenvalue(self, name: str) -> Bracket:
+        """A bracket of the largest eigenvalue: a Ritz value that does not overestimate it, and the largest eigenvalue
+        of the sample covariance, which does not underestimate it on average.
+
+        Args:
+            name: of a block or head.
+
+        Returns:
+            The two bounds, each an Estimate. For a narrower answer: `cv.hessian(...).outer[name].eigenvalues(1)`.
+        """
+        return statistics.largest_eigenvalue(*self._grams(name))
+
+    def rows(self) -> list[SweepRow]:
+        """The table as data, one row per block, in the order of the model."""
+        return [
+            SweepRow(
+                name,
+                self.blocks[name].shape,
+                self.trace(name),
+                self.frobenius_norm(name),
+                self.effective_rank(name),
+                self.largest_eigenvalue(name),
+            )
+            for name in self.names
+        ]
+
+    def table(self) -> "SweepTable":
+        """Trace, norm, effective rank and largest eigenvalue of every block.
+
+        Returns:
+            A table that shows itself as text, in a terminal with rich, and in a notebook.
+        """
+        return SweepTable(self.rows(), self.samples, self.loss)
+
+    def __repr__(self) -> str:
+        return f"Sweep of {len(self.names)} blocks, {self.samples} samples, loss {self.loss:.4g}"
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def _known(self, name: str) -> bool:
+        return bool(self.chunks) and all(row in self.chunks[0] for row in self.heads(name) or [name])
+
+    def _grams(self, *names: str) -> list[list[Tensor]]:
+        """K of each name for each chunk that knows them all."""
+        rows = {name: self._rows_of(name) for name in names}
+        wanted = {row for some in rows.values() for row in some}
+        complete = [k for k, chunk in enumerate(self.chunks) if wanted <= chunk.keys()]
+        return [[self._sum(name, rows[name], k) for k in complete] for name in names]
+
+    def _rows_of(self, name: str) -> list[str]:
+        """The rows that make up a block or a head."""
+        if self.chunks and name in self.chunks[0]:
+            return [name]
+        if name not in self.names:
+            raise BlockNameError(
+                "name", f"there is no {name!r}; known: {', '.join(self.names[:8])}, ... and their heads"
+            )
+        return self.heads(name)
+
+    def _sum(self, name: str, rows: Sequence[str], chunk: int) -> Tensor:
+        if (name, chunk) not in self._sums:
+            self._sums[name, chunk] = torch.stack([self.chunks[chunk][row] for row in rows]).sum(0)
+        return self._sums[name, chunk]
+
+
+class SweepTable(Sequence[SweepRow]):
+    """The rows of a sweep as a table that shows itself."""
+
+    _HEADER = ("block", "shape", "trace", "Frobenius norm", "effective rank", "largest eigenvalue")
+
+    def __init__(self, rows: list[SweepRow], samples: int, loss: float) -> None:
+        self._rows, self._title = rows, f"Gauss-Newton part, {samples} samples, loss {loss:.4g}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._rows[index]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text."""
+        return [
+            (
+                row.block,
+                " x ".join(map(str, row.shape)),
+                str(row.trace),
+                str(row.frobenius_norm),
+                f"{row.effective_rank.value:.3g} ± {row.effective_rank.stderr:.1g}",
+                f"{row.largest_eigenvalue.lower.value:.3g} to {row.largest_eigenvalue.upper.value:.3g}",
+            )
+            for row in self._rows
+        ]
+
+    def __str__(self) -> str:
+        lines = [self._HEADER, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join([self._title, *text])
+
+    __repr__ = __str__
+
+    def __rich__(self) -> object:
+        from rich.table import Table
+
+        table = Table(*self._HEADER, title=self._title)
+        for line in self.cells():
+            table.add_row(*line)
+        return table
+
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(line(cells, "td") for cells in self.cells())
+        return f"<table><caption>{html.escape(self._title)}</caption>{line(self._HEADER, 'th')}{body}</table>"

@@ -1,0 +1,203 @@
+"""`sweep`: the Gauss-Newton part of every block of a model, from sampled backward passes."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from curvoscope import checks
+from curvoscope.autodiff.batches import Batches
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.blocks import Blocks
+from curvoscope.curvature import trainable
+from curvoscope.distributed.ranks import mesh_of
+from curvoscope.errors import ModelError, NonFiniteError, RangeError
+from curvoscope.estimate.progress import Ticker
+from curvoscope.families.block_maps import blocks_of
+from curvoscope.losses import LossFunction, objective_of
+from curvoscope.settings import current
+from curvoscope.sweep.layers import NotRepeatableError, without_cache
+from curvoscope.sweep.result import Sweep
+from curvoscope.sweep.statistics import LEAST
+from curvoscope.sweep.walk import Draw, Walk
+
+CHUNK = 64  # samples at a time, of which all pairs count
+MOST = 1024  # samples for a tolerance
+_AGREE = 2e-2  # relative difference of a squared length that is found in two ways
+_SHARE = 0.5  # of the memory that a chunk may use
+
+
+def sweep(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    batches: Iterable[Any],
+    blocks: Blocks | None = None,
+    tolerance: float = 0.05,
+    samples: int | None = None,
+    seed: int | None = None,
+    micro_batch: int | None = None,
+    device: torch.device | str | None = None,
+    earlier: Sweep | None = None,
+    tell: Callable[[Sweep], None] | None = None,
+) -> Sweep:
+    """Traces, norms and effective ranks of the Gauss-Newton part of every block, from a few dozen backward passes.
+
+    With S = d2l/dz2 at the model's output z, draw g with E[g g^T] = S. One backward pass of g gives the cotangent delta
+    at the output of every layer; the gradient of a weight is gamma_b = X^T delta, and E[gamma_b gamma_c^T] = H_bc, the
+    Gauss-Newton block, for all b and c at once. The answers follow from the Gram matrices K_b[i, j] = <gamma_b^i,
+    gamma_b^j> = <X X^T delta^i, delta^j>: no gradient of a weight is formed, so a sample costs a third of a gradient.
+
+    Args:
+        model: any module, in the mode in which its loss is deterministic (`model.eval()`). It is left as it is.
+        loss_fn: as for `cv.hessian`; its Hessian in the outputs must be positive semidefinite.
+        batches: as for `cv.hessian`. Each sample takes one of them, drawn with its share of the loss as probability.
+        blocks: named parameters; None: all that are not frozen. Heads are swept with them.
+        tolerance: samples are drawn, 64 at a time, until half of the norms have a relative standard error below this,
+            and 95 % of them below twice this, or until there are 1,024.
+        samples: their number, instead of a tolerance.
+        seed: of the samples; by default that of `cv.settings`.
+        micro_batch: rows at a time; None: a batch at a time.
+        device: where to compute; None: where the model is.
+        earlier: a sweep of the same model to continue: its samples are kept, new ones are added.
+        tell: called with the sweep so far whenever another block is known. Ctrl-C ends `cv.sweep`; what was told
+            stays.
+
+    Returns:
+        The sweep, which answers `trace(name)`, `frobenius_norm(name, other)`, `effective_rank(name)`,
+        `largest_eigenvalue(name)`, `norms()` and `table()`.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+        >>> X, labels = torch.randn(8, 3).double(), torch.tensor([0, 1] * 4)
+        >>> sweep = cv.sweep(model, torch.nn.CrossEntropyLoss(), [(X, labels)], samples=256)
+        >>> truth = cv.hessian(model, torch.nn.CrossEntropyLoss(), [(X, labels)]).outer
+        >>> low, high = sweep.frobenius_norm("0.weight", "2.weight").interval(0.999)
+        >>> bool(low < truth["0.weight", "2.weight"].dense().norm() < high)
+        True
+    """
+    seed = current().seed if seed is None else seed
+    if samples is not None and samples < LEAST:
+        raise RangeError("samples", f"got {samples}, expected at least {LEAST}: pairs of samples need an error bar")
+    if not tolerance > 0:
+        raise RangeError("tolerance", f"got {tolerance}, expected a positive number")
+    if isinstance(model, DistributedDataParallel):
+        raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module")
+    if mesh_of(model) is not None:
+        raise ModelError("model", "is sharded, and a sweep needs it in one piece; use cv.hessian(...).outer")
+    if blocks is None:
+        blocks = trainable(model, blocks_of(model))
+    with without_cache(model):
+        engine = Autodiff(model, objective_of(loss_fn), Batches(batches, micro_batch), blocks, device=device)
+        return _Sweeping(engine, seed, earlier, tell).until(tolerance, samples)
+
+
+class _Sweeping:
+    """A sweep that is being made."""
+
+    def __init__(
+        self, engine: Autodiff, seed: int, earlier: Sweep | None, tell: Callable[[Sweep], None] | None
+    ) -> None:
+        self._engine, self._seed, self._tell = engine, seed, tell
+        self._rows = engine.blocks.per_head()
+        self._weights = torch.tensor(engine.survey.weights, dtype=torch.float64)
+        self.sweep = Sweep(engine.blocks, [] if earlier is None else earlier.chunks, engine.survey.loss)
+        if earlier is not None and earlier.blocks.sizes != engine.blocks.sizes:
+            raise ModelError("earlier", "is a sweep of other blocks")
+        self._cut = True
+
+    def until(self, tolerance: float, samples: int | None) -> Sweep:
+        """Add chunks until there are enough samples."""
+        self._examine()
+        wanted = MOST if samples is None else samples
+        while self.sweep.samples < wanted:
+            if samples is None and self.sweep.samples and self._precise(tolerance):
+                break
+            left = wanted - self.sweep.samples
+            count = min(self._at_once, left)
+            if 0 < left - count < LEAST:  # a chunk that is too small has no pairs to speak of
+                count = left if left <= 2 * LEAST else left - LEAST
+            self._add(count)
+        return self.sweep
+
+    def _precise(self, tolerance: float) -> bool:
+        errors = torch.tensor(
+            [found.stderr / found for found in map(self.sweep.frobenius_norm, self.sweep.names) if found]
+        )
+        return bool(errors.quantile(0.5) <= tolerance and errors.quantile(0.95) <= 2 * tolerance)
+
+    def _examine(self) -> None:
+        """Run the model whole, once, and see how many samples fit into the memory."""
+        scale = float(self._weights.sum()) ** 0.5
+        with self._engine.running():
+            (draw,) = self._draws(1, 0)
+            self._walk = Walk(self._engine, self._rows, scale, self._cut)
+            self._lengths, one = self._walk.examine(draw.batch, draw.seeds[0])
+        budget = int(_SHARE * checks.memory_budget())
+        checks.fits(
+            LEAST * one,
+            budget,
+            f"{LEAST} samples of the widest layer",
+            "give shorter sequences or a smaller micro_batch=",
+        )
+        self._at_once = max(LEAST, min(CHUNK, budget // max(one, 1)))
+
+    def _draws(self, count: int, chunk: int) -> list[Draw]:
+        """The samples of a chunk by micro-batch, numbered so that those of a batch follow each other."""
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + chunk) % 2**63)
+        drawn = torch.multinomial(self._weights, CHUNK, replacement=True, generator=generator)[:count].tolist()
+        found = {i: Draw(batch) for i, batch in enumerate(self._engine.micro_batches()) if i in drawn}
+        for number, draw in enumerate(sorted(range(count), key=drawn.__getitem__)):
+            found[drawn[draw]].samples.append(number)
+            found[drawn[draw]].seeds.append((self._seed, chunk * CHUNK + draw))
+        return list(found.values())
+
+    def _add(self, count: int) -> None:
+        """One more chunk; of the whole model at once, if its layers cannot be run alone."""
+        try:
+            self._add_chunk(count)
+        except NotRepeatableError:
+            if not self._cut:
+                raise
+            self._cut = False
+            self._examine()
+            self._add_chunk(count)
+
+    def _add_chunk(self, count: int) -> None:
+        chunk, grams = len(self.sweep.chunks), dict[str, Tensor]()
+        so_far = Sweep(self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss)
+        ticker = Ticker(f"sweep, samples {self.sweep.samples + 1} to {self.sweep.samples + count}", len(self._rows))
+
+        def tell(name: str, gram: Tensor) -> None:
+            bad = (~gram.diagonal().isfinite()).nonzero().flatten().tolist()
+            if bad:
+                batch = next(draw.batch.index for draw in draws if bad[0] in draw.samples)
+                raise NonFiniteError("batches", f"the sampled gradient of {name!r} is not finite on batch {batch}")
+            grams[name] = checks.finite(name, gram)
+            ticker.advance(1)
+            if self._tell is not None:
+                self._tell(so_far)
+
+        with self._engine.running():
+            draws = self._draws(count, chunk)
+        try:
+            with self._engine.running():
+                self._walk.run(draws, tell)
+        finally:
+            ticker.close()
+        if chunk == 0:
+            self._check(grams, next(draw.samples[0] for draw in draws if (self._seed, 0) in draw.seeds))
+        self.sweep = so_far
+
+    def _check(self, grams: dict[str, Tensor], sample: int) -> None:
+        """The squared length of the sample drawn first must be that of a plain backward pass."""
+        largest = max(self._lengths.values(), default=0.0)
+        for name, expected in self._lengths.items():
+            found = float(grams[name][sample, sample])
+            if abs(found - expected) > _AGREE * expected + 1e-6 * largest:
+                raise NotRepeatableError(
+                    "model", f"a sampled gradient of {name!r} has the squared length {found:.6g}, not {expected:.6g}"
+                )

@@ -1,0 +1,381 @@
+"""One chunk of samples: backward passes of random cotangents through the model, layer by layer from the top.
+
+Each sample belongs to one micro-batch, drawn with its share of the loss as probability, and has a cotangent g of the
+outputs with E[g g^T] = S. The cotangents that it has further down give the Gram matrices of all blocks. A layer's graph
+exists while the samples pass through it; X and delta of its products are kept until its blocks are done.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.func import functional_call
+
+from curvoscope import checks
+from curvoscope.autodiff.batches import Batch
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.blocks import Blocks, Piece
+from curvoscope.losses import CrossEntropy
+from curvoscope.losses.objectives import logits_of
+from curvoscope.sweep.cotangents import COLUMNS, Cotangents, Seed, SoftmaxCotangents, cotangents, softmax_cotangents
+from curvoscope.sweep.grams import Factors, add_crossed, add_gram
+from curvoscope.sweep.layers import LayerCall, NotRepeatableError, cut_at, layers_of
+from curvoscope.sweep.uses import Use, find_uses, nodes_below
+
+_IDENTITIES = {"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0"}
+_COPIES = 2.5  # of a layer's deltas, in memory at once
+
+
+@dataclass(eq=False)
+class Draw:
+    """The samples of one micro-batch: their numbers in the chunk and their seeds."""
+
+    batch: Batch
+    samples: list[int] = field(default_factory=list)
+    seeds: list[Seed] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A forward pass of a micro-batch: the layers that are still to be walked through, and the cotangents of the
+    samples at their outputs, by the number of the call and the place of the output."""
+
+    draw: Draw
+    calls: list[tuple[str, LayerCall]]
+    cotangents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> Tensor:
+        return torch.tensor(self.draw.samples)
+
+
+@dataclass(eq=False)
+class _Head:
+    """The last product, when the loss is the cross-entropy of its result: X (T, a), w (a, classes) and a bias."""
+
+    use: Use
+    weight: Tensor
+    bias: str | None
+    draws: SoftmaxCotangents
+    inner: Tensor
+    below: Tensor  # the cotangents of X, (n, T, a)
+
+
+class _Within(nn.Module):
+    """Runs any action while `functional_call` has replaced the model's weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, action: Callable[[], None]) -> None:
+        action()
+
+
+class Walk:
+    """The walk of one chunk after the other.
+
+    Args:
+        engine: the model at its weights, the loss and the batches.
+        rows: what Gram matrices are wanted of: blocks, or heads of them.
+        scale: of all samples, the root of the sum of the batches' weights.
+        cut: whether to cut the model at its layers.
+    """
+
+    def __init__(self, engine: Autodiff, rows: Blocks, scale: float, cut: bool) -> None:
+        self._engine, self._rows, self._scale = engine, rows, scale
+        self._weights, self._leaves = engine.snapshot.leaves(sorted(rows.parameters))
+        self._layers = layers_of(engine.model) if cut else {}
+        self._pieces: dict[str, list[tuple[str, Piece]]] = {}
+        for name, block in rows.items():
+            for piece in block.pieces:
+                self._pieces.setdefault(piece.parameter, []).append((name, piece))
+        self._dense: set[str] = set()
+        self._readers: dict[str, int] = {}  # products with each parameter that are no look-ups
+
+    # ---- what is known beforehand
+
+    def examine(self, batch: Batch, seed: Seed) -> tuple[dict[str, float], int]:
+        """Run the model whole, once.
+
+        Returns the squared length of one sample's gradient in each row, by a plain backward pass, and the bytes that a
+        sample takes in its widest layer.
+        """
+        found: dict[str, float] = dict.fromkeys(self._rows, 0.0)
+        sizes: dict[str, int] = {}
+
+        def take(name: str) -> Callable[[Tensor], None]:
+            def add(leaf: Tensor) -> None:
+                assert leaf.grad is not None
+                for row, piece in self._pieces[name]:
+                    found[row] += float(leaf.grad[piece.index].double().square().sum()) * self._scale**2
+                leaf.grad = None
+
+            return add
+
+        def action() -> None:
+            cut, draws = self._drawn(self._engine.snapshot.as_it_is(batch), batch)
+            uses, self._dense = find_uses(nodes_below([F.grad_fn for F in cut if F.grad_fn is not None]), self._leaves)
+            for use in uses:
+                if not use.is_look_up:
+                    self._readers[use.parameter] = self._readers.get(use.parameter, 0) + 1
+                layer = self._layer_of(use.parameter)
+                wide = use.width if use.width <= COLUMNS or layer else COLUMNS
+                sizes[layer] = sizes.get(layer, 0) + len(use.factor) * wide
+            for name in self._dense:
+                sizes[self._layer_of(name)] = sizes.get(self._layer_of(name), 0) + self._leaves[name].numel()
+            handles = [leaf.register_post_accumulate_grad_hook(take(name)) for name, leaf in self._leaves.items()]
+            try:
+                torch.autograd.backward(cut, draws.draw(seed))
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        self._inside(action)
+        return found, int(_COPIES * max(sizes.values(), default=0) * self._engine.dtype.itemsize)
+
+    def _layer_of(self, name: str) -> str:
+        """The path of the layer that holds a parameter, or ""."""
+        path = self._engine.snapshot.paths[name]
+        return next((layer for layer in self._layers if path.startswith(f"{layer}.")), "")
+
+    # ---- the walk
+
+    def run(self, draws: Sequence[Draw], tell: Callable[[str, Tensor], None]) -> None:
+        """Make the Gram matrix (c, c) of each row over all samples, and `tell` it with the row's name."""
+        count = sum(len(draw.samples) for draw in draws)
+        self._grams = {name: torch.zeros(count, count, dtype=torch.float64) for name in self._rows}
+        self._waiting = {name: {piece.parameter for piece in block.pieces} for name, block in self._rows.items()}
+        self._factors: dict[str, list[Factors]] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._beside: dict[str, list[Factors]] = {}
+        self._tell, self._count = tell, count
+
+        def action() -> None:
+            passes = self._forward(draws)
+            paths = [path for path, _ in passes[0].calls]
+            for number in reversed(range(len(paths))):
+                for one in passes:
+                    self._through(one)
+                if paths.count(paths[number]) == 1:
+                    self._finish([name for name in self._leaves if self._layer_of(name) == paths[number]])
+            self._finish(list(self._leaves))
+
+        self._inside(action)
+
+    def _inside(self, action: Callable[[], None]) -> None:
+        """Run with the copies as the model's weights."""
+        tensors = self._weights | self._engine.snapshot.buffers()
+        renamed = {f"model.{path}": tensor for path, tensor in tensors.items()}
+        functional_call(_Within(self._engine.model), renamed, (action,), tie_weights=True)
+
+    def _drawn(self, outputs: Any, batch: Batch) -> tuple[list[Tensor], Cotangents]:
+        parameters = self._engine.snapshot.parameters(self._weights)
+        return cotangents(self._engine.objective, self._engine.objective.seen(outputs, parameters), batch.targets)
+
+    def _forward(self, draws: Sequence[Draw]) -> list[_Pass]:
+        """Run the model on each micro-batch, cut at its layers, and go back from the loss to the last layer."""
+        passes: list[_Pass] = []
+        heads: list[tuple[_Pass, _Head]] = []
+        for draw in draws:
+            with cut_at(self._layers) as calls:
+                outputs = self._engine.snapshot.as_it_is(draw.batch)
+            one = _Pass(draw, calls)
+            passes.append(one)
+            head = self._head(outputs, one)
+            if head is not None:
+                heads.append((one, head))
+                continue
+            cut, g = self._drawn(outputs, draw.batch)
+            drawn = [[F * self._scale for F in g.draw(seed)] for seed in draw.seeds]
+            starts = [get_gradient_edge(F) for F in cut]
+            self._back(one, starts, [torch.stack(column) for column in zip(*drawn, strict=True)])
+        if heads:
+            self._through_heads(heads)
+        return passes
+
+    def _through(self, one: _Pass) -> None:
+        """Take the samples of a pass through its last layer."""
+        number = len(one.calls) - 1
+        _, call = one.calls.pop()
+        leaves, outputs = call.again()
+        known = [(output, one.cotangents.pop((number, i), None)) for i, output in outputs.items()]
+        starts = [(get_gradient_edge(F), g) for F, g in known if F.requires_grad and g is not None]
+        found = self._pull(one, [edge for edge, _ in starts], [g for _, g in starts], leaves)
+        below = [(get_gradient_edge(call.inputs[i]), g) for i, g in found.items()]
+        self._back(one, [edge for edge, _ in below], [g for _, g in below])
+
+    def _back(self, one: _Pass, starts: Sequence[GradientEdge], cotangents: Sequence[Tensor]) -> None:
+        """Take the samples through what lies between the layers."""
+        outputs = {(k, i): F for k, (_, call) in enumerate(one.calls) for i, F in call.outputs.items()}
+        for key, g in self._pull(one, starts, cotangents, outputs).items():
+            one.cotangents[key] = one.cotangents[key] + g if key in one.cotangents else g
+
+    def _pull(
+        self, one: _Pass, starts: Sequence[GradientEdge], cotangents: Sequence[Tensor], ends: Mapping[Any, Tensor]
+    ) -> dict[Any, Tensor]:
+        """Backward passes of all samples from `starts` to `ends`: the cotangents (n, ...) found there.
+
+        On the way, X and delta of each product with a parameter are noted, and the gradients of dense parameters.
+        """
+        if not starts:
+            return {}
+        nodes = nodes_below([start.node for start in starts])
+        below = set(nodes)
+        uses, dense = find_uses(nodes, self._leaves)
+        if not dense <= self._dense:
+            raise NotRepeatableError("model", "a layer uses its parameters otherwise when it runs alone")
+        uses = [use for use in uses if use.parameter not in self._dense]
+        leaves = {id(node.variable) for node in below if hasattr(node, "variable")}
+        wide = [name for name in sorted(self._dense) if id(self._leaves[name]) in leaves]
+        ends = {key: F for key, F in ends.items() if get_gradient_edge(F).node in below}
+        targets: list[Any] = [use.edge for use in uses]
+        targets += [self._leaves[name] for name in wide]
+        targets += ends.values()
+        if not targets:
+            return {}
+        n = len(one.draw.samples)
+        kept: list[Tensor | None] = [None] * len(targets)
+        for place in range(n):
+            some = [g[place] for g in cotangents]
+            for k, found in enumerate(torch.autograd.grad(starts, targets, some, retain_graph=True, allow_unused=True)):
+                if found is None:
+                    continue
+                if kept[k] is None:
+                    kept[k] = self._room(one, k - len(uses), wide, found)
+                kept[k][place] += found  # type: ignore[index]
+        for use, deltas in zip(uses, kept, strict=False):
+            if deltas is not None:
+                factors = Factors(one.samples, use.factor, use.delta(deltas), use.region, use.transposed)
+                self._factors.setdefault(use.parameter, []).append(factors)
+        found_ends = zip(ends, kept[len(uses) + len(wide) :], strict=True)
+        return {key: g for key, g in found_ends if g is not None}
+
+    def _room(self, one: _Pass, place: int, wide: Sequence[str], like: Tensor) -> Tensor:
+        """Zeros for what n samples will find: for a dense parameter a part of what is kept for all samples."""
+        if not 0 <= place < len(wide):
+            return like.new_zeros(len(one.draw.samples), *like.shape)
+        return self._gradients_of(wide[place])[one.draw.samples[0] : one.draw.samples[-1] + 1]
+
+    def _gradients_of(self, name: str) -> Tensor:
+        """The gradients of a dense parameter, (c, *shape)."""
+        if name not in self._gradients:
+            leaf = self._leaves[name]
+            checks.fits(
+                self._count * leaf.numel() * leaf.element_size(),
+                None,
+                f"{self._count} sampled gradients of {name!r}",
+                "leave its block out with blocks=, or give a larger memory_limit",
+            )
+            self._gradients[name] = leaf.new_zeros(self._count, *leaf.shape)
+        return self._gradients[name]
+
+    # ---- the last product
+
+    def _head(self, outputs: Any, one: _Pass) -> _Head | None:
+        """The last product, if the loss is the cross-entropy of its result and nothing else reads the logits."""
+        objective = self._engine.objective
+        if not isinstance(objective, CrossEntropy) or objective.unembedding is not None or objective.bias is not None:
+            return None
+        logits = logits_of(outputs)
+        node: Node | None = logits.grad_fn
+        while node is not None and node.name() in _IDENTITIES:
+            node = node.next_functions[0][0]
+        if node is None or objective.class_axis(logits) not in (-1, logits.ndim - 1):
+            return None
+        uses, _ = find_uses([node], self._leaves)
+        use = next((use for use in uses if use.node is node), None)
+        if use is None or use.flipped or use.is_look_up or use.parameter in self._dense:
+            return None
+        name, pieces = use.parameter, self._pieces[use.parameter]
+        whole = len(pieces) == 1 and pieces[0][1].size == self._leaves[name].numel()
+        if not whole or self._readers[name] != 1 or len(use.factor) * use.width != logits.numel():
+            return None
+        bias = None
+        if node.name() == "AddmmBackward0" and node.next_functions[0][0] is not None:
+            variable = getattr(node.next_functions[0][0], "variable", None)
+            bias = next((known for known, leaf in self._leaves.items() if leaf is variable), None)
+            if bias is None or self._leaves[bias].ndim != 1:
+                return None
+        weight = self._leaves[name].detach()
+        weight = weight.mT if use.transposed else weight
+        constant = None if bias is None else self._leaves[bias].detach()
+
+        def columns(start: int, stop: int) -> Tensor:
+            found = use.factor @ weight[:, start:stop]
+            return found if constant is None else found.add_(constant[start:stop])
+
+        draws = softmax_cotangents(objective, logits, one.draw.batch.targets, columns)
+        below = use.factor.new_zeros(len(one.draw.samples), *use.factor.shape)
+        return _Head(use, weight, bias, draws, draws.inner_products(one.draw.seeds), below)
+
+    def _through_heads(self, heads: Sequence[tuple[_Pass, _Head]]) -> None:
+        """From the loss through the last product, some columns of the vocabulary at a time, which are done then."""
+        use = heads[0][1].use
+        row = self._pieces[use.parameter][0][0]
+        axis = 0 if use.transposed else 1
+        read = self._rows_read(heads)
+        beside: list[list[Tensor]] = [[] for _ in heads]
+        for start, stop in heads[0][1].draws.ranges():
+            found = []
+            inside = read[(read >= start) & (read < stop)] - start
+            region = list(use.region)
+            region[axis] = slice(start, stop)
+            for (one, head), some in zip(heads, beside, strict=True):
+                g = head.draws.columns(start, stop, one.draw.seeds, head.inner).mul_(self._scale)
+                head.below += g @ head.weight[:, start:stop].mT
+                if head.bias is not None:
+                    self._gradients_of(head.bias)[one.samples, start:stop] = g.sum(1)
+                some.append(g[..., inside])
+                factors = Factors(one.samples, head.use.factor, g, (region[0], region[1]), use.transposed)
+                found.append(factors)
+            add_gram(self._grams[row], found)
+        for (one, head), some in zip(heads, beside, strict=True):
+            if len(read):
+                sides = slice(0, len(read)), slice(0, head.use.factor.shape[1])
+                factors = Factors(one.samples, head.use.factor, torch.cat(some, -1), sides, use.transposed)
+                self._beside.setdefault(use.parameter, []).append(factors)
+            place = 0 if head.use.node.name() == "MmBackward0" else 1
+            node, output = head.use.node.next_functions[place]
+            if node is not None:
+                self._back(one, [GradientEdge(node, output)], [head.below])
+        self._read = read
+
+    def _rows_read(self, heads: Sequence[tuple[_Pass, _Head]]) -> Tensor:
+        """The rows of the head's parameter that look-ups read, each once."""
+        found = [torch.zeros(0, dtype=torch.long)]
+        for one, head in heads:
+            inputs = [F.grad_fn for _, call in one.calls for F in call.inputs.values() if F.grad_fn is not None]
+            uses, _ = find_uses(nodes_below([head.use.node, *inputs]), self._leaves)
+            chosen = [use.factor for use in uses if use.parameter == head.use.parameter and use.is_look_up]
+            found += [rows[rows >= 0].cpu() for rows in chosen]
+        return torch.cat(found).unique()
+
+    # ---- results
+
+    def _finish(self, names: Sequence[str]) -> None:
+        """Make the Gram matrices of parameters all of whose uses are known, and tell of the rows that are complete."""
+        for name in names:
+            factors, gradients = self._factors.pop(name, []), self._gradients.pop(name, None)
+            beside = self._beside.pop(name, [])
+            for row, piece in self._pieces[name]:
+                if row not in self._waiting or name not in self._waiting[row]:
+                    continue
+                if factors:
+                    inside = [one.within((piece.index[0], piece.index[1])) for one in factors]
+                    add_gram(self._grams[row], [one for one in inside if one is not None])
+                for head in beside:
+                    for one in factors:
+                        add_crossed(self._grams[row], one.among(self._read), head)
+                if gradients is not None:
+                    flat = gradients[(slice(None), *piece.index)].flatten(1)
+                    self._grams[row] += (flat @ flat.mT).double()
+            for row in dict.fromkeys(row for row, _ in self._pieces[name]):
+                if row in self._waiting:
+                    self._waiting[row].discard(name)
+                    if not self._waiting[row]:
+                        del self._waiting[row]
+                        self._tell(row, self._grams.pop(row))

@@ -1,0 +1,229 @@
+"""`cv.sweep` as people call it: against dense Gauss-Newton matrices, its table, errors, continuing."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import curvoscope as cv
+from curvoscope.errors import (
+    BlockNameError,
+    EmptyError,
+    MemoryLimitError,
+    ModelError,
+    NonFiniteError,
+    RangeError,
+)
+
+
+def small():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_head=2, n_layer=1, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config).double().eval()
+    ids = [torch.randint(11, shape) for shape in ((2, 6), (1, 4))]
+    return model, [{"input_ids": one, "labels": one} for one in ids]
+
+
+def pieces(blocks, matrix):
+    starts, found = 0, {}
+    for name, size in blocks.sizes.items():
+        found[name] = slice(starts, starts + size)
+        starts += size
+    return {(a, b): matrix[i, j] for a, i in found.items() for b, j in found.items()}
+
+
+@pytest.fixture(scope="module")
+def swept():
+    """A sweep of many samples, and the dense truth of all pairs of blocks and of heads."""
+    model, batches = small()
+    sweep = cv.sweep(model, None, batches, samples=1024, seed=5)
+    blocks = cv.blocks_of(model)
+    outer = pieces(blocks, cv.hessian(model, None, batches, blocks=blocks).outer.dense())
+    heads = blocks.select("*.attn.[QKVO]").per_head()
+    return sweep, outer, pieces(heads, cv.hessian(model, None, batches, blocks=heads).outer.dense())
+
+
+def agrees(found, truth):
+    """Within 4.5 standard errors: the chance of one failure in a few hundred is below one in a hundred."""
+    return abs(float(found) - truth) <= 4.5 * found.stderr + 1e-12
+
+
+def test_against_dense(swept):
+    sweep, outer, heads = swept
+    assert sweep.samples == 1024
+    largest = max(float(block.norm()) for block in outer.values())
+    for name in sweep.names:
+        assert agrees(sweep.trace(name), float(outer[name, name].trace()))
+        for other in sweep.names:
+            truth = float(outer[name, other].norm())
+            if truth > 1e-9 * largest:
+                found = sweep.frobenius_norm(name, other)
+                assert agrees(found, truth), (name, other)
+    for name, other in heads:
+        assert agrees(sweep.frobenius_norm(name, other), float(heads[name, other].norm()))
+
+
+def test_all_pairs_are_the_single_ones(swept):
+    sweep, _, _ = swept
+    found = sweep.norms()
+    assert found.names == sweep.names
+    for i, name in enumerate(found.names[:6]):
+        for j, other in enumerate(found.names[:6]):
+            one = sweep.frobenius_norm(name, other)
+            assert float(found.value[i, j]) == pytest.approx(float(one), rel=1e-10)
+            assert float(found.stderr[i, j]) == pytest.approx(one.stderr, rel=1e-8)
+
+
+def test_ranks_and_eigenvalues(swept):
+    sweep, outer, _ = swept
+    for name in ("h.0.attn.V", "h.0.mlp.up", "embed", "final_norm"):
+        block = outer[name, name]
+        rank = float(block.trace() ** 2 / block.square().sum())
+        assert agrees(sweep.effective_rank(name), rank)
+        low, high = sweep.largest_eigenvalue(name).interval(0.999)
+        assert low <= float(torch.linalg.eigvalsh(block)[-1]) <= high
+        assert agrees(sweep.moment(name, 3), float(torch.linalg.matrix_power(block, 3).trace()))
+        assert 0 <= sweep.alignment(name, "h.0.attn.O") <= 1.2
+
+
+def test_table(swept):
+    from io import StringIO
+
+    from rich.console import Console
+
+    sweep, _, _ = swept
+    table = sweep.table()
+    assert [row.block for row in table] == sweep.names
+    lines = str(table).splitlines()
+    assert len(lines) == len(sweep.names) + 2
+    assert "1024 samples" in lines[0]
+    assert "h.0.attn.Q" in sweep._repr_html_()
+    shown = StringIO()
+    Console(file=shown, width=160).print(table)
+    assert "h.0.mlp.down" in shown.getvalue()
+    assert "1024 samples" in repr(sweep)
+
+
+def test_a_head_is_a_part_of_its_block(swept):
+    sweep, _, _ = swept
+    assert sweep.heads("h.0.attn.Q") == ["h.0.attn.Q.0", "h.0.attn.Q.1"]
+    total = sum(float(sweep.trace(head)) for head in sweep.heads("h.0.attn.Q"))
+    assert float(sweep.trace("h.0.attn.Q")) == pytest.approx(total, rel=1e-12)
+    assert sweep.heads("h.0.mlp.up") == []
+
+
+def test_continued_is_the_same_as_in_one_go():
+    model, batches = small()
+    whole = cv.sweep(model, None, batches, samples=128, seed=2)
+    half = cv.sweep(model, None, batches, samples=64, seed=2)
+    continued = cv.sweep(model, None, batches, samples=128, seed=2, earlier=half)
+    assert continued.samples == 128
+    for name in whole.names:
+        assert float(continued.trace(name)) == pytest.approx(float(whole.trace(name)), rel=1e-10)
+    with pytest.raises(ModelError, match="other blocks"):
+        cv.sweep(model, None, batches, blocks=cv.blocks_of(model).select("*.attn.Q"), earlier=half)
+
+
+def test_tolerance():
+    model, batches = small()
+    blocks = cv.blocks_of(model).select("*.attn.[VO]", "*.mlp.*")
+    sweep = cv.sweep(model, None, batches, blocks=blocks, tolerance=0.1)
+    errors = torch.tensor([sweep.frobenius_norm(name).stderr / sweep.frobenius_norm(name) for name in sweep.names])
+    assert errors.quantile(0.5) <= 0.1 or sweep.samples == 1024
+    assert sweep.samples % 64 == 0
+
+
+def test_told_from_the_top():
+    model, batches = small()
+    seen = []
+    cv.sweep(model, None, batches, samples=8, tell=lambda sweep: seen.append(sweep.names))
+    assert len(seen) >= len(cv.blocks_of(model))
+    first, last = seen[0], seen[-1]
+    assert all(name.startswith("h.0.") for name in first)  # before what lies below the layers is known
+    assert last == cv.blocks_of(model).names
+
+
+def test_an_interrupt_keeps_what_was_told():
+    model, batches = small()
+    told = []
+
+    def stop(sweep):
+        told.append(sweep)
+        if len(sweep.names) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cv.sweep(model, None, batches, samples=16, tell=stop)
+    assert all(float(told[-1].trace(name)) >= 0 for name in told[-1].names)
+    assert model.config.use_cache is True
+
+
+def test_the_model_is_left_as_it_was():
+    model, batches = small()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    cv.sweep(model, None, batches, samples=8)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_sum_is_not_a_mean():
+    """A loss that is a sum over rows has a Hessian that grows with the batches."""
+    torch.manual_seed(0)
+    X = torch.randn(6, 3).double()
+    batches = [(X[:4], X[:4]), (X[4:], X[4:])]
+    model = nn.Linear(3, 3).double()
+    loss = nn.MSELoss(reduction="sum")
+    sweep = cv.sweep(model, loss, batches, samples=512, seed=1)
+    exact = cv.hessian(model, loss, batches).outer["weight"].trace()
+    assert agrees(sweep.trace("weight"), float(exact))
+
+
+class TestErrors:
+    def test_samples(self):
+        model, batches = small()
+        with pytest.raises(RangeError, match="samples: got 1, expected at least 4"):
+            cv.sweep(model, None, batches, samples=1)
+        with pytest.raises(RangeError, match="tolerance"):
+            cv.sweep(model, None, batches, tolerance=0.0)
+
+    def test_no_parameters(self):
+        model, batches = small()
+        with pytest.raises(EmptyError, match="frozen"):
+            cv.sweep(model.requires_grad_(False), None, batches, samples=8)
+
+    def test_memory(self):
+        model, batches = small()
+        with (
+            cv.settings(memory_limit=20_000),
+            pytest.raises(MemoryLimitError, match="samples of the widest layer needs"),
+        ):
+            cv.sweep(model, None, batches, samples=8)
+
+    def test_names(self):
+        model, batches = small()
+        sweep = cv.sweep(model, None, batches, samples=8)
+        with pytest.raises(BlockNameError, match=r"there is no 'h\.9'"):
+            sweep.trace("h.9")
+        with pytest.raises(RangeError, match="order: got 7"):
+            sweep.moment("embed", 7)
+        with pytest.raises(EmptyError, match="names"):
+            sweep.norms([])
+
+    def test_not_finite(self):
+        class Overflows(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(2, 2)
+
+            def forward(self, x):
+                return self.linear(x).square().sqrt()
+
+        X = torch.zeros(3, 2)
+        model = Overflows()
+        nn.init.zeros_(model.linear.weight)
+        nn.init.zeros_(model.linear.bias)
+        with pytest.raises(NonFiniteError, match="not finite on batch 0"):
+            cv.sweep(model, nn.MSELoss(), [(X, X)], samples=8)
