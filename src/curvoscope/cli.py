@@ -59,6 +59,13 @@ class Split(StrEnum):
     layer = "layer"
 
 
+class Parts(StrEnum):
+    """What `analyze` measures of each block."""
+
+    outer = "outer"
+    all = "all"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -142,6 +149,16 @@ def analyze(
     matvecs: Annotated[
         int | None, typer.Option(help="Matrix-vector products per estimate (replaces --tolerance).")
     ] = None,
+    parts: Annotated[
+        Parts | None,
+        typer.Option(
+            help="All parts by products, or the outer part (Gauss-Newton) by a sweep. (default: outer above 2 million "
+            "parameters, otherwise all)"
+        ),
+    ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Sweep only: leave out the largest eigenvalue of the whole Hessian.")
+    ] = False,
     dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and table.json.")] = Path(
         "curvoscope-analyze"
@@ -156,7 +173,7 @@ def analyze(
     from curvoscope.commands.subject import Request
 
     request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
-    options = command.AnalyzeOptions(tuple(blocks or ()), method, split, tolerance, matvecs)
+    options = command.AnalyzeOptions(tuple(blocks or ()), method, split, tolerance, matvecs, parts, fast or None)
     command.run(request, options, out, as_json)
 
 

@@ -26,6 +26,7 @@ from curvoscope.analysis.scales import input_scales
 from curvoscope.analysis.spectra import BlockSpectrum
 from curvoscope.blocks import layer_and_role
 from curvoscope.closed.layers import layers_of
+from curvoscope.commands import sweep_run
 from curvoscope.commands.document import (
     REPORTS,
     as_estimate,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 _DEPTH_TOLERANCE = 0.1
 _DEPTH_LIMIT = 2_000_000  # parameters, above which curvature through depth takes longer than all the rest
 _DENSE_LIMIT = 2_000_000  # columns times parameters, up to which all entries are computed by products
+_SWEPT = 2_000_000  # parameters, above which a sweep of the Gauss-Newton part takes the place of products
 _SAMPLED = 16  # columns of a block for the histogram of its entries
 
 
@@ -67,6 +69,8 @@ class AnalyzeOptions:
     split: str = "model"
     tolerance: float | None = None
     matvecs: int | None = None
+    parts: str | None = None
+    fast: bool | None = None
 
 
 @dataclasses.dataclass
@@ -103,6 +107,9 @@ def run(request: Request, options: AnalyzeOptions, out: Path, as_json: bool) -> 
         # The picture of the Hessian and what Matplotlib makes of it; the rest is done a block at a time.
         checks.fits(16 * size**2, None, f"the picture of a {size} x {size} Hessian", "take a smaller --d")
     subject = subject_of(request)
+    if _is_swept(subject, options):
+        sweep_run.run(subject, request, options, out, as_json)
+        return
     chosen = select(subject.blocks, options.blocks, layers_only=options.split == "layer")
     commands.make_directory(out)
     with work(len(chosen) * len(PARTS) + 5) as step:
@@ -142,6 +149,14 @@ def run(request: Request, options: AnalyzeOptions, out: Path, as_json: bool) -> 
     show_extremes(console, ends)
     for name in (*shown_files(figures), *REPORTS, "table.json"):
         print(f"wrote {out / name}")
+
+
+def _is_swept(subject: Subject, options: AnalyzeOptions) -> bool:
+    """Whether only the Gauss-Newton part is wanted: if asked for, and by default of a large model."""
+    by_products = options.method != "auto" or options.split != "model" or options.matvecs is not None
+    if options.parts is None:
+        return subject.facts["parameters"] > _SWEPT and not by_products
+    return options.parts == "outer"
 
 
 def _whole_products(

@@ -8,7 +8,9 @@ from curvoscope.analysis.advice import Findings, advice
 from curvoscope.analysis.heterogeneity import times
 from curvoscope.analysis.measurements import Extremes, Measurement
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
+from curvoscope.estimate import Estimate
 from curvoscope.report.model_tables import with_error
+from curvoscope.sweep import Sweep
 from curvoscope.training.records import Record
 
 Conclusion = dict[str, Any]
@@ -36,6 +38,45 @@ def of_blocks(
     ]
     question = f"Where is the curvature of {name}, and how large a step does it allow?"
     return _answer(question, " ".join(sentences), Findings(rows=known, extremes=ends, input_scales=scales))
+
+
+def of_sweep(name: str, sweep: Sweep, largest: Estimate | None) -> Conclusion:
+    """Of a sweep; `largest`: the largest eigenvalue of the whole Hessian, if it was measured."""
+    sizes = [(block, float(sweep.frobenius_norm(block))) for block in sweep.names]
+    sentences = [_apart(sizes, 0.0, "Gauss-Newton norm"), _query_and_value(sweep)]
+    if largest is not None and largest > 0:
+        rate = Estimate(2 / largest, 2 / largest * (largest.stderr / largest), largest.matvecs, largest.method)
+        sentences.append(
+            f"The largest eigenvalue of the whole Hessian is {with_error(largest)}, so plain gradient descent needs a "
+            f"learning rate below {with_error(rate)}."
+        )
+    question = f"Where is the curvature of {name}?"
+    return {"question": question, "answer": " ".join(filter(None, sentences)), "advice": []}
+
+
+def largest_block(sizes: Sequence[tuple[str, float]]) -> str:
+    """The largest and the smallest block as a title."""
+    return _apart(sizes, 0.0, "Gauss-Newton norm")
+
+
+def _query_and_value(sweep: Sweep) -> str:
+    """In how many layers the query block is smaller than the value block, beyond the errors of both."""
+    pairs = [
+        (sweep.frobenius_norm(name), sweep.frobenius_norm(f"{name.removesuffix('.Q')}.V"))
+        for name in sweep.names
+        if name.endswith(".attn.Q") and f"{name.removesuffix('.Q')}.V" in sweep.names
+    ]
+    if not pairs:
+        return ""
+    smaller = sum(query.interval()[1] < value.interval()[0] for query, value in pairs)
+    larger = sum(query.interval()[0] > value.interval()[1] for query, value in pairs)
+    ratios = sorted(float(value) / float(query) for query, value in pairs if query > 0)
+    middle = f"; the median ratio of value to query is {ratios[len(ratios) // 2]:.2g}" if ratios else ""
+    layers = "layer" if len(pairs) == 1 else "layers"
+    return (
+        f"By 95 % intervals, the query block is smaller than the value block in {smaller} of {len(pairs)} {layers} and "
+        f"larger in {larger}{middle}."
+    )
 
 
 def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, ends: Extremes) -> Conclusion:

@@ -14,6 +14,18 @@ CAPTIONS = {
         "Heat map of the pairs of blocks, one panel per part; all numbers are in the tables of blocks and of "
         "off-diagonal blocks.",
     ),
+    "sweep_pairs": (
+        "Frobenius norms of the Gauss-Newton part for all pairs of blocks; grey: within two standard errors of zero.",
+        "Heat map of the pairs of blocks; the diagonal is in the table of blocks, all numbers are in table.json.",
+    ),
+    "sweep_depth": (
+        "Frobenius norm and effective rank of the Gauss-Newton part through the layers, with 95 % intervals.",
+        "Two logarithmic panels over the layers, one line per role; all numbers are in the table of blocks.",
+    ),
+    "sweep_heads": (
+        "Frobenius norm of the Gauss-Newton part of every head, one row per layer.",
+        "Heat maps, one panel per role; all numbers are in the table of heads.",
+    ),
     "densities": (
         "Spectral densities of the blocks: share of eigenvalues per decade, negative ones left, with 95 % bands.",
         "Curves of the densities in small panels, one row per layer; their ends are in the table of blocks.",

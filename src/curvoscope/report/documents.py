@@ -72,6 +72,45 @@ class ModelAnalysis(Common, PerLayer):
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """Two bounds of a number."""
+
+    lower: Estimate
+    upper: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweptBlock:
+    """The Gauss-Newton part of a block, or of one of its heads."""
+
+    block: str
+    frobenius_norm: Estimate
+    trace: Estimate
+    effective_rank: Estimate
+    largest_eigenvalue: Bounds
+    head: str | None = None
+    shape: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class LargestEigenvalue:
+    """That of the whole Hessian."""
+
+    largest_eigenvalue: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepDocument(Common):
+    """`curvoscope analyze` of a large model."""
+
+    kind: Literal["sweep"]
+    samples: int
+    rows: list[SweptBlock]
+    heads: list[SweptBlock]
+    hessian: LargestEigenvalue | None
+
+
+@dataclass(frozen=True)
 class SpectrumRow:
     """The eigenvalues of one block."""
 
@@ -166,4 +205,4 @@ class Reproduction(Common):
     figures: list[Reproduced]
 
 
-Document = ModelAnalysis | SpectrumDocument | Training | Reproduction
+Document = ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction

@@ -11,6 +11,8 @@ from curvoscope.report.documents import (
     PerLayer,
     Reproduction,
     SpectrumDocument,
+    SweepDocument,
+    SweptBlock,
     Training,
     Whole,
 )
@@ -21,7 +23,9 @@ Files = Mapping[str, bytes]
 _MOST_PAIRS = 600  # rows of a table, for the size of the page
 
 
-def sections_of(found: ModelAnalysis | SpectrumDocument | Training | Reproduction, files: Files) -> Iterator[Section]:
+def sections_of(
+    found: ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction, files: Files
+) -> Iterator[Section]:
     """Subject by subject; one that has neither tables nor figures was not measured."""
     make = next(make for kind, make in _KINDS.items() if isinstance(found, kind))
     return make(found, lambda *names, told=None: _figures(files, names, told))
@@ -116,6 +120,25 @@ def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
     yield from _layers(found, figures)
 
 
+def _swept(found: SweepDocument, figures: FigureSource) -> Iterator[Section]:
+    def line(one: SweptBlock) -> tuple[Cell, ...]:
+        numbers = (one.frobenius_norm, one.trace, one.effective_rank)
+        bounds = (one.largest_eigenvalue.lower, one.largest_eigenvalue.upper)
+        return (Cell(one.head or one.block), *(cells.estimated(number, 0.0) for number in (*numbers, *bounds)))
+
+    columns = ("block", "‖H‖F", "trace", "effective rank", "λ max above", "λ max below")
+    caption = f"Gauss-Newton part of the blocks, from {found.samples} samples: ± standard error in percent"
+    table = Table(caption, columns, 1, [line(one) for one in found.rows])
+    yield Section("Blocks", tables=[table], figures=figures("sweep_pairs", "sweep_depth"))
+    heads = Table(
+        "Gauss-Newton part of the heads", ("head", *columns[1:]), 1, list(map(line, found.heads)), folded=True
+    )
+    yield Section("Heads", tables=[heads] if found.heads else [], figures=figures("sweep_heads"))
+    if found.hessian is not None:
+        row = (Cell("λ max"), cells.estimated(found.hessian.largest_eigenvalue, 0.0))
+        yield Section("The whole Hessian", tables=[Table("By Lanczos", ("number", "value"), 1, [row])])
+
+
 # ---- spectrum
 
 
@@ -207,6 +230,7 @@ def _whole(whole: Whole) -> Table:
 
 _KINDS: dict[type, Callable[[Any, FigureSource], Iterator[Section]]] = {
     ModelAnalysis: _blocks,
+    SweepDocument: _swept,
     SpectrumDocument: _spectra,
     Training: training,
     Reproduction: reproduction,

@@ -1,0 +1,194 @@
+"""`curvoscope analyze` of a large model: the Gauss-Newton part of all blocks by a sweep, shown as it is found."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from curvoscope import commands
+from curvoscope.blocks import Blocks, layer_and_role
+from curvoscope.commands.document import (
+    REPORTS,
+    as_estimate,
+    common_facts,
+    pictures,
+    shown_files,
+    write_run,
+)
+from curvoscope.commands.subject import Request, Subject, select
+from curvoscope.curvature import hessian
+from curvoscope.errors import RangeError
+from curvoscope.estimate import Estimate
+from curvoscope.report import answers, model_tables
+from curvoscope.report.sweep_figures import depth_profile, head_map, norm_map
+from curvoscope.sweep import Sweep, sweep
+
+_SAMPLES = "samples.safetensors"
+_ROWS = 1  # sequences of a micro-batch: each sample passes through one
+_PRODUCTS = 16  # for the largest eigenvalue of the whole Hessian
+
+
+def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bool) -> None:
+    """Print the model at once and each block when it is known; write figures, reports and table.json into `out`.
+
+    Ctrl-C writes what is known by then. Samples of a run that ended early are kept in `out`, and continued.
+    """
+    chosen = select(subject.blocks, options.blocks)
+    if options.matvecs is not None:
+        raise RangeError("matvecs", "is for products, and a large model is swept; give --tolerance, or --parts all")
+    commands.make_directory(out)
+    console = Console(quiet=True) if as_json else commands.console()
+    for line in subject.about:
+        console.print(Text(line), soft_wrap=True)
+    console.print(f"{len(chosen)} blocks; Gauss-Newton part by sampled backward passes, one row of the batch each.\n")
+    kept = _Kept(out, chosen, request.seed)
+    told = _Told(console)
+    found, ended = kept.sweep, True
+    try:
+        found = sweep(
+            subject.model,
+            subject.loss,
+            [subject.batch],
+            chosen,
+            tolerance=options.tolerance or 0.05,
+            seed=request.seed,
+            micro_batch=_ROWS,
+            earlier=kept.sweep,
+            tell=lambda so_far: told.take(kept.keep(so_far)),
+        )
+    except KeyboardInterrupt:
+        found, ended = told.last or kept.sweep, False
+        if found is None or not found.names:
+            raise
+    assert found is not None
+    missing = [
+        "The functional part and the total: `--parts all` measures them, by products with the Hessian.",
+    ]
+    if not ended:
+        missing.append("The run was interrupted: the same command continues it.")
+    largest = None
+    if options.fast or not ended:
+        missing.append("The largest eigenvalue of the whole Hessian: left out.")
+    else:
+        largest = _largest(subject, request)
+    figures = _draw(found)
+    facts = common_facts("sweep", subject, request, options, found.loss) | _facts(
+        request.model, found, largest, missing
+    )
+    facts["command"] = facts["command"].replace("curvoscope sweep", "curvoscope analyze", 1)
+    document = write_run(out, "table.json", facts, figures)
+    if ended:
+        kept.remove()
+    if as_json:
+        print(document, end="")
+        return
+    console.print(found.table())
+    console.print(facts["answer"] + "\n", soft_wrap=True)
+    for name in (*shown_files(figures), *REPORTS, "table.json"):
+        print(f"wrote {out / name}")
+
+
+class _Told:
+    """Prints a block when it is first known."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._printed = console, set[str]()
+        self.last: Sweep | None = None
+
+    def take(self, found: Sweep) -> None:
+        """The sweep so far."""
+        self.last = found
+        for name in found.names:
+            if name not in self._printed:
+                self._printed.add(name)
+                norm, trace = found.frobenius_norm(name), found.trace(name)
+                numbers = f"‖H‖F {model_tables.with_error(norm):>18}   trace {model_tables.with_error(trace):>18}"
+                self._console.print(Text(f"{name:<28} {numbers}"), soft_wrap=True)
+
+
+class _Kept:
+    """The samples of a run that has not ended, in a file of its directory."""
+
+    def __init__(self, out: Path, blocks: Blocks, seed: int) -> None:
+        self._path, self._blocks, self._seed = out / _SAMPLES, blocks, seed
+        self._chunks = 0
+        self.sweep = self._read()
+
+    def _read(self) -> Sweep | None:
+        if not self._path.exists():
+            return None
+        chunks: dict[int, dict[str, Tensor]] = {}
+        about = None
+        for key, tensor in load_file(self._path).items():
+            if key == "seed":
+                about = int(tensor)
+                continue
+            number, _, name = key.partition(" ")
+            chunks.setdefault(int(number), {})[name] = tensor
+        found = Sweep(self._blocks, [chunks[i] for i in sorted(chunks)], math.nan)
+        same = about == self._seed and set(self._blocks.per_head()) == set(chunks.get(0, {}))
+        self._chunks = len(chunks) if same else 0
+        return found if same and chunks else None
+
+    def keep(self, so_far: Sweep) -> Sweep:
+        """Write the chunks that are complete."""
+        complete = so_far.chunks[:-1]
+        if len(complete) > self._chunks:
+            tensors = {f"{i} {name}": K.contiguous() for i, chunk in enumerate(complete) for name, K in chunk.items()}
+            save_file(tensors | {"seed": torch.tensor(self._seed)}, self._path)
+            self._chunks = len(complete)
+        return so_far
+
+    def remove(self) -> None:
+        """The run has ended."""
+        self._path.unlink(missing_ok=True)
+
+
+def _largest(subject: Subject, request: Request) -> Estimate:
+    """The largest eigenvalue of the whole Hessian, by a few products."""
+    whole = hessian(subject.model, subject.loss, [subject.batch], method="autodiff")
+    return whole.total.eigenvalues(1, "LA", matvecs=_PRODUCTS, seed=request.seed)[0]
+
+
+def _heads(found: Sweep) -> list[tuple[str, str]]:
+    """The heads of all blocks, with their blocks."""
+    return [(name, head) for name in found.names for head in found.heads(name)]
+
+
+def _draw(found: Sweep) -> dict[str, bytes]:
+    title = answers.largest_block([(name, float(found.frobenius_norm(name))) for name in found.names])
+    figures = {"sweep_pairs": norm_map(found, title)}
+    if len({where[0] for name in found.names if (where := layer_and_role(name)) is not None}) > 1:
+        figures["sweep_depth"] = depth_profile(found)
+    if _heads(found):
+        figures["sweep_heads"] = head_map(found)
+    return {name: content for key, figure in figures.items() for name, content in pictures(key, figure).items()}
+
+
+def _facts(name: str, found: Sweep, largest: Estimate | None, missing: list[str]) -> dict[str, Any]:
+    """table.json: what was measured, and what it shows."""
+
+    def numbers(key: str) -> dict[str, Any]:
+        bracket = found.largest_eigenvalue(key)
+        return {
+            "frobenius_norm": as_estimate(found.frobenius_norm(key)),
+            "trace": as_estimate(found.trace(key)),
+            "effective_rank": as_estimate(found.effective_rank(key)),
+            "largest_eigenvalue": {"lower": as_estimate(bracket.lower), "upper": as_estimate(bracket.upper)},
+        }
+
+    norms = found.norms()
+    return {
+        **answers.of_sweep(name, found, largest),
+        "samples": found.samples,
+        "rows": [{"block": key, "shape": list(found.blocks[key].shape)} | numbers(key) for key in found.names],
+        "heads": [{"block": key, "head": head} | numbers(head) for key, head in _heads(found)],
+        "pairs": {"names": norms.names, "frobenius_norm": norms.value.tolist(), "stderr": norms.stderr.tolist()},
+        "hessian": None if largest is None else {"largest_eigenvalue": as_estimate(largest)},
+        "missing": missing,
+    }
