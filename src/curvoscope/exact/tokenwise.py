@@ -149,7 +149,7 @@ def contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 class TokenwiseLayer(ABC):
     """A layer that treats each token alone, from width `d` to width `d_out`.
 
-    `weights` are its weights and biases by the names of their blocks, `labels` their names in a network where others.
+    `weights` are its weights and biases by the names of their blocks, `labels` their other names in a network.
     """
 
     d: int
