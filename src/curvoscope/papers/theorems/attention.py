@@ -26,13 +26,13 @@ from curvoscope.papers.theorems.calculus import (
 BlockPairs = dict[tuple[str, str], Tensor]
 TokenRows = Float[Tensor, "L d"]
 OutputRows = Float[Tensor, "L e"]
-AttentionRows = Float[Tensor, "L L"]
+AttentionMatrix = Float[Tensor, "L L"]
 KeyWeight = Float[Tensor, "d k"]
 ValueWeight = Float[Tensor, "d e"]
 """Shapes of X, of F and Y, of A, of W_Q and W_K, of W_V."""
 
 
-def attention_matrix(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight) -> AttentionRows:
+def attention_matrix(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight) -> AttentionMatrix:
     """A = softmax(X W_Q W_Kᵀ Xᵀ / √k), row by row."""
     return torch.softmax(X @ W_Q @ W_K.T @ X.T / math.sqrt(W_Q.shape[1]), dim=-1)
 
@@ -40,12 +40,12 @@ def attention_matrix(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight) -> AttentionR
 # ---- derivatives of the row-wise softmax
 
 
-def softmax_jacobian(A: AttentionRows) -> RealMatrix:
+def softmax_jacobian(A: AttentionMatrix) -> RealMatrix:
     """Equation (19): ∂A/∂T = blockdiag_i (diag(a_i) − a_i a_iᵀ), shape (L², L²)."""
     return torch.block_diag(*[torch.diag(row) - torch.outer(row, row) for row in A])
 
 
-def softmax_entry_hessian(row: Float[Tensor, "L"], j: int) -> AttentionRows:
+def softmax_entry_hessian(row: Float[Tensor, "L"], j: int) -> AttentionMatrix:
     """Lemma C.1: ∂²A_ij/∂T_i∂T_i = A_ij (2 a aᵀ + E_jj − diag(a) − e_j aᵀ − a e_jᵀ) for row a of A."""
     a, e_j = row[:, None], unit(j, len(row))
     return row[j] * (2 * a @ a.T + e_j @ e_j.T - torch.diag(row) - e_j @ a.T - a @ e_j.T)
@@ -57,7 +57,7 @@ def softmax_row_second_derivative(row: Float[Tensor, "L"], i: int) -> RealMatrix
     return torch.cat([kron(unit(i, L), softmax_entry_hessian(row, j)) for j in range(L)])
 
 
-def softmax_second_derivative(A: AttentionRows) -> RealMatrix:
+def softmax_second_derivative(A: AttentionMatrix) -> RealMatrix:
     """Lemma C.1: ∂²A/∂T∂T = blockdiag_i D_i, shape (L⁴, L²)."""
     return torch.block_diag(*[softmax_row_second_derivative(row, i) for i, row in enumerate(A)])
 
@@ -65,17 +65,17 @@ def softmax_second_derivative(A: AttentionRows) -> RealMatrix:
 # ---- moments of the attention rows
 
 
-def first_moment(A: AttentionRows, X: TokenRows) -> TokenRows:
+def first_moment(A: AttentionMatrix, X: TokenRows) -> TokenRows:
     """Definition 3.1: M1 = A X."""
     return A @ X
 
 
-def second_moments(A: AttentionRows, X: TokenRows) -> list[RealMatrix]:
+def second_moments(A: AttentionMatrix, X: TokenRows) -> list[RealMatrix]:
     """Definition 3.1: M2_i = Σ_j A_ij x̃_j x̃_jᵀ with x̃_j = x_j − M1_i, L blocks of shape (d, d)."""
     return [(X - mean).T @ torch.diag(row) @ (X - mean) for row, mean in zip(A, A @ X, strict=True)]
 
 
-def third_moments(A: AttentionRows, X: TokenRows) -> list[RealMatrix]:
+def third_moments(A: AttentionMatrix, X: TokenRows) -> list[RealMatrix]:
     """Definition 3.1: M3_i = Σ_j A_ij x̃_j ⊗ x̃_j x̃_jᵀ, L blocks of shape (d², d)."""
     moments = []
     for row, mean in zip(A, A @ X, strict=True):

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvoscope.papers.theorems.attention import (
-    AttentionRows,
+    AttentionMatrix,
     KeyWeight,
     OutputRows,
     TokenRows,
@@ -32,7 +32,7 @@ class LogitSplit(NamedTuple):
     functional: RealMatrix
 
 
-def logit_curvature(X: TokenRows, A: AttentionRows, W_V: ValueWeight, Y: OutputRows) -> RealMatrix:
+def logit_curvature(X: TokenRows, A: AttentionMatrix, W_V: ValueWeight, Y: OutputRows) -> RealMatrix:
     """Lemma 4.1 as printed: U = Z1ᵀ(I_L ⊗ W_V W_Vᵀ)Z1 + (δᵀ(I_L ⊗ W_Vᵀ) ⊗ I_{d²}) Z2, shape (d², d²)."""
     L, d = X.shape
     Z1, Z2 = z1(X, softmax_jacobian(A)), z2(X, softmax_second_derivative(A))
