@@ -28,7 +28,7 @@ class _Answers(nn.CrossEntropyLoss):
 
 def _procedure(setting: Setting, sigma: float) -> dict[tuple[str, str], float]:
     """The paper's: norms of H, of the Gauss-Newton matrix and of their difference, each by its own samples."""
-    model, tokens = setting.swept(0, 1, sigma), setting.tokens()
+    model, tokens = setting.swept(0, 1, sigma), setting.additions()
     found = {}
     for name in ("Q", "V"):
         weight = getattr(model.blocks[0], f"W_{name}").requires_grad_()

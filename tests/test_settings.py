@@ -77,3 +77,16 @@ def test_no_progress_bar_if_not_wanted(monkeypatch):
     assert not drawn
     estimate.trace(Dense(rotated(flat(99))), matvecs=8)
     assert drawn
+
+
+def test_random_directions_take_the_seed_of_the_settings():
+    model, probe = torch.nn.Linear(3, 1).double(), [(torch.eye(3).double(), torch.zeros(3, 1).double())]
+
+    def line(**options):
+        found = cv.analysis.taylor(model, torch.nn.MSELoss(), probe, "random", torch.tensor([0.1, 0.2]), **options)
+        return found.actual
+
+    with cv.settings(seed=5):
+        inside = line()
+    assert torch.equal(inside, line(seed=5))
+    assert torch.equal(line(), line(seed=0)) and not torch.equal(inside, line())

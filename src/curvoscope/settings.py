@@ -14,7 +14,7 @@ class Settings:
 
     memory_limit: int | None = None  # bytes; None: a part of what is free
     progress: bool = True  # whether estimators show a progress bar on a terminal
-    seed: int = 0  # of the estimators
+    seed: int = 0  # of estimators and random draws
     predicted: int = 0  # bytes
 
 
@@ -33,7 +33,7 @@ def settings(
         memory_limit: bytes that one computation may use. What needs more is cut into chunks, or refused with a
             `MemoryLimitError`. By default 40 % of the free memory.
         progress: whether an estimator that takes more than a second shows a progress bar on a terminal.
-        seed: seed of every estimator that is called without `seed=`.
+        seed: seed of every estimate and random draw that is asked for without `seed=`.
 
     Returns:
         A context manager. What it yields has the settings in force, `memory_limit`, `progress` and `seed`, and
@@ -62,6 +62,11 @@ def settings(
     finally:
         _current.reset(token)
         around.predicted = max(around.predicted, here.predicted)
+
+
+def chosen_seed(seed: int | None) -> int:
+    """`seed`, or the seed of the settings in force if it is None."""
+    return current().seed if seed is None else seed
 
 
 def current() -> Settings:

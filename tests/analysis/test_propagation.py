@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, jacfwd, jacrev
 
 import curvoscope as cv
-from curvoscope.analysis import propagation
+from curvoscope.analysis import AttentionSummary, propagation
 from curvoscope.closed import layer_curvatures
 from curvoscope.errors import EmptyError, ModelError, ShapeError
 from curvoscope.exact.block import Stack
@@ -116,6 +116,20 @@ def test_one_hot_rows_have_no_entropy_and_no_spread():
     layer = propagation(model, (INPUTS, TARGETS), cv.curvature.CrossEntropy()).layers[0]
     assert layer.attention.entropy < 1e-3
     assert abs(layer.attention.variance) < 1e-3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_are_no_distributions_have_no_entropy(causal):
+    draw, X = normal(4), normal(8)(2, 4, 3)
+    weights = [draw(3, 3) for _ in range(3)]
+    summaries = {
+        activation: AttentionSummary.of(
+            cv.exact.SelfAttention(*weights, activation=activation, causal=causal).moments(X)
+        )
+        for activation in ("softmax", "linear")
+    }
+    assert summaries["linear"].entropy is None and math.isfinite(summaries["linear"].variance)
+    assert 0 < summaries["softmax"].entropy < math.log(4)
 
 
 class TestStack:

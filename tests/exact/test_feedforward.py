@@ -9,6 +9,7 @@ from torch.func import grad, vmap
 
 import curvoscope as cv
 from curvoscope.errors import (
+    BlockNameError,
     DtypeError,
     EmptyError,
     LossError,
@@ -297,6 +298,15 @@ class TestErrors:
         with pytest.raises(error) as caught:
             getattr(layer, method)(*arguments)
         assert caught.value.argument == "X"
+
+    def test_blocks_answer_to_their_names_in_a_network(self):
+        H = cv.exact.FeedForward(self.W1, None, self.W2, self.b2, W_gate=self.W1).hessian(self.X, torch.sum)
+        assert H.names == ["W1", "W2", "b2", "W_gate"]
+        for matrix in (H, H.total, H.outer, H.functional):
+            assert matrix["up"] is matrix["W1"] and matrix["gate", "b_down"].shape == matrix["W_gate", "b2"].shape
+        assert H.outer["up", "down"] is H.outer["W1", "W2"] and H.total.select(["down"]).shape == H["W2"].shape
+        with pytest.raises(BlockNameError, match="there is no 'b_up' among W1, W2, b2, W_gate"):
+            H["b_up"]
 
     def test_losses_and_memory(self, monkeypatch):
         layer = cv.exact.FeedForward(self.W1, None, self.W2, None)

@@ -20,6 +20,7 @@ from curvoscope.analysis.surface import Surface
 from curvoscope.blocks import Blocks
 from curvoscope.errors import EmptyError, RangeError
 from curvoscope.losses.objectives import LossFunction
+from curvoscope.settings import chosen_seed
 
 _POINTS = 24  # numbers of samples k on a curve
 _DRAWS = 4  # antithetic pairs of displacements
@@ -119,7 +120,7 @@ def convergence(
     probes: int = 16,
     smoothness: float | None = None,
     blocks: Blocks | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> Convergence:
     """Measure how the mean loss changes with the number of samples, and compare with its laws and with random numbers.
@@ -155,7 +156,7 @@ def convergence(
     if smoothness is not None and not 0 < smoothness < math.inf:
         raise RangeError("smoothness", f"got {smoothness}, expected a positive number")
     surface = Surface(model, loss_fn, batches, blocks, device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(chosen_seed(seed))
     here = sample_losses(surface, torch.zeros(1, surface.size, dtype=torch.float64))
     total = here.losses.shape[1]
     counts = _counts(total, batch)

@@ -14,6 +14,7 @@ from curvoscope.analysis.surface import Surface
 from curvoscope.blocks import Blocks
 from curvoscope.errors import RangeError
 from curvoscope.losses.objectives import LossFunction
+from curvoscope.settings import chosen_seed
 
 _AT_ONCE = 50  # bootstrap samples
 
@@ -74,7 +75,7 @@ def data_sufficiency(
     level: float = 0.95,
     resamples: int = 1000,
     blocks: Blocks | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> DataSufficiency:
     """The number of samples after which the loss moves by less than `tolerance`.
@@ -110,7 +111,7 @@ def data_sufficiency(
         if value < least:
             raise RangeError(name, f"got {value}, expected at least {least}")
     surface = Surface(model, loss_fn, batches, blocks, device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(chosen_seed(seed))
     found = sample_losses(surface, displacements(surface, distance, draws, generator), "distance")
     variance = float(found.variances.mean())
     low, high = _interval(found, level, resamples, generator)

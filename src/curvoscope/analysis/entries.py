@@ -6,6 +6,7 @@ import torch
 
 from curvoscope.analysis.heterogeneity import PARTS, Part
 from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.settings import chosen_seed
 
 _BINS = 60
 _TAIL = 1e-3  # share of the entries that the first bin may take beside its own
@@ -30,12 +31,14 @@ class EntryHistogram:
     median: float
 
 
-def entry_histograms(H: BlockHessian, blocks: list[str], columns: int = 16, seed: int = 0) -> list[EntryHistogram]:
+def entry_histograms(
+    H: BlockHessian, blocks: list[str], columns: int = 16, seed: int | None = None
+) -> list[EntryHistogram]:
     """Histograms of the parts of diagonal blocks on one axis, from at most `columns` random columns of each.
 
     A column is a product with a unit vector: 2 `columns` products per block with the whole matrix.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(chosen_seed(seed))
     found: dict[tuple[str, Part], torch.Tensor] = {}
     for name in blocks:
         block = H.total.ranges[name]

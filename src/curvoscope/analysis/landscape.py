@@ -11,6 +11,7 @@ from curvoscope.analysis.surface import Direction, Surface, finite
 from curvoscope.blocks import Blocks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.losses.objectives import LossFunction
+from curvoscope.settings import chosen_seed
 
 _RADIUS = 0.1  # of the norm of the weights
 _PARALLEL = 1e-6  # two directions are one when their cosine is this near 1 in size
@@ -61,7 +62,7 @@ def landscape(
     points: int = 21,
     *,
     blocks: Blocks | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> Slice:
     """The loss on a line or a plane through the weights; every value is the exact mean over all loss terms.
@@ -96,7 +97,7 @@ def landscape(
         radius = _RADIUS * (float(surface.weights.norm()) or 1.0)
     if not 0 < radius < float("inf"):
         raise RangeError("radius", f"got {radius}, expected a positive distance")
-    lines = tuple(surface.direction(one, seed + i, "directions") for i, one in enumerate(wanted))
+    lines = tuple(surface.direction(one, chosen_seed(seed) + i, "directions") for i, one in enumerate(wanted))
     vectors = torch.stack([line.vector for line in lines], 1)
     if len(lines) == 2 and abs(float(vectors[:, 0] @ vectors[:, 1])) > 1 - _PARALLEL:
         raise RangeError("directions", "the two are parallel: they span a line, not a plane")

@@ -9,6 +9,7 @@ import torch
 from curvoscope.analysis.heterogeneity import PARTS, Part
 from curvoscope.curvature import ModelHessian
 from curvoscope.estimate import Estimate
+from curvoscope.settings import chosen_seed
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,14 @@ class PairNorm:
     frobenius_norm: Estimate
 
 
-def pair_norms(H: ModelHessian, probes: int = 8, seed: int = 0) -> Iterator[list[PairNorm]]:
+def pair_norms(H: ModelHessian, probes: int = 8, seed: int | None = None) -> Iterator[list[PairNorm]]:
     """The pairs of each block with those before it, as they are computed.
 
     With v of random signs in block b and zero elsewhere, H v has H(a, b) v in block a, and E|H(a, b) v|² =
     |H(a, b)|_F². The same v serve outer and functional part and their sum: 2 `probes` products per block. The error of
     the norm is that of its square by the delta method.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(chosen_seed(seed))
     ranges = H.total.ranges
     for place, column in enumerate(H.names):
         block = ranges[column]

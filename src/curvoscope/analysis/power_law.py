@@ -8,6 +8,7 @@ import numpy as np
 from scipy import special
 
 from curvoscope.errors import EmptyError, NonFiniteError, RangeError
+from curvoscope.settings import chosen_seed
 
 LARGEST_FACTOR = 10.0
 """How far beyond the measured sizes a law is followed unless more is allowed."""
@@ -144,7 +145,7 @@ def power_law(
     *,
     level: float = 0.95,
     resamples: int = 2000,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> PowerLaw:
     """Fit a power law to {size: values}: at least three sizes, positive values.
 
@@ -171,7 +172,7 @@ def power_law(
     x, logs = np.log(sizes), [np.log(group) for group in values]
     y = np.array([group.mean() for group in logs])
     line = _line(x, y)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(chosen_seed(seed))
     fewest = min(len(group) for group in logs)
     if fewest > 1:
         # means of n values drawn again vary by (n - 1)/n too little

@@ -5,12 +5,14 @@ input and adds a curvature of its own. The norms of S, of its functional part an
 together with the Hessian blocks of the layer's weights and, for attention, the entropy and spread of its rows.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from curvoscope import losses
+from curvoscope.closed.layer_curvatures import CurvatureAtOutput
 from curvoscope.curvature import hessian
 from curvoscope.errors import ModelError
 from curvoscope.estimate import Estimate
@@ -29,7 +31,7 @@ class AttentionSummary:
     """Entropy and spread of the rows of attention, averaged over sequences, heads and queries; both 0 for one-hot rows.
 
     Args:
-        entropy: in nats.
+        entropy: in nats; None if the rows are no distributions, as those of linear attention.
         variance: tr M2, the spread of the inputs under a row, as a share of their mean square.
 
     Example:
@@ -41,7 +43,7 @@ class AttentionSummary:
         (0.6931, 0.5)
     """
 
-    entropy: float
+    entropy: float | None
     variance: float
 
     @classmethod
@@ -50,7 +52,10 @@ class AttentionSummary:
         X, A = moments.X, moments.attention
         spread = (A @ X.square()).sum(-1) - moments.M1.square().sum(-1)  # tr M2, without M2
         scale = float(X.square().sum(-1).mean()) or 1.0  # inputs that are all zero have no spread
-        return cls(float(moments.entropy.mean()), float(spread.mean()) / scale)
+        sums = A.sum(-1)
+        close = torch.finfo(A.dtype).eps ** 0.5
+        known = bool((A >= 0).all() and ((sums - 1).abs().minimum(sums) <= close).all())  # a masked row is all zero
+        return cls(float(moments.entropy.mean()) if known else None, float(spread.mean()) / scale)
 
 
 @dataclass(frozen=True)
@@ -141,66 +146,40 @@ def propagation(
         >>> [layer.name for layer in found.layers]
         ['input', 'h.0.attn', 'h.0.mlp']
     """
+    outputs: Iterable[tuple[OutputCurvature | CurvatureAtOutput, Moments | None]]
     if isinstance(model, Stack | TransformerBlock):
-        X, loss = batch
-        return _of_stack(model if isinstance(model, Stack) else Stack([model]), X, loss, tolerance, seed)
-    return _of_module(model, batch, loss_fn, tolerance, seed)
+        X, loss_fn = batch
+        stack = model if isinstance(model, Stack) else Stack([model])
+        H, value = stack.hessian(X, loss_fn), stack.chain(X, loss_fn).loss.value
+        outputs = ((record, _moments(record)) for record in backpropagate(stack, X, loss_fn))
+    else:
+        H = hessian(model, loss_fn, [batch])
+        outputs, value = ((one, one.moments) for one in H.layer_curvatures()), H.loss
 
+    def spectral(operator: LinearOperator) -> Estimate:
+        return operator.spectral_norm(tolerance=tolerance if operator.estimated else None, seed=seed)
 
-def _of_stack(stack: Stack, X: Tensor, loss: losses.LossFunction, tolerance: float, seed: int | None) -> Propagation:
-    records = backpropagate(stack, X, loss)
-    H = stack.hessian(X, loss)
+    def frobenius(operator: LinearOperator) -> Estimate:
+        return operator.frobenius_norm(tolerance=tolerance if operator.estimated else None, seed=seed)
+
     layers = []
-    for record in records:
-        names = [name for name in H.names if name.startswith(f"{record.name}.")]
+    for one, moments in outputs:
         layers.append(
             LayerCurvature(
-                record.name,
-                *_norms(record.S, tolerance, seed),
-                *_norms(record.S_functional, tolerance, seed),
-                None if record.jacobian is None else _spectral(record.jacobian, tolerance, seed),
-                {name: _frobenius(H.total[name], tolerance, seed) for name in names},
-                _attention(record),
-            )
-        )
-    return Propagation(tuple(layers), stack.chain(X, loss).loss.value)
-
-
-def _attention(record: OutputCurvature) -> AttentionSummary | None:
-    if not isinstance(record.layer, SelfAttention) or record.input is None:
-        return None
-    return AttentionSummary.of(record.layer.moments(record.input))
-
-
-def _of_module(
-    model: nn.Module, batch: Any, loss_fn: LossFunction | None, tolerance: float, seed: int | None
-) -> Propagation:
-    H = hessian(model, loss_fn, [batch])
-    layers = []
-    for layer in H.layer_curvatures():
-        names = [name for name in H.names if name.startswith(f"{layer.name}.")]
-        layers.append(
-            LayerCurvature(
-                layer.name,
-                *_norms(layer.S, tolerance, seed),
-                *_norms(layer.S_functional, tolerance, seed),
-                None if layer.jacobian is None else _spectral(layer.jacobian, tolerance, seed),
-                {name: _frobenius(H.total[name], tolerance, seed) for name in names},
-                None if layer.moments is None else AttentionSummary.of(layer.moments),
+                one.name,
+                *(spectral(one.S), frobenius(one.S)),
+                *(spectral(one.S_functional), frobenius(one.S_functional)),
+                None if one.jacobian is None else spectral(one.jacobian),
+                {name: frobenius(H.total[name]) for name in H.names if name.startswith(f"{one.name}.")},
+                None if moments is None else AttentionSummary.of(moments),
             )
         )
     if not layers:
         raise ModelError("model", "has no attention or feed-forward layer that cv.blocks_of knows")
-    return Propagation(tuple(layers), H.loss)
+    return Propagation(tuple(layers), value)
 
 
-def _norms(operator: LinearOperator, tolerance: float, seed: int | None) -> tuple[Estimate, Estimate]:
-    return _spectral(operator, tolerance, seed), _frobenius(operator, tolerance, seed)
-
-
-def _spectral(operator: LinearOperator, tolerance: float, seed: int | None) -> Estimate:
-    return operator.spectral_norm(tolerance=tolerance if operator.estimated else None, seed=seed)
-
-
-def _frobenius(operator: LinearOperator, tolerance: float, seed: int | None) -> Estimate:
-    return operator.frobenius_norm(tolerance=tolerance if operator.estimated else None, seed=seed)
+def _moments(record: OutputCurvature) -> Moments | None:
+    if not isinstance(record.layer, SelfAttention) or record.input is None:
+        return None
+    return record.layer.moments(record.input)

@@ -18,6 +18,7 @@ from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.errors import EmptyError, LossError, NonFiniteError, RangeError
+from curvoscope.settings import chosen_seed
 
 _AGREE = 1e4  # units of rounding between a row in its batch and the same row alone
 _LEAST_PROBES = 3  # a squared trace takes pairs of probes, its error bar one probe less
@@ -152,7 +153,7 @@ class VarianceLaw:
         return tau**2 * coupling + tau**4 / 4 * (2 * frobenius + trace)
 
 
-def variance_law(surface: Surface, probes: int = 16, seed: int = 0) -> VarianceLaw:
+def variance_law(surface: Surface, probes: int = 16, seed: int | None = None) -> VarianceLaw:
     """The coefficients of V(τ): a gradient and `probes` products with the Hessian for each sample.
 
     With at least as many probes as weights all unit vectors are used, and nothing is random.
@@ -200,10 +201,10 @@ def variance_law(surface: Surface, probes: int = 16, seed: int = 0) -> VarianceL
     )
 
 
-def _probes(surface: Surface, count: int, exact: bool, seed: int) -> Tensor:
+def _probes(surface: Surface, count: int, exact: bool, seed: int | None) -> Tensor:
     if exact:
         return torch.eye(count, dtype=torch.float64, device=surface.engine.device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(chosen_seed(seed))
     signs = torch.randint(0, 2, (count, surface.size), generator=generator)
     return (2 * signs - 1).to(surface.engine.device, torch.float64)
 

@@ -18,6 +18,7 @@ from curvoscope.errors import DtypeError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction, Objective, objective_of
+from curvoscope.settings import chosen_seed
 
 _WORKSPACE = 2**28  # bytes for points at once
 _MOST_AT_ONCE = 64
@@ -175,7 +176,7 @@ class Surface:
 
     # ---- directions
 
-    def direction(self, wanted: str | Tensor, seed: int = 0, argument: str = "direction") -> Direction:
+    def direction(self, wanted: str | Tensor, seed: int | None = None, argument: str = "direction") -> Direction:
         """A direction by name or by its vector.
 
         "gradient": downhill, -∇L; its length is |∇L|. "top", "top2", ...: eigenvectors of the largest eigenvalues of
@@ -189,7 +190,7 @@ class Surface:
             return self._eigenvector(wanted, named.group(1), int(named.group(2) or 1), seed, argument)
         checks.choice(argument, wanted, ("gradient", "top", "bottom", "random"))
         if wanted == "random":
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(chosen_seed(seed))
             vector = torch.randn(self.size, generator=generator, dtype=torch.float64).to(self.engine.device)
             return Direction("random", vector / vector.norm(), 1.0)
         gradient = self.gradient()
@@ -210,7 +211,7 @@ class Surface:
             raise RangeError(argument, "is the zero vector: it has no direction")
         return Direction("given", vector.detach().to(self.engine.device, torch.float64) / length, length)
 
-    def _eigenvector(self, name: str, end: str, rank: int, seed: int, argument: str) -> Direction:
+    def _eigenvector(self, name: str, end: str, rank: int, seed: int | None, argument: str) -> Direction:
         if rank > self.size:
             raise RangeError(argument, f"got {name!r}, but the Hessian has {self.size} eigenvalues")
         found = lanczos(self.hessian.total, rank, "LA" if end == "top" else "SA", seed=seed, vectors=True)

@@ -108,7 +108,7 @@ def taylor(
     *,
     tolerance: float = 0.01,
     blocks: Blocks | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> Taylor:
     """The actual loss along a line, compared with its second-order prediction.
@@ -282,7 +282,7 @@ def divergence(
     steps: int = 5,
     kick: float | None = None,
     blocks: Blocks | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> Divergence:
     """Full-batch gradient descent on both sides of the critical learning rate, on copies of the weights.

@@ -14,11 +14,11 @@ from curvoscope.errors import CurvoscopeError, NonFiniteError
 
 
 class Mesh(Group):
-    """The ranks that parameters are spread over: products make their sums themselves, between all ranks.
+    """The ranks that parameters are spread over. Products sum over all ranks by themselves.
 
-    Inside `together` a short collective comes before every other one, in which each rank says whether it is well. So
-    where the model fails on one rank in the middle of a pass, the others hear of it at their next collective, whichever
-    that is, and the group stays fit for use.
+    Inside `together`, a short collective precedes every other one: in it each rank reports whether it has failed. If
+    the model fails on one rank in the middle of a pass, the others learn of it at their next collective, and the group
+    stays usable.
     """
 
     def __init__(self, group: Any) -> None:
@@ -28,7 +28,7 @@ class Mesh(Group):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work that all ranks do, also with collectives in it; where it fails on one, it fails on all."""
+        """Work that all ranks do, with or without collectives; if it fails on one, it fails on all."""
         self._depth += 1
         try:
             yield
@@ -43,7 +43,7 @@ class Mesh(Group):
                 self._known = None
 
     def meet(self, failure: Exception | None = None) -> None:
-        """Hear whether all ranks are well, where it could be otherwise; raise if not, unless the failure is here."""
+        """Check that no rank has failed, if one could have; raise if one has, unless it is this rank."""
         if not self._depth:
             return
         try:
@@ -70,12 +70,12 @@ class Mesh(Group):
         return super().add(summand)
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """The smallest of all ranks' numbers."""
         self.meet()
         return super().least(number)
 
     def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` makes of this rank's part of the vectors, once all ranks are known to ask the same."""
+        """Apply `compute` to this rank's part of the vectors, after checking that all ranks ask the same."""
         self._ask(question, vectors, failed=not bool(torch.isfinite(vectors).all()))
         with self.together():
             found = compute()
@@ -85,7 +85,7 @@ class Mesh(Group):
         return found
 
     def refuse(self, failure: CurvoscopeError, vectors: Tensor) -> None:
-        """Raise `failure` here, and tell the ranks that go on with a product."""
+        """Raise `failure` here, and tell the ranks that continue with a product."""
         try:
             self._ask("refused", vectors, failed=True)
         except RankError:

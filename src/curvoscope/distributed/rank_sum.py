@@ -1,7 +1,7 @@
 """A block in closed form whose tokens are spread over ranks: the sum of each rank's own closed form.
 
 What is linear in the block is summed: products, entries, diagonal, trace. The Frobenius norm is not: it is that of the
-summed entries where these are few, else the terms of all ranks (l_t, r_t, C_t of all tokens) come together on each.
+summed entries if these are few; otherwise each rank gathers the terms (l_t, r_t, C_t) of all tokens.
 """
 
 from functools import reduce
@@ -20,7 +20,7 @@ from curvoscope.operators.block_matrix import Tiles
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.settings import settings
 
-_FEW = 2048  # rows and columns up to which the entries are soon summed
+_FEW = 2048  # rows and columns up to which summing the entries is cheap
 
 
 class RankSum(LinearOperator):
@@ -62,7 +62,7 @@ class RankSum(LinearOperator):
         return 2 * entries + (0 if self._own is None else self._own._workspace(max(0, room - entries)))
 
     def _budget(self) -> int:
-        """That of the rank with the least room: all ranks go on, or none does."""
+        """The budget of the rank with the least memory: all ranks continue, or none does."""
         return self._ranks.least(super()._budget())
 
     def _bytes(self, copies: int, budget: int) -> int:
@@ -100,8 +100,8 @@ class RankSum(LinearOperator):
         tolerance: float | None = None,
         seed: int | None = None,
     ) -> Estimate:
-        """Exact, or an Estimate where one is asked for, or where neither the terms of all ranks nor the
-        entries fit into memory."""
+        """Exact; an Estimate if one is asked for, or if neither the terms of all ranks nor the entries
+        fit into memory."""
         asked = matvecs is not None or tolerance is not None
         try:
             return super().frobenius_norm(matvecs=matvecs, tolerance=tolerance, seed=seed)
@@ -112,7 +112,7 @@ class RankSum(LinearOperator):
 
 
 def _core_bytes(operator: LinearOperator) -> int | None:
-    """Of the cores of all terms; None where the block has no terms."""
+    """The size of the cores of all terms; None if the block has no terms."""
     if isinstance(operator, KroneckerSum):
         return sum(term.kept for term in operator.terms) * operator.dtype.itemsize
     if isinstance(operator, Tiles):
@@ -122,7 +122,7 @@ def _core_bytes(operator: LinearOperator) -> int | None:
 
 
 def _factors(operator: LinearOperator) -> LinearOperator:
-    """The same block by its terms alone, their cores as numbers, which can be sent."""
+    """The same block as terms whose cores are tensors, which can be sent."""
     shapes = operator.row_shape, operator.column_shape
     if isinstance(operator, Tiles):
         entries = {key: _factors(entry) for key, entry in operator.entries.items()}

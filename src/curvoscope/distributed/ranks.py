@@ -2,9 +2,9 @@
 
 The loss is the mean over the n terms of all ranks, L = sum_r (n_r / n) L_r, and so H v = sum_r (n_r / n) H_r v: each
 rank makes its own summand, and one all-reduce adds them up. Every rank holds whole vectors, and makes the same calls in
-the same order with the same vectors; probes have seeds, so the estimators do that by themselves. It is checked: with
-each product goes a short note of what was asked, so that a mistake ends in an error on all ranks, never in a sum of
-unlike things.
+the same order with the same vectors; probes have seeds, so the estimators do that by themselves. This is checked: a
+short note of what was asked goes with each product, so that a mistake raises an error on all ranks instead of adding up
+unrelated products.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _MOST_NAMED = 3
 
 
 class RankError(CurvoscopeError, RuntimeError):
-    """Ranks do not fit together, or one has ended (`gone`): then no collective operation works any more."""
+    """Ranks that do not fit together, or one that has ended (`gone`): then no collective operation works any more."""
 
     gone = False
 
@@ -39,7 +39,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Local work that all ranks do; where it fails on one, it fails on all."""
+        """Local work that all ranks do; if it fails on one, it fails on all."""
         yield
 
     def exchange(self, value: Any) -> list[Any]:
@@ -47,7 +47,7 @@ class Ranks:
         return [value]
 
     def agree(self, facts: Facts) -> None:
-        """Raise on all ranks where they differ in `facts`."""
+        """Raise on all ranks if they differ in `facts`."""
 
     def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """The sum over ranks of what `compute` makes of the vectors (n, C); `question` says what that is."""
@@ -64,7 +64,7 @@ class Group(Ranks):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Local work, without collectives in it; then all ranks hear whether it went well everywhere."""
+        """Local work without collectives, after which all ranks learn whether it succeeded everywhere."""
         failure: Exception | None = None
         try:
             yield
@@ -128,14 +128,14 @@ class Group(Ranks):
         return found
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """The smallest of all ranks' numbers."""
         found = torch.tensor([number], device="cpu" if self._on_cpu else "cuda")
         with collective():
             dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found)
 
     def check_notes(self, question: object, vectors: Tensor, failed: bool) -> None:
-        """Raise on all ranks where one failed, or asks another question, or of other vectors (n, C)."""
+        """Raise on all ranks if one failed, asked another question, or multiplied with other vectors (n, C)."""
         note = _note(question, vectors, failed).to("cpu" if self._on_cpu else vectors.device)
         notes = [torch.empty_like(note) for _ in range(self.size)]
         with collective():
@@ -220,7 +220,7 @@ def hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def describe(objective: Objective | None) -> str:
-    """A loss in words that are the same in each process, as far as they go."""
+    """A description of a loss that is the same in each process."""
     if isinstance(objective, CrossEntropy):
         options = f"ignore_index={objective.ignore_index}, shift={objective.shift}, axis={objective.axis}"
         return f"CrossEntropy({options})"
@@ -274,7 +274,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """What torch raises when a rank is gone or does not answer in time, as an error of ours."""
+    """Turn what torch raises when a rank is gone or does not answer in time into a `RankError`."""
     try:
         yield
     except RuntimeError as error:

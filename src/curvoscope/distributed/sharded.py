@@ -28,7 +28,7 @@ from curvoscope.losses.objectives import Objective
 
 
 class Aligned(Batches):
-    """As many micro-batches on every rank: its own, one that counts for nothing in place of those that are missing."""
+    """The same number of micro-batches on every rank: its own, then repeats that count for nothing."""
 
     def __init__(self, own: Batches, ranks: Mesh) -> None:
         self._own = own
@@ -42,7 +42,7 @@ class Aligned(Batches):
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those of its own."""
+        """The generators of its own batches."""
         return self._own.generators
 
     def leave_out(self, blank: set[int], ranks: Mesh) -> None:
@@ -64,7 +64,7 @@ class Aligned(Batches):
 
 
 def _any_of(batch: Batch | None, ranks: Mesh) -> Batch:
-    """The batch, or that of another rank where there is none here."""
+    """The batch, or that of another rank if there is none here."""
     if all(ranks.exchange(batch is not None)):
         assert batch is not None
         return batch

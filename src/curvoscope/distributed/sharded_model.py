@@ -1,8 +1,8 @@
 """A model whose parameters are spread over ranks (DTensors, as `fully_shard` makes them), evaluated at its weights.
 
-The hooks of `fully_shard` give gradients to the parameters, not derivatives of them: they are left out, and others
+The hooks of `fully_shard` write gradients, which cannot be differentiated again, so they are left out. Hooks of our own
 gather the parameters of a module when it begins and drop them when it ends. What a backward pass needs of them is
-gathered again then, so that no rank holds more whole parameters than those of the modules that run.
+gathered again then, so that a rank holds whole only the parameters of the modules that run.
 """
 
 import math
@@ -31,7 +31,7 @@ _AT_ONCE = 2**24  # bytes of whole parameters that are gathered together, if the
 
 
 class ShardedSnapshot(Snapshot):
-    """As `Snapshot`; the weights are the parts of this rank, in calls too. What is not spread is cut here alike."""
+    """As `Snapshot`; weights are this rank's parts, in calls too. What is not spread is cut in the same way."""
 
     def __init__(self, model: nn.Module, blocks: Blocks, device: torch.device, group: Mesh) -> None:
         self._group = group

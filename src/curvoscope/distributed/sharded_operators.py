@@ -56,7 +56,7 @@ class Spread(Space):
         return self.total(stacked).flatten(0, 1)
 
     def random(self, draw: Callable[[int], Tensor]) -> Tensor:
-        """The very numbers that one process would draw, of which each rank keeps its own: a chunk at a time."""
+        """The numbers that a single process would draw, a chunk at a time; each rank keeps its own."""
         found, start = list[Tensor](), 0
         while start < self.size:
             stop = self.size if self.size - start < 2 * _CHUNK else start + _CHUNK  # no chunk is short
@@ -67,7 +67,7 @@ class Spread(Space):
         return torch.cat(found)
 
     def units(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Zeros apart from the ones that stand here."""
+        """Zeros, and those ones of the unit vectors that this rank holds."""
         unit = torch.zeros(self.length, stop - start, dtype=torch.float64, device=device)
         first, last = torch.searchsorted(self._numbers, torch.tensor([start, stop])).tolist()
         unit[torch.arange(first, last), self._numbers[first:last] - start] = 1
@@ -80,7 +80,7 @@ class Spread(Space):
         return self.total(found)
 
     def least(self, number: int) -> int:
-        """Of all ranks."""
+        """The smallest of all ranks' numbers."""
         return self._ranks.least(number)
 
 
@@ -137,19 +137,19 @@ class SpreadOperator(MatrixFree):
     # ---- what would need whole vectors or all entries
 
     def dense(self) -> NoReturn:
-        """Not here."""
+        """Raise: it would need whole vectors."""
         self._refuse("dense")
 
     def to_scipy(self) -> NoReturn:
-        """Not here."""
+        """Raise: it would need whole vectors."""
         self._refuse("to_scipy")
 
     def norm_bound(self) -> NoReturn:
-        """Not here."""
+        """Raise: it would need whole vectors."""
         self._refuse("norm_bound")
 
     def diagonal(self, **options: Any) -> NoReturn:
-        """Not here."""
+        """Raise: it would need whole vectors."""
         self._refuse("diagonal")
 
     def _all_eigenvalues(self) -> NoReturn:

@@ -25,7 +25,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """Rows of one axis, ceil(rows / ranks) on each rank, on the last ones fewer or none: as torch.chunk cuts them."""
+    """Rows of one axis, ceil(rows / ranks) on each rank and fewer or none on the last, as torch.chunk cuts."""
 
     shape: tuple[int, ...]
     axis: int
@@ -33,7 +33,7 @@ class Sharding:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First row of this rank, and the one behind its last."""
+        """The first row of this rank, and the row after its last."""
         start = min(self.group.rank * self.step, self._rows)
         return start, min(start + self.step, self._rows)
 
@@ -103,7 +103,7 @@ def scatter(wholes: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Ten
 
 
 def gathered(parts: Sequence[Tensor], shardings: Sequence[Sharding]) -> tuple[Tensor, ...]:
-    """`gather`, differentiable as often as one likes."""
+    """`gather`, differentiable to any order."""
     found: tuple[Tensor, ...] = _Gather.apply(shardings, *parts)
     return found
 
@@ -133,7 +133,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def _needed(ctx: Any, function: Any, directions: Sequence[Tensor]) -> list[Tensor | None]:
-    """The other function of the directions whose result is asked for."""
+    """Apply the other function to the directions whose result is needed."""
     chosen = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
     found: list[Tensor | None] = [None] * len(directions)
     results = function.apply([ctx.shardings[i] for i in chosen], *(directions[i] for i in chosen))

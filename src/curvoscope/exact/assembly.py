@@ -4,7 +4,7 @@ A layer, or a network of layers, says how its gradients move along directions of
 of two weights has. What makes a `BlockHessian` of that is here, once for all of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -117,11 +117,16 @@ def tiled(
 
 
 def assembled(
-    columns: ColumnProducts, like: Tensor, block: BlockMaker, entries: Callable[[bool], Entries] | None = None
+    columns: ColumnProducts,
+    like: Tensor,
+    block: BlockMaker,
+    entries: Callable[[bool], Entries] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> tuple[BlockMatrix, BlockMatrix, Multiplication]:
     """The outer and the functional part, and the product with their sum: what a `BlockHessian` is made of.
 
-    `block` makes one block, `entries` those of several blocks at once, of the outer part or of the functional one.
+    `block` makes one block, `entries` those of several blocks at once, of the outer part or of the functional one. For
+    `aliases` see `BlockMatrix`.
     """
     names = list(columns.shapes)
 
@@ -132,6 +137,7 @@ def assembled(
             like,
             columns.multiplication(names, names, outer, not outer),
             None if entries is None else lambda: entries(outer),
+            aliases,
         )
 
     return part(True), part(False), columns.multiplication(names, names, True, True)

@@ -1,10 +1,10 @@
-"""The Hessian of the loss at the output of every layer of a network, exact up to a size and matrix-free past it.
+"""The Hessian of the loss at the output of every layer of a network, exact up to a size and matrix-free beyond.
 
 For the output F of a layer, with everything else held: G = dloss/dF (N, L, m) and S = d²loss/dF², a matrix over the
 T m entries of F, T = N L tokens. S = S_gn + S_functional: the Gauss-Newton part J^T S_loss J, with J the Jacobian of
-the network's output in F, and what the curvature of the layers above adds. Where S fits into memory it is a `Grouped`,
-one block a token above the last attention layer and one a sequence below it. Past that it is known by its products, and
-`low_rank` gives its largest eigenpairs with the Frobenius norm of what they leave out as an Estimate.
+the network's output in F, and what the curvature of the layers above adds. If S fits into memory it is a `Grouped`: one
+block per token above the last attention layer, one per sequence below it. Otherwise S is known by its products, and
+`low_rank` gives its largest eigenpairs, with the Frobenius norm of what they leave out as an Estimate.
 """
 
 from collections.abc import Sequence
@@ -193,7 +193,7 @@ class OutputCurvature:
 
     @property
     def jacobian(self) -> LinearOperator | None:
-        """dF/dx of the layer itself, (T m, T d), without a residual connection beside it; None for the input."""
+        """dF/dx of the layer itself, (T m, T d), without its residual connection; None for the input."""
         if self._link is None:
             return None
         try:
@@ -202,7 +202,7 @@ class OutputCurvature:
             return JacobianProducts(self._link)
 
     def hessian(self) -> BlockHessian:
-        """The Hessian over the layer's own weights, split like S; only where S is exact."""
+        """The Hessian over the layer's own weights, split like S; only if S is exact."""
         if self._link is None:
             raise RangeError("name", "'input' has no weights")
         if not (isinstance(self.S_gn, Grouped) and isinstance(self.S_functional, Grouped)):

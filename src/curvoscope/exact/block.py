@@ -1,4 +1,4 @@
-"""The Transformer block: attention and feed-forward layer, each beside a residual connection, with or without norms.
+"""The Transformer block: attention and feed-forward layer, each with a residual connection, with or without norms.
 
 pre     Y = X + A(N1(X))      Z = Y + F(N2(Y))
 post    Y = N1(X + A(X))      Z = N2(Y + F(Y))
@@ -27,8 +27,8 @@ class TransformerBlock(Network):
     """Attention, then a feed-forward layer, with residual connections and norms placed "pre", "post" or not ("none").
 
     Blocks "norm1.gamma", "norm1.beta", "attn.Q", "attn.K", "attn.V", "attn.O", "norm2.gamma", "norm2.beta", "mlp.gate",
-    "mlp.up", "mlp.down", "mlp.b_gate", "mlp.b_up", "mlp.b_down", those that there are; with attention's `biases` also
-    "attn.b_Q" and so on.
+    "mlp.up", "mlp.down", "mlp.b_gate", "mlp.b_up", "mlp.b_down", as far as the layers have them; with
+    attention's `biases` also "attn.b_Q" and so on.
 
     Args:
         attention: a `SelfAttention` from width d to d.

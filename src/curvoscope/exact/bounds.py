@@ -1,4 +1,4 @@
-"""Upper bounds on the spectral norm of Hessian blocks, each beside the norm that it bounds: an audit of the bounds.
+"""Upper bounds on the spectral norm of Hessian blocks, each with the norm that it bounds: an audit of the bounds.
 
 For a loss with gradient G and Hessian S at the output F, every block is H_ij = J_i^T S J_j + <G, d²F/dW_i dW_j>, so
 
@@ -7,7 +7,7 @@ For a loss with gradient G and Hessian S at the output F, every block is H_ij = 
 with spectral norms throughout. What follows bounds |J_i| and the contraction through norms of the input, of the weights
 and of G; nothing is multiplied by a safety factor. Proofs: docs/bounds.md.
 
-The bounds say what curvature cannot exceed at the point at hand. They are far above the truth where a softmax is
+The bounds say what curvature cannot exceed at the point at hand. They are far above the truth if a softmax is
 saturated, they hold at one point and not along a step, and none of them is meant as a step size.
 """
 
@@ -66,7 +66,7 @@ class Bound:
 
     @property
     def tightness(self) -> float:
-        """value / measured: 1 where the bound is attained, infinite where it does not see that the norm is 0."""
+        """value / measured: 1 if the bound is attained, infinite if the norm is 0 and the bound is not."""
         if self.measured == 0.0:
             return 1.0 if self.value == 0.0 else math.inf
         return self.value / self.measured
@@ -280,7 +280,7 @@ def layer_norm(layer: LayerNorm | RMSNorm, X: Tensor) -> dict[str, Bound]:
 def block(hessian: BlockHessian, *, exact: bool = True) -> BlockBounds:
     """Bounds on any Hessian over named blocks: the whole by the spectral norm of the matrix of its blocks' norms.
 
-    With `exact` these are the norms themselves, one eigenvalue problem a block. Without, a block that is a sum of
+    With `exact` these are the norms themselves, one eigenvalue problem per block. Without, a block that is a sum of
     Kronecker products is bounded by its measured factors, |Σ_t l_t r_t^T ⊗ C_t| ≤ |l| |r| max_t |C_t|.
 
     Args:

@@ -1,4 +1,4 @@
-"""Layers one after the other, some beside a residual connection: their forward pass, gradients and Hessian products.
+"""Layers one after the other, some with a residual connection: their forward pass, gradients and Hessian products.
 
 A network is a list of branches, y = x + g(x) or y = g(x) with g a chain of layers. At an input x, a loss with gradient
 G and Hessian S at the network's output gives the gradient at every layer's output. The product with the Hessian is the

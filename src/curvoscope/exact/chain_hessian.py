@@ -31,7 +31,7 @@ from curvoscope.operators.kronecker import KroneckerSum
 
 
 class ChainHessian(BlockHessian):
-    """Over the weights `names` of a chain, in that order, and "X" (T, d) where it is among them."""
+    """Over the weights `names` of a chain, in that order, and "X" (T, d) if it is among them."""
 
     def __init__(self, chain: Chain, names: list[str]) -> None:
         self._chain, self._descent = chain, Descent(chain)
@@ -214,7 +214,7 @@ class ChainHessian(BlockHessian):
 
 
 def _one_part(block: LinearOperator, like: Tensor) -> LinearOperator:
-    """The same block with terms of the same vectors made one: its entries then add to others to the bit."""
+    """The same block with terms of equal vectors merged, so that H = H_o + H_f holds to the last bit."""
     if isinstance(block, Tiles):
         entries = {key: _one_part(entry, like) for key, entry in block.entries.items()}
         shapes = (block.row_shape, block.column_shape)

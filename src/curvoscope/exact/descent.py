@@ -1,6 +1,6 @@
 """Hessian back-propagation: from S at a layer's output to S at its input, with both of its parts.
 
-    S_in = J^T S J + <G, d²F/dx²>          J = dF/dx, or I + dF/dx beside a residual connection
+    S_in = J^T S J + <G, d²F/dx²>          J = dF/dx, or I + dF/dx with a residual connection
 
 The Gauss-Newton part carries J^T S_gn J from the loss down; the functional part J^T S_f J collects what every layer on
 the way adds. Tokens stay apart until the first attention layer from above, then those of a sequence are coupled.
@@ -26,7 +26,7 @@ class Descent:
         self._too_large: MemoryLimitError | None = None
 
     def at(self, number: int) -> Parts:
-        """Both parts of S at the output of a link; `MemoryLimitError` where they do not fit."""
+        """Both parts of S at the output of a link; `MemoryLimitError` if they do not fit."""
         while number not in self._known:
             if self._too_large is not None:
                 raise self._too_large

@@ -29,9 +29,9 @@ _KEPT_NUMBERS = 2**23
 class Factor:
     """J_t = z_t (x) A_t: a weight (a, p) moves the output (m) of token t by z_t[a] A_t[p, m].
 
-    `vectors` z (T, ·) stand on the weight's `axis`. On the other A_t = diag(s_t) M_t^T P: `port` P is a matrix (·, m)
-    for all tokens, one for each (T, ·, m), or columns of the output; `scales` s (T, ·); `response` M_t of attention.
-    Each of them may be missing: the identity, or a vector of ones.
+    `vectors` z (T, ·) belong to the weight's `axis`. On the other axis, A_t = diag(s_t) M_t^T P: `port` P is a matrix
+    (·, m) for all tokens, one for each (T, ·, m), or columns of the output; `scales` s (T, ·); `response` M_t of
+    attention. One that is missing is the identity, or a vector of ones.
     """
 
     vectors: Tensor
@@ -128,7 +128,7 @@ class Pairing:
         return seen_through(self._curvature, left.port, right.port, self._output, left.vectors)
 
     def _scaled_core(self, left: Factor, seen: ProjectedCurvature, right: Factor) -> Core:
-        """A weight and its bias share it: they have the same A."""
+        """The core of two factors, kept because a weight and its bias have the same A."""
         key = (id(left.scales), id(right.scales), id(left.port), id(right.port))
         if key not in self._scaled:  # the factors keep their ids from reuse
             core = ProjectedCore(seen, left.scales, right.scales, self._period, len(left.vectors))
@@ -188,7 +188,7 @@ class ProjectedCore(Core):
         return blocks
 
     def diagonal(self, start: int, stop: int) -> Tensor:
-        """(t, p), without the blocks where both ports are the same."""
+        """(t, p), without forming the blocks if both ports are the same."""
         if self._seen.diagonal is None:
             return super().diagonal(start, stop)
         values = self._seen.diagonal(start, stop)
@@ -197,7 +197,7 @@ class ProjectedCore(Core):
         return values
 
     def token_form(self) -> TokenForm | None:
-        """B^T E_t B' over the words, where they are few and nothing is scaled."""
+        """B^T E_t B' over the words, if they are few and nothing is scaled."""
         if self._seen.words is None or self._left is not None or self._right is not None:
             return None
         left, right, covariance = self._seen.words

@@ -34,7 +34,8 @@ from curvoscope.operators.terms import Term
 class FeedForward(TokenwiseLayer):
     """y = φ(x W1 + b1) W2 + b2, or with `W_gate` y = (φ(x W_gate + b_gate) ∘ (x W1 + b1)) W2 + b2.
 
-    Blocks "W1", "b1", "W2", "b2", and "W_gate", "b_gate" of a gate; biases that are None have no block.
+    Blocks "W1", "b1", "W2", "b2", and "W_gate", "b_gate" of a gate; biases that are None have no block. A Hessian also
+    answers to their names in a network: "up", "b_up", "down", "b_down" and "gate".
 
     Args:
         W1: (d, f), called "up" in a network.
@@ -51,6 +52,8 @@ class FeedForward(TokenwiseLayer):
         >>> H = layer.hessian(torch.ones(3, 2), cv.losses.MSE(torch.zeros(3, 2)))
         >>> H.names, round(float(H.outer["W1"].trace()), 6)
         (['W1', 'W2'], 4.0)
+        >>> H["up", "down"] is H["W1", "W2"]
+        True
     """
 
     labels = MappingProxyType(

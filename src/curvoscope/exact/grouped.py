@@ -133,7 +133,7 @@ class Grouped(LinearOperator):
 
 
 def fits(tokens: int, size: int, rows: int, columns: int, like: Tensor, budget: int | None = None) -> None:
-    """Raise where matrices over groups of `size` tokens are larger than the memory at hand."""
+    """Raise if matrices over groups of `size` tokens exceed the memory limit."""
     checks.fits(
         _ROUTES * tokens * size * rows * columns * like.element_size(),
         budget,

@@ -85,7 +85,7 @@ class Link(ABC):
 
     @abstractmethod
     def parts(self, name: str) -> list[FactoredPart] | None:
-        """How a weight moves the output, part by part; None where its Jacobian has no such form."""
+        """How a weight moves the output, part by part; None if its Jacobian has no such form."""
 
 
 class TokenwiseLink(Link):

@@ -116,7 +116,7 @@ class _Norm(TokenwiseLayer):
         return self.gamma[:, None] * self._at(X).jacobian
 
     def second_derivative(self, X: Tensor, gradient: Tensor) -> Tensor:
-        """sum_a g_a d²y_a/dx² of every token for a gradient at y, of the shape of X: (T, d, d), O(d²) a token."""
+        """sum_a g_a d²y_a/dx² of every token for a gradient at y, of the shape of X: (T, d, d), O(d²) per token."""
         at = self._at(X)
         if gradient.shape != X.shape:
             raise ShapeError("gradient", f"expected {tuple(X.shape)} like X, got {tuple(gradient.shape)}")

@@ -13,7 +13,7 @@ from curvoscope.losses import Curvature, PerToken, Port, ScalarCurvature, throug
 class ProjectedCurvature:
     """P S_t P'^T: one matrix for all tokens, `shared` (e, e'), or `blocks(start, stop)` -> (t, e, e').
 
-    `diagonal(start, stop)` -> (t, e) where both ports are the same. `factor`: the matrix is this multiple of I.
+    `diagonal(start, stop)` -> (t, e) if both ports are the same. `factor`: the matrix is this multiple of I.
     """
 
     shared: Tensor | None
@@ -47,7 +47,7 @@ class ProjectedCurvature:
 
 
 def seen_through(curvature: Curvature, left: Port, right: Port, width: int, like: Tensor) -> ProjectedCurvature:
-    """S, c I or with one block a token, through two ports to an output of the given width."""
+    """S, c I or with one block per token, through two ports to an output of the given width."""
     sizes = tuple(through(like.new_empty(1, width), port).shape[1] for port in (left, right))
     shape, same = (sizes[0], sizes[1]), _same(left, right)
     if isinstance(curvature, ScalarCurvature):

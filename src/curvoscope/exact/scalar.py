@@ -119,7 +119,7 @@ class ScalarAttention:
         Args:
             x: (L,) or (N, L).
             y: targets in the shape of x, for the mean of (f - y)^2.
-            loss: in the place of `y`: a function of f in the shape of x, or a loss of `cv.losses`, which sees outputs
+            loss: instead of `y`: a function of f in the shape of x, or a loss of `cv.losses`, which sees outputs
                 of width 1, (L, 1) or (N, L, 1).
             mask: as in `SelfAttention.hessian`; a sink is a floating-point mask with a large column.
 

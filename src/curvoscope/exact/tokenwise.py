@@ -91,10 +91,10 @@ class TokenwiseHessian(ABC):
         dF, moved = self.push(directions)
         return self.pull(directions, moved, self.applied(dF) if outer else torch.zeros_like(dF), functional)
 
-    def assemble(self) -> BlockHessian:
-        """All blocks of both parts."""
+    def assemble(self, aliases: Mapping[str, str] | None = None) -> BlockHessian:
+        """All blocks of both parts; `aliases` are other names of theirs."""
         columns = ColumnProducts(self.shapes, self._multiplied, self._workspace)
-        return BlockHessian(*assembled(columns, self.X, self._block))
+        return BlockHessian(*assembled(columns, self.X, self._block, aliases=aliases))
 
     def applied(self, dF: Tensor) -> Tensor:
         """S dF for directions (n, T, m)."""
@@ -149,7 +149,7 @@ def contracted(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 class TokenwiseLayer(ABC):
     """A layer that treats each token alone, from width `d` to width `d_out`.
 
-    `weights` are its weights and biases by the names of their blocks, `labels` their names in a network where others.
+    `weights` are its weights and biases by the names of their blocks, `labels` their other names in a network.
     """
 
     d: int
@@ -194,7 +194,8 @@ class TokenwiseLayer(ABC):
         """
         F = self(X)
         found = losses.at(loss, F if X.ndim == 3 else F[None], X.ndim == 2)
-        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble()
+        aliases = {label: name for name, label in self.labels.items() if label}
+        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble(aliases)
 
     def jacobian(self, X: Tensor) -> dict[str, Tensor]:
         """dF/dW for each weight and bias, and dF/dX for "X": (N L m, size), rows in the order of F."""

@@ -1,4 +1,4 @@
-"""What the figures share: colours, layout, axes."""
+"""What the figures share: layout and axes."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Blank = dict[str, Any]
 Writes = dict[str, Any]
 """Values by their places in a figure, as "data.0.y" or "layout.xaxis.range"."""
 
-BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
+GREY = "#767676"
 
 
 def layout(x: Blank, y: Blank, legend: bool = False, right: int = 10) -> Blank:

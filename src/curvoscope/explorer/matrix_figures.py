@@ -8,6 +8,7 @@ import numpy as np
 from curvoscope.explorer import drawing, pictures
 from curvoscope.explorer.compute import Matrices
 from curvoscope.explorer.drawing import Blank, Writes
+from curvoscope.report import style
 
 _LONG = {"Q": "query", "K": "key", "V": "value"}
 
@@ -46,7 +47,7 @@ def _fill_attention(found: Matrices) -> Writes:
         columns += ([" " * h] if h else []) + names[h * L : (h + 1) * L]
     most = float(np.abs(found.attention).max()) or 1.0
     linear = found.state.attention == "linear"
-    signed, one = [[0, drawing.ORANGE], [0.5, "#ffffff"], [1, drawing.BLUE]], [[0, "#ffffff"], [1, "#003a5c"]]
+    signed, one = [[0, style.ORANGE], [0.5, "#ffffff"], [1, style.BLUE]], [[0, "#ffffff"], [1, "#003a5c"]]
     shown = names[:: max(1, L // 4)] if heads == 1 else names[L // 2 :: L]
     words = [str(1 + i * max(1, L // 4)) for i in range(len(shown))]
     return {

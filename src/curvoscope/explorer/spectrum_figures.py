@@ -6,12 +6,13 @@ import numpy as np
 from curvoscope.explorer import drawing, pictures
 from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Curves, ExplorerSpectra, exponents
 from curvoscope.explorer.drawing import Blank, Writes
+from curvoscope.report import style
 
 _CURVES = (
-    ("Q, outer", drawing.BLUE, "circle"),
-    ("Q, functional", drawing.ORANGE, "square"),
-    ("QK, functional", drawing.PINK, "diamond"),
-    ("V, outer", drawing.GREEN, "triangle-up"),
+    ("Q, outer", style.BLUE, "circle"),
+    ("Q, functional", style.ORANGE, "square"),
+    ("QK, functional", style.PURPLE, "diamond"),
+    ("V, outer", style.GREEN, "triangle-up"),
 )
 
 
@@ -37,19 +38,19 @@ def _eigenvalues() -> Blank:
     common = {"type": "scatter"}
     data = [
         common
-        | {"mode": "lines", "name": "Hessian", "line": {"color": drawing.BLUE, "width": 2}, "hovertemplate": hover},
+        | {"mode": "lines", "name": "Hessian", "line": {"color": style.BLUE, "width": 2}, "hovertemplate": hover},
         common
         | {
             "mode": "markers",
             "name": "T-functional ±",
-            "marker": {"color": drawing.ORANGE, "symbol": "line-ew-open", "size": 11, "line": {"width": 2}},
+            "marker": {"color": style.ORANGE, "symbol": "line-ew-open", "size": 11, "line": {"width": 2}},
             "hovertemplate": pair,
         },
         common
         | {
             "mode": "markers",
             "name": "pairs in the bulk",
-            "marker": {"color": drawing.GREEN, "symbol": "diamond-open", "size": 9, "line": {"width": 2}},
+            "marker": {"color": style.GREEN, "symbol": "diamond-open", "size": 9, "line": {"width": 2}},
             "hovertemplate": sure,
         },
     ]
@@ -139,7 +140,7 @@ def _fill_growth(found: Curves) -> Writes:
 
 def _scalar() -> Blank:
     names = ("bulk ±", "outlier 1", "outlier 2", "outlier 3")
-    styles = ((drawing.ORANGE, "dash"), (drawing.BLUE, "solid"), (drawing.GREEN, "dashdot"), (drawing.PINK, "dot"))
+    styles = ((style.ORANGE, "dash"), (style.BLUE, "solid"), (style.GREEN, "dashdot"), (style.PURPLE, "dot"))
     data = [
         {
             "type": "scatter",

@@ -167,7 +167,7 @@ class Evidence:
 
 
 class Inquiry:
-    """Gathers evidence about a function, one micro-batch after the other. A single one needs none."""
+    """Gathers evidence about a function from its micro-batches. A single one needs none."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -263,7 +263,7 @@ WAY_OUT = (
 def conclude(evidence: Sequence[Evidence]) -> Count:
     """The count that explains the function on all batches of all processes.
 
-    With one batch nothing hangs on it. With several, counts that weigh the batches differently must be told apart.
+    With one batch the count does not matter. With several, counts that weigh batches differently must be told apart.
     """
     epsilon = max(one.epsilon for one in evidence)
     batches = [batch for one in evidence for batch in one.batches]

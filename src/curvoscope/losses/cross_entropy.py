@@ -5,9 +5,9 @@ For token t with target y_t and probabilities p_t = softmax(f_t), with weights w
 
     G_t = w_t (p_t - e_y)            S_t u = w_t (p_t . u - p_t <p_t, u>)
 
-Nothing of the size of the logits is kept but G: p_t is read off it. With u' = u - u_y, which S_t does not see,
-the target's own entry of p_t . u' is 0, so S_t u' is made of the entries of G_t at the other words, and keeps its
-digits where p_t is nearly one-hot. Any word will do for y here, and G differs by a constant.
+G is the only tensor of the size of the logits that is kept; p_t is read from it. S_t u = S_t u' with u' = u - u_y. The
+target's own entry of p_t . u' is 0, so S_t u' needs only the entries of G_t at the other words, and it keeps its digits
+if p_t is nearly one-hot. Any word can take the place of y here; G then differs by a constant.
 """
 
 from collections.abc import Iterator
@@ -125,7 +125,7 @@ class SoftmaxCurvature(PerToken):
         return 2 * sum(seen) * self._unembedding.shape[1]
 
     def by_words(self, port: Port) -> Tensor | None:
-        """The unembedding through the port, (v, e), where the words are fewer than the values."""
+        """The unembedding through the port, (v, e), if there are fewer words than values."""
         seen = through(self._unembedding.mT, port)
         return seen if seen.shape[0] <= seen.shape[1] else None
 
@@ -146,7 +146,7 @@ class SoftmaxCurvature(PerToken):
 class Rows(NamedTuple):
     """What cross-entropy is made of: logits (T, v), words y (T, 1) and weights (T, 1).
 
-    `rest` (T, v), w (sum(q) e_y - q) for targets q that are probabilities: what G has beside that of the word y.
+    `rest` (T, v), w (sum(q) e_y - q) for targets q that are probabilities: what they add to the G of the word y.
     """
 
     logits: Tensor
@@ -318,7 +318,7 @@ class CrossEntropy(ClosedLoss):
 
 
 def _check_range(targets: Tensor, vocabulary: int) -> None:
-    """Raise if a target is no word."""
+    """Raise if a target is outside the vocabulary."""
     if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
         worst = int(targets.min()) if int(targets.min()) < 0 else int(targets.max())
         raise RangeError("targets", f"{worst} is outside the vocabulary 0 to {vocabulary - 1}")

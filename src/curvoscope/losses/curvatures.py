@@ -85,7 +85,7 @@ class PerToken(Curvature):
         """Numbers that `between` needs for a token."""
 
     def by_words(self, port: Port) -> Tensor | None:
-        """Features B (v, e) with P S_t P'^T = B^T E_t B', where there are few words v; E_t is `word_covariance`."""
+        """Features B (v, e) with P S_t P'^T = B^T E_t B', if there are few words v; E_t is `word_covariance`."""
         return None
 
     def word_covariance(self, start: int, stop: int) -> Tensor:
@@ -207,7 +207,7 @@ def curvature_of(products: Callable[[Tensor], Tensor], F: Tensor, size: int) -> 
 
 def _mixes(product: Callable[[Tensor], Tensor], F: Tensor, group: Tensor) -> bool:
     """Whether S has entries between different groups. Two groups differ in some bit of their number, so one random
-    direction a bit, on the groups where the bit is 0, reaches every pair."""
+    direction per bit, on the groups where the bit is 0, reaches every pair."""
     generator = torch.Generator().manual_seed(0)
     for bit in range(int(group.max()).bit_length()):
         on = (group >> bit & 1 == 0)[..., None]

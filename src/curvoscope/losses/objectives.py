@@ -165,7 +165,7 @@ class MeanLoss(Objective):
         self.function, self._terms, self.summed = function, terms, summed
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """The function itself, once it has returned a scalar."""
+        """Call the function, and check that it returns a scalar."""
         value = self.function(outputs, targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -3,7 +3,7 @@
 import difflib
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,7 @@ class BlockMatrix(LinearOperator):
         like: a tensor of the dtype of the blocks, on their device.
         product: multiplies with the whole matrix at once.
         entries: makes the entries of several blocks at once.
+        aliases: other names under which blocks can be asked for, each with the block's own name.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -144,9 +145,11 @@ class BlockMatrix(LinearOperator):
         like: Tensor,
         product: Multiplication | None = None,
         entries: Callable[[], Entries] | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.shapes = dict(shapes)
         self.names = list(shapes)
+        self.aliases = {alias: name for alias, name in (aliases or {}).items() if name in shapes}
         sizes = [a * p for a, p in shapes.values()]
         super().__init__((sum(sizes), 1), (sum(sizes), 1), like, symmetric=True)
         ends = torch.tensor(sizes).cumsum(0).tolist()
@@ -155,7 +158,7 @@ class BlockMatrix(LinearOperator):
         self._made: dict[tuple[str, str], LinearOperator] = {}
 
     def __getitem__(self, key: str | tuple[str, str]) -> LinearOperator:
-        row, column = (key, key) if isinstance(key, str) else key
+        row, column = (self.aliases.get(name, name) for name in ((key, key) if isinstance(key, str) else key))
         for name in (row, column):
             if name not in self.shapes:
                 near = difflib.get_close_matches(name, self.names, n=3, cutoff=0.3)
@@ -258,7 +261,12 @@ class BlockHessian:
         if first is not None and second is not None:
             entries = lambda: _added(first(), second())  # noqa: E731
         self.total = BlockMatrix(
-            outer.shapes, lambda row, column: outer[row, column] + functional[row, column], outer.like, product, entries
+            outer.shapes,
+            lambda row, column: outer[row, column] + functional[row, column],
+            outer.like,
+            product,
+            entries,
+            outer.aliases,
         )
 
     @property

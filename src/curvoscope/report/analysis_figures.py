@@ -1,4 +1,4 @@
-"""Figures of the analyses along lines and over data: one function a figure, each returns a Matplotlib `Figure`."""
+"""Figures of the analyses along lines and over data: one function per figure, each returns a Matplotlib `Figure`."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from curvoscope.analysis.plateau import GradientPlateau
 from curvoscope.analysis.power_law import PowerLaw
 from curvoscope.analysis.scaling import Scaling
 from curvoscope.analysis.taylor import Divergence, Taylor
+from curvoscope.report import style
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-_BLUE, _ORANGE, _GREEN, _PURPLE, _BLACK, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#999999"
-_DASHED, _DOTTED = (0, (5, 1.5)), (0, (1, 1.2))
 _TEXT, _HEADING = 9, 10
 _DIRECTIONS = {
     "gradient": "downhill along the gradient",
@@ -36,37 +35,38 @@ _QUANTITIES = {
 
 def taylor_figure(found: Taylor) -> "matplotlib.figure.Figure":
     """Actual and predicted change of the loss in size against the distance, and the error with its order below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 6.4), layout="constrained")
+    figure = style.blank(6.4, 6.4)
     top, bottom = figure.subplots(2, 1, sharex=True)
     radii = found.radii.numpy()
-    for change, style in (
-        (found.actual_change.numpy(), {"color": _BLUE, "linewidth": 1.2}),
-        (found.predicted_change.numpy(), {"color": _ORANGE, "linestyle": _DASHED, "linewidth": 1.6}),
+    for change, look in (
+        (found.actual_change.numpy(), {"color": style.BLUE, "linewidth": 1.2}),
+        (found.predicted_change.numpy(), {"color": style.ORANGE, "linestyle": style.DASHED, "linewidth": 1.6}),
     ):
-        top.loglog(radii, np.where(change != 0, np.abs(change), np.nan), **style)
+        top.loglog(radii, np.where(change != 0, np.abs(change), np.nan), **look)
     actual = found.actual_change.numpy()
-    for chosen, face, words in ((actual > 0, _BLUE, "actual, loss rises"), (actual < 0, "white", "actual, loss falls")):
+    for chosen, face, words in (
+        (actual > 0, style.BLUE, "actual, loss rises"),
+        (actual < 0, "white", "actual, loss falls"),
+    ):
         if chosen.any():
-            style = {"color": _BLUE, "markerfacecolor": face, "markersize": 5, "label": words}
-            top.plot(radii[chosen], np.abs(actual[chosen]), "o", **style)
-    top.plot([], [], color=_ORANGE, linestyle=_DASHED, label="second order")
+            look = {"color": style.BLUE, "markerfacecolor": face, "markersize": 5, "label": words}
+            top.plot(radii[chosen], np.abs(actual[chosen]), "o", **look)
+    top.plot([], [], color=style.ORANGE, linestyle=style.DASHED, label="second order")
     top.set_ylabel("|change of the loss|", size=_HEADING)
     error = found.error.numpy()
-    bottom.loglog(radii, np.where(error > 0, error, np.nan), "o-", color=_BLUE, markersize=4, linewidth=1.2)
-    bottom.plot(radii, found.rounding.numpy(), color=_GREY, linestyle=_DOTTED, label="rounding")
+    bottom.loglog(radii, np.where(error > 0, error, np.nan), "o-", color=style.BLUE, markersize=4, linewidth=1.2)
+    bottom.plot(radii, found.rounding.numpy(), color=style.GREY, linestyle=style.DOTTED, label="rounding")
     if found.order is not None:
         ends = np.array([found.order.start, found.order.stop])
         inside = (radii >= ends[0] * 0.999) & (radii <= ends[1] * 1.001)
         middle = np.exp(np.log(error[inside] / radii[inside] ** 3).mean())
         label = f"slope 3; fitted: {found.order.value:.2f}"
-        bottom.plot(ends, middle * ends**3, color=_BLACK, linestyle=_DASHED, label=label)
+        bottom.plot(ends, middle * ends**3, color=style.BLACK, linestyle=style.DASHED, label=label)
     bottom.set_ylabel("|actual - second order|", size=_HEADING)
     bottom.set_xlabel("distance from the weights", size=_HEADING)
     if found.radius is not None:
-        top.axvline(found.radius, color=_GREEN, linewidth=1.2, label=f"holds to {found.tolerance:.0%}")
-        bottom.axvline(found.radius, color=_GREEN, linewidth=1.2)
+        top.axvline(found.radius, color=style.GREEN, linewidth=1.2, label=f"holds to {found.tolerance:.0%}")
+        bottom.axvline(found.radius, color=style.GREEN, linewidth=1.2)
     where = _DIRECTIONS.get(found.direction.name, f"along the {found.direction.name} eigenvector")
     figure.suptitle(f"{_reach(found)}\n{where}", size=_HEADING + 1)
     _finish([top, bottom])
@@ -82,16 +82,14 @@ def _reach(found: Taylor) -> str:
 
 def landscape_figure(found: Slice) -> "matplotlib.figure.Figure":
     """The loss on a line beside its quadratic, or on a plane as a map with the quadratic's contours."""
-    from matplotlib.figure import Figure
-
     axes_names = [_axis(one.name, one.eigenvalue) for one in found.directions]
-    figure = Figure(figsize=(6.4, 4.4 if len(axes_names) == 1 else 5.6), layout="constrained")
+    figure = style.blank(6.4, 4.4 if len(axes_names) == 1 else 5.6)
     axes = figure.subplots()
     places = found.coordinates.numpy()
     if len(axes_names) == 1:
-        axes.plot(places, found.losses.numpy(), "o-", color=_BLUE, markersize=3, linewidth=1.6, label="loss")
-        axes.plot(places, found.quadratic.numpy(), color=_ORANGE, linestyle=_DASHED, label="second order")
-        axes.plot([0], [found.loss], "x", color=_BLACK, markersize=8, label="the weights")
+        axes.plot(places, found.losses.numpy(), "o-", color=style.BLUE, markersize=3, linewidth=1.6, label="loss")
+        axes.plot(places, found.quadratic.numpy(), color=style.ORANGE, linestyle=style.DASHED, label="second order")
+        axes.plot([0], [found.loss], "x", color=style.BLACK, markersize=8, label="the weights")
         axes.set_ylabel("loss", size=_HEADING)
         _finish([axes])
     else:
@@ -99,12 +97,10 @@ def landscape_figure(found: Slice) -> "matplotlib.figure.Figure":
         levels = np.linspace(low, high if high > low else low + 1, 12)
         image = axes.contourf(places, places, found.losses.numpy().T, levels, cmap="viridis")
         if levels[1] < float(found.quadratic.max()) and float(found.quadratic.min()) < levels[-1]:
-            style: dict[str, Any] = {"colors": "white", "linestyles": "dashed", "linewidths": 0.9}
-            axes.contour(places, places, found.quadratic.numpy().T, levels[1:], **style)
+            look: dict[str, Any] = {"colors": "white", "linestyles": "dashed", "linewidths": 0.9}
+            axes.contour(places, places, found.quadratic.numpy().T, levels[1:], **look)
         axes.plot([0], [0], "x", color="white", markersize=8, markeredgewidth=2)
-        bar = figure.colorbar(image, ax=axes)
-        bar.set_label("loss (dashed: second order, the same levels)", size=_HEADING)
-        bar.ax.tick_params(labelsize=_TEXT)
+        style.colour_bar(image, axes, "loss (dashed: second order, the same levels)", _HEADING, _TEXT)
         axes.set_ylabel(axes_names[1], size=_HEADING)
         axes.set_aspect("equal")
         axes.tick_params(labelsize=_TEXT)
@@ -124,10 +120,8 @@ def _axis(name: str, eigenvalue: object) -> str:
 
 def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
     """|L_{k+b} - L_k| against k with its laws, bound and random numbers, one panel per distance; then the gradient."""
-    from matplotlib.figure import Figure
-
     count = len(found.curves) + 1
-    figure = Figure(figsize=(0.8 + 3.4 * count, 4.8), layout="constrained")
+    figure = style.blank(0.8 + 3.4 * count, 4.8)
     panels = list(figure.subplots(1, count, squeeze=False)[0])
     for axes, curve in zip(panels, found.curves, strict=False):
         _changes(axes, curve, found.batch)
@@ -145,13 +139,15 @@ def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
 
 def _changes(axes: "matplotlib.axes.Axes", curve: ConvergenceCurve, batch: int) -> None:
     k = curve.counts.numpy()
-    axes.loglog(k, curve.mean.numpy(), "o", color=_BLUE, markersize=4, label="measured, mean")
-    axes.plot(k, curve.law.numpy(), color=_BLUE, linewidth=1.2, label="law of the spread")
-    axes.plot(k, curve.null.numpy(), "x", color=_GREY, markersize=5, label="random numbers")
-    axes.plot(k, curve.rms.numpy(), "s", color=_ORANGE, markersize=3.5, label="measured, rms")
-    axes.plot(k, curve.second_order_rms.numpy(), color=_ORANGE, linestyle=_DASHED, label="second-order law, rms")
+    axes.loglog(k, curve.mean.numpy(), "o", color=style.BLUE, markersize=4, label="measured, mean")
+    axes.plot(k, curve.law.numpy(), color=style.BLUE, linewidth=1.2, label="law of the spread")
+    axes.plot(k, curve.null.numpy(), "x", color=style.GREY, markersize=5, label="random numbers")
+    axes.plot(k, curve.rms.numpy(), "s", color=style.ORANGE, markersize=3.5, label="measured, rms")
+    axes.plot(
+        k, curve.second_order_rms.numpy(), color=style.ORANGE, linestyle=style.DASHED, label="second-order law, rms"
+    )
     if curve.bound is not None:
-        axes.plot(k, curve.bound.numpy(), color=_BLACK, linestyle=_DOTTED, label="bound")
+        axes.plot(k, curve.bound.numpy(), color=style.BLACK, linestyle=style.DOTTED, label="bound")
     place = "at the weights" if curve.distance == 0 else f"at τ = {curve.distance:g} from them"
     slopes = f"slope {curve.slope.value:.2f}, random numbers {curve.null_slope.value:.2f}"
     axes.set_title(f"{place}\n{slopes}", size=_HEADING)
@@ -162,9 +158,9 @@ def _changes(axes: "matplotlib.axes.Axes", curve: ConvergenceCurve, batch: int) 
 def _gradient(axes: "matplotlib.axes.Axes", plateau: GradientPlateau) -> None:
     k = plateau.counts.numpy()
     seen = np.where(plateau.norms.numpy() > 1e-12 * plateau.trace**0.5, plateau.norms.numpy(), np.nan)
-    axes.loglog(k, seen, "o", color=_GREEN, markersize=4, label="measured")
-    axes.plot(k, np.where(np.isnan(seen), np.nan, plateau.law.numpy()), color=_GREEN, linewidth=1.2, label="law")
-    axes.plot(k, (plateau.trace / k) ** 0.5, color=_GREY, linestyle=_DASHED, label="noise alone")
+    axes.loglog(k, seen, "o", color=style.GREEN, markersize=4, label="measured")
+    axes.plot(k, np.where(np.isnan(seen), np.nan, plateau.law.numpy()), color=style.GREEN, linewidth=1.2, label="law")
+    axes.plot(k, (plateau.trace / k) ** 0.5, color=style.GREY, linestyle=style.DASHED, label="noise alone")
     words = "stationary" if plateau.is_stationary else "not stationary"
     axes.set_title(f"gradient: {words}\np = {plateau.p_value:.2g}", size=_HEADING)
     axes.set_xlabel("samples k", size=_HEADING)
@@ -173,16 +169,14 @@ def _gradient(axes: "matplotlib.axes.Axes", plateau: GradientPlateau) -> None:
 
 def scaling_figure(found: Scaling, size: str = "size") -> "matplotlib.figure.Figure":
     """Each quantity against the size, its power law and the law's band; one panel per measured quantity."""
-    from matplotlib.figure import Figure
-
     quantities = [name for name in _QUANTITIES if found.values(name)]
     columns = min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
-    figure = Figure(figsize=(0.4 + 3.1 * columns, 0.9 + 2.6 * rows), layout="constrained")
+    figure = style.blank(0.4 + 3.1 * columns, 0.9 + 2.6 * rows)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, quantity in zip(panels, quantities, strict=False):
         points = [(n, value) for n, values in found.values(quantity).items() for value in values]
-        axes.plot(*np.array(points).T, "o", color=_BLUE, markersize=4)
+        axes.plot(*np.array(points).T, "o", color=style.BLUE, markersize=4)
         axes.set_xscale("log")
         axes.set_xticks(list(found.measurements), [f"{n:g}" for n in found.measurements])
         axes.set_xticks([], minor=True)
@@ -209,22 +203,23 @@ def _level(found: Scaling) -> str:
 def _law(axes: "matplotlib.axes.Axes", law: PowerLaw) -> None:
     x = np.geomspace(min(law.sizes), max(law.sizes), 60)
     band = [law(float(n)) for n in x]
-    axes.fill_between(x, [one.low for one in band], [one.high for one in band], color=_ORANGE, alpha=0.25, linewidth=0)
-    axes.plot(x, [one.value for one in band], color=_ORANGE, linestyle=_DASHED, linewidth=1.4)
+    axes.fill_between(
+        x, [one.low for one in band], [one.high for one in band], color=style.ORANGE, alpha=0.25, linewidth=0
+    )
+    axes.plot(x, [one.value for one in band], color=style.ORANGE, linestyle=style.DASHED, linewidth=1.4)
 
 
 def divergence_figure(found: Divergence) -> "matplotlib.figure.Figure":
     """Losses of gradient descent by step at each learning rate, and loss at the end over that at the start."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 4.2), layout="constrained")
+    figure = style.blank(8.4, 4.2)
     left, right = figure.subplots(1, 2)
     factors = (found.learning_rates / found.critical_learning_rate).numpy()
     above = found.losses.numpy() - found.loss
     above = np.where(np.isfinite(above) & (above > 0), above, np.nan)
     for i, (factor, row) in enumerate(zip(factors, above, strict=True)):
-        color, stroke = ("Oranges", "-") if factor > 1 else ("Blues", _DASHED)
+        color, stroke = ("Oranges", "-") if factor > 1 else ("Blues", style.DASHED)
         shade = colormaps[color](0.45 + 0.5 * i / max(1, len(factors) - 1))
         left.plot(row, color=shade, linestyle=stroke, linewidth=1.4, label=f"{factor:.3g}")
     left.set_yscale("log")
@@ -233,12 +228,12 @@ def divergence_figure(found: Divergence) -> "matplotlib.figure.Figure":
     left.xaxis.get_major_locator().set_params(integer=True)
     growth, rises = found.growth.numpy(), found.rises.numpy()
     x = np.linspace(min(0.5, factors.min()), max(1.5, factors.max()), 100)
-    right.plot(x, (1 - 2 * x) ** 2, color=_BLACK, linewidth=1, label="$(1 - \\eta\\lambda_{max})^2$")
-    for chosen, color, mark, label in ((~rises, _BLUE, "o", "falls"), (rises, _ORANGE, "^", "rises")):
+    right.plot(x, (1 - 2 * x) ** 2, color=style.BLACK, linewidth=1, label="$(1 - \\eta\\lambda_{max})^2$")
+    for chosen, color, mark, label in ((~rises, style.BLUE, "o", "falls"), (rises, style.ORANGE, "^", "rises")):
         seen = chosen & np.isfinite(growth)
         right.plot(factors[seen], growth[seen], mark, color=color, markersize=6, label=f"loss {label}")
-    right.axvline(1, color=_GREY, linewidth=1, linestyle=_DASHED)
-    right.axhline(1, color=_GREY, linewidth=1, linestyle=_DASHED)
+    right.axvline(1, color=style.GREY, linewidth=1, linestyle=style.DASHED)
+    right.axhline(1, color=style.GREY, linewidth=1, linestyle=style.DASHED)
     right.set_xlabel("learning rate × $\\lambda_{max}$ / 2", size=_HEADING)
     right.set_ylabel("loss above that of the weights:\nafter one step / at the start", size=_HEADING)
     exactly = "exactly" if found.agrees else "not exactly"
@@ -269,5 +264,4 @@ def _clean(panels: Sequence["matplotlib.axes.Axes"]) -> None:
     """Small ticks, and no box around the panel."""
     for axes in panels:
         axes.tick_params(labelsize=_TEXT)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        style.open_box(axes)

@@ -1,13 +1,12 @@
 """Figures of a model's blocks, one panel per layer."""
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from curvoscope.analysis.heterogeneity import Part
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.blocks import layer_and_role
-from curvoscope.report.figures import STYLES, plain
+from curvoscope.report import style
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -34,7 +33,6 @@ def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) 
     One logarithmic axis for all panels. A part that is zero, or not larger than `rounding`, is an open marker on the
     lower edge.
     """
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     panels: dict[str, dict[str, list[Measurement]]] = {}
@@ -45,7 +43,7 @@ def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) 
     columns = min(_MOST_COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     widest = max(len(names) for names in panels.values())
-    figure = Figure(figsize=(max(6.4, 1.2 + columns * (0.5 + 0.32 * widest)), 1.2 + 2.6 * lines), layout="constrained")
+    figure = style.blank(max(6.4, 1.2 + columns * (0.5 + 0.32 * widest)), 1.2 + 2.6 * lines)
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
     values = [row.frobenius_norm.value for row in rows if row.frobenius_norm.value > rounding]
     low, high = (min(values) / 3, max(values) * 3) if values else (0.1, 1.0)
@@ -55,21 +53,20 @@ def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) 
         for place, parts in enumerate(names.values()):
             for row in parts:
                 _point(axes, place, row, low, rounding)
-        axes.set_xticks(range(len(names)), [plain(short(name)) for name in names], size=_TEXT, rotation=90)
+        axes.set_xticks(range(len(names)), [style.plain(short(name)) for name in names], size=_TEXT, rotation=90)
         axes.set_xlim(-0.6, widest - 0.4)  # the same step in all panels
-        axes.set_title(plain(layer.replace("h.", "layer ") if layer != OUTSIDE else layer), size=_HEADING, loc="left")
+        axes.set_title(
+            style.plain(layer.replace("h.", "layer ") if layer != OUTSIDE else layer), size=_HEADING, loc="left"
+        )
         axes.tick_params(axis="y", labelsize=_TEXT)
-        axes.grid(axis="y", color="#e0e0e0", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        style.open_box(axes, grid=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for line in grid:
         line[0].set_ylabel("$\\|H\\|_F$ (95 % interval)", size=_HEADING)
-    figure.suptitle(textwrap.fill(plain(title), int(12 * figure.get_figwidth())), size=_HEADING + 1)
+    style.entitle(figure, title, _HEADING + 1)
     handles = [
-        Line2D([], [], color=STYLES[part]["color"], marker=marker, linestyle="", label=part)
+        Line2D([], [], color=style.STYLES[part]["color"], marker=marker, linestyle="", label=part)
         for part, marker in _MARKERS.items()
     ]
     if any(row.frobenius_norm.value <= rounding for row in rows):
@@ -82,7 +79,7 @@ def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) 
 
 def _point(axes: "matplotlib.axes.Axes", place: int, row: Measurement, low: float, rounding: float) -> None:
     """One part with its interval."""
-    estimate, color = row.frobenius_norm, STYLES[row.part]["color"]
+    estimate, color = row.frobenius_norm, style.STYLES[row.part]["color"]
     x = place + _SHIFTS[row.part]
     if estimate.value <= rounding:
         axes.plot([x], [low], marker="v", color=color, markerfacecolor="none", markersize=6, clip_on=False)
@@ -90,9 +87,7 @@ def _point(axes: "matplotlib.axes.Axes", place: int, row: Measurement, low: floa
     if row.part == "total":
         axes.plot([x - 0.35, x + 0.35], [estimate.value] * 2, color=color, linewidth=1.4)
         return
-    bottom, top = (
-        estimate.interval(0.95) if estimate.stderr and estimate.method != "exact" else (estimate.value, estimate.value)
-    )
+    bottom, top = estimate.interval()
     bars = [[estimate.value - max(bottom, low)], [top - estimate.value]]
     axes.errorbar([x], [estimate.value], bars, color=color, marker=_MARKERS[row.part], markersize=3.5, linewidth=1.3)
 

@@ -1,21 +1,20 @@
 """Spectral densities of a model's blocks in small panels with common axes, and the distances between them."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
+from curvoscope.report import style
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
-from curvoscope.report.figures import plain
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-_POSITIVE, _NEGATIVE, _NEAR_ZERO = "#0072B2", "#D55E00", "#dddddd"
+_POSITIVE, _NEGATIVE, _NEAR_ZERO = style.BLUE, style.ORANGE, "#dddddd"
 _WIDTH = 0.12  # decades: the deviation of the kernel
 _DECADES, _MOST_DECADES = 3, 7  # below the largest eigenvalue of a block, and of all
 _MOST_COLUMNS = 7
@@ -29,12 +28,11 @@ def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.
     eigenvalues that are smaller than these, or too small for their sign and decade to be known from so many products,
     and says how many they are.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows = _arrange(spectra)
     columns = max(len(row) for _, row in rows)
-    figure = Figure(figsize=(0.8 + 1.75 * max(columns, 4), 1.5 + 1.35 * len(rows)), layout="constrained")
+    figure = style.blank(0.8 + 1.75 * max(columns, 4), 1.5 + 1.35 * len(rows))
     grid = figure.subplots(len(rows), columns, sharex=True, sharey=True, squeeze=False)
     floor, most = _range(spectra)
     for i, (label, row) in enumerate(rows):
@@ -44,8 +42,8 @@ def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.
                 continue
             _panel(axes, spectrum, floor)
             if i == 0 or label == OUTSIDE or rows[i - 1][0] == OUTSIDE:
-                axes.set_title(plain(short(name)), size=_HEADING)
-        grid[i][0].set_ylabel("" if label == OUTSIDE else plain(label.replace("h.", "layer ")), size=_HEADING)
+                axes.set_title(style.plain(short(name)), size=_HEADING)
+        grid[i][0].set_ylabel("" if label == OUTSIDE else style.plain(label.replace("h.", "layer ")), size=_HEADING)
         for axes in grid[i][len(row) :]:
             axes.set_visible(False)
     _scale(figure, floor, most, max(spectrum.size for spectrum in spectra))
@@ -55,7 +53,7 @@ def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.
         for i in (*layers[-1:], *others[-1:]):  # the last panel of a column has the ticks of those above
             grid[i][j].tick_params(labelbottom=True)
             grid[i][j].set_xlabel("λ", size=_TEXT)
-    figure.suptitle(textwrap.fill(plain(title), int(12 * figure.get_figwidth())), size=_HEADING + 1)
+    style.entitle(figure, title, _HEADING + 1)
     figure.supylabel("share of eigenvalues per decade", size=_HEADING)
     handles = [
         Patch(color=_NEGATIVE, label="negative"),
@@ -68,20 +66,16 @@ def density_figure(spectra: Sequence[BlockSpectrum], title: str) -> "matplotlib.
 
 def distance_figure(distances: Distances) -> "matplotlib.figure.Figure":
     """The Jensen-Shannon distances between the spectra of all pairs of blocks."""
-    from matplotlib.figure import Figure
-
     count = len(distances.names)
     side = max(4.2, 1.8 + 0.19 * count)
-    figure = Figure(figsize=(side + 0.9, side + 0.5), layout="constrained")
+    figure = style.blank(side + 0.9, side + 0.5)
     axes = figure.subplots()
     image = axes.imshow(distances.values.numpy(), cmap="viridis", vmin=0, vmax=1)
-    labels = [plain(short(name)) for name in distances.names]
+    labels = [style.plain(short(name)) for name in distances.names]
     axes.set_xticks(range(count), labels, size=_TEXT, rotation=90)
     axes.set_yticks(range(count), labels, size=_TEXT)
     axes.tick_params(length=0)
-    bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=22)
-    bar.set_label("Jensen-Shannon distance", size=_HEADING)
-    bar.ax.tick_params(labelsize=_TEXT)
+    style.colour_bar(image, axes, "Jensen-Shannon distance", _HEADING, _TEXT, shrink=0.7, aspect=22)
     figure.suptitle("Lower bounds on the distances between the blocks' spectra,\nby half-decades of λ", size=_HEADING)
     return figure
 
@@ -170,8 +164,7 @@ def _scale(figure: "matplotlib.figure.Figure", floor: float, most: float, size: 
     for one in figure.axes:
         one.tick_params(labelsize=_TEXT - 0.5)
         one.tick_params(axis="y", which="minor", length=0)
-        for border in ("top", "right"):
-            one.spines[border].set_visible(False)
+        style.open_box(one)
 
 
 def _power(sign: int, exponent: int) -> str:

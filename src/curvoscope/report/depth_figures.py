@@ -9,14 +9,13 @@ import numpy as np
 from curvoscope.analysis.propagation import LayerCurvature, Propagation
 from curvoscope.errors import EmptyError, ShapeError
 from curvoscope.estimate import Estimate
-from curvoscope.report.figures import plain
+from curvoscope.report import style
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-# Okabe and Ito's colours, told apart also by the colour-blind; each network has a marker of its own too
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_COLOURS = style.COLOURS[:6]  # each network has a marker of its own too
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _TEXT, _HEADING = 9, 11
 _MOST_LABELS = 24
@@ -32,11 +31,9 @@ _PANELS: tuple[tuple[str, _DepthNumber], ...] = (
 
 def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matplotlib.figure.Figure":
     """Four logarithmic panels over the layers from input to output, one line per network, with 95 % intervals."""
-    from matplotlib.figure import Figure
-
     if not networks:
         raise EmptyError("networks", "is empty; give at least one")
-    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
+    figure = style.blank(10.5, 7.2)
     panels = figure.subplots(2, 2, sharex=True).flat
     longest = max(networks.values(), key=lambda network: len(network.layers))
     for axes, (label, number) in zip(panels, _PANELS, strict=True):
@@ -45,13 +42,10 @@ def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matp
         axes.set_yscale("log")
         axes.set_title(label, size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
-        axes.grid(axis="y", color="#e0e0e0", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        style.open_box(axes, grid=True)
         _ticks(axes, longest)
     figure.supxlabel("layer, from input to output", size=_HEADING)
-    figure.suptitle(textwrap.fill(plain(title), 110), size=_HEADING + 1)
+    figure.suptitle(textwrap.fill(style.plain(title), 110), size=_HEADING + 1)
     if len(networks) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         # above: below it would stand on the label of the axis
@@ -61,8 +55,6 @@ def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matp
 
 def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title: str) -> "matplotlib.figure.Figure":
     """log10 |S|_2 as a heat map: training steps from left to right, layers from input (top) to output (bottom)."""
-    from matplotlib.figure import Figure
-
     if len(steps) != len(networks) or not steps:
         raise ShapeError(
             "steps", f"got {len(steps)} steps for {len(networks)} measurements, expected the same number, at least 1"
@@ -73,14 +65,14 @@ def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title
     values = np.array([[layer.spectral.value for layer in network.layers] for network in networks]).T
     tiny = np.finfo(float).tiny
     logs = np.where(values > 0, np.log10(np.maximum(values, tiny)), np.nan)
-    figure = Figure(figsize=(1.8 + 0.5 * max(8, len(steps)), 1.6 + 0.28 * max(6, len(names))), layout="constrained")
+    figure = style.blank(1.8 + 0.5 * max(8, len(steps)), 1.6 + 0.28 * max(6, len(names)))
     axes = figure.subplots()
     image = axes.imshow(logs, aspect="auto", cmap="viridis", interpolation="nearest")
     axes.set_xticks(range(len(steps)), [str(step) for step in steps], size=_TEXT, rotation=90 if len(steps) > 12 else 0)
-    axes.set_yticks(range(len(names)), [plain(name) for name in names], size=_TEXT)
+    axes.set_yticks(range(len(names)), [style.plain(name) for name in names], size=_TEXT)
     axes.set_xlabel("training step", size=_HEADING)
     figure.colorbar(image, ax=axes, label="$\\log_{10} \\|S\\|_2$")
-    figure.suptitle(textwrap.fill(plain(title), int(11 * figure.get_figwidth())), size=_HEADING + 1)
+    style.entitle(figure, title, _HEADING + 1, letters=11)
     return figure
 
 
@@ -99,12 +91,12 @@ def _line(axes: "matplotlib.axes.Axes", name: str, network: Propagation, number:
         marker=_MARKERS[place % len(_MARKERS)],
         markersize=4,
         linewidth=1.2,
-        label=plain(name),
+        label=style.plain(name),
     )
 
 
 def _ticks(axes: "matplotlib.axes.Axes", network: Propagation) -> None:
-    names = [plain(layer.name) for layer in network.layers]
+    names = [style.plain(layer.name) for layer in network.layers]
     step = -(-len(names) // _MOST_LABELS)
     places = range(0, len(names), step)
     axes.set_xticks(list(places), [names[i] for i in places], size=_TEXT - 1, rotation=90)

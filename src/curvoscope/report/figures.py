@@ -1,12 +1,12 @@
-"""Figures, one function a figure. Each returns a Matplotlib `Figure` and leaves no global state behind."""
+"""The picture of a Hessian, entry by entry."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from curvoscope.analysis import Part
 from curvoscope.operators import BlockHessian
+from curvoscope.report import style
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -14,12 +14,6 @@ if TYPE_CHECKING:
 
 _LONG_NAMES = {"Q": "query", "K": "key", "V": "value", "O": "output"}
 _LABELLED, _ANNOTATED = 0.03, 0.15  # shares of the Hessian's size from which a block has a label, and its median
-_ZERO = "#c8c8c8"  # a grey: viridis has none
-STYLES: dict[Part, dict[str, Any]] = {  # Okabe and Ito's colours, told apart by their strokes too
-    "outer": {"color": "#0072B2", "linestyle": "-", "linewidth": 2.0},
-    "functional": {"color": "#D55E00", "linestyle": (0, (5, 1.5)), "linewidth": 2.0},
-    "total": {"color": "#000000", "linestyle": (0, (1, 1)), "linewidth": 2.0},
-}
 _SIZE = (6.4, 6.2)  # inches; the text is large enough for print at half of it
 _TEXT, _HEADING = 12, 13
 
@@ -31,19 +25,15 @@ def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
     darkest colour. Entries that are exactly zero have no logarithm: they are grey, and counted.
     """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     logarithm, medians = _log_magnitude(H)
     zeros = np.isnan(logarithm)
     low, high = (-1.0, 0.0) if zeros.all() else np.percentile(logarithm[~zeros], [1, 100])
-    figure = Figure(figsize=_SIZE, layout="constrained")
+    figure = style.blank(*_SIZE)
     axes = figure.subplots()
-    image = axes.imshow(logarithm, cmap=colormaps["viridis"].with_extremes(bad=_ZERO), vmin=low, vmax=high)
-    bar = figure.colorbar(image, ax=axes, extend="min", shrink=0.85, aspect=25)
-    bar.set_label("$\\log_{10}$ |entry|", size=_HEADING)
-    bar.ax.tick_params(labelsize=_TEXT)
-
+    image = axes.imshow(logarithm, cmap=colormaps["viridis"].with_extremes(bad=style.ZERO), vmin=low, vmax=high)
+    style.colour_bar(image, axes, "$\\log_{10}$ |entry|", _HEADING, _TEXT, extend="min", shrink=0.85, aspect=25)
     ranges = H.total.ranges
     for block in list(ranges.values())[1:]:
         axes.axhline(block.start - 0.5, color="white", linewidth=1.5)
@@ -65,7 +55,7 @@ def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
         text = _power_of_ten(median)
         axes.text(x, y, text, size=_TEXT, color="white", ha="left", va="bottom", bbox=box)
     figure.suptitle(title, size=_HEADING)
-    grey = Patch(facecolor=_ZERO, edgecolor="black", linewidth=0.5)
+    grey = Patch(facecolor=style.ZERO, edgecolor="black", linewidth=0.5)
     figure.legend(
         [grey],
         [f"exactly zero: {_count(zeros)}. In the boxes: the median |entry|"],
@@ -74,11 +64,6 @@ def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
         frameon=False,
     )
     return figure
-
-
-def plain(text: str) -> str:
-    """A name for Matplotlib: no mathematics, even with a dollar in it."""
-    return text.replace("$", "\\$")
 
 
 def _log_magnitude(H: BlockHessian) -> tuple[np.ndarray, dict[tuple[str, str], float]]:

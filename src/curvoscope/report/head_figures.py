@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 from curvoscope.analysis.attention_heads import HeadMoments
 from curvoscope.errors import EmptyError
 from curvoscope.estimate import Estimate
-from curvoscope.report.figures import plain
+from curvoscope.report import style
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-_COLOURS = ("#0072B2", "#D55E00")  # layers in turn
+_COLOURS = (style.BLUE, style.ORANGE)  # layers in turn
 _MARKERS = ("o", "s")
 _TEXT, _HEADING = 9, 11
 _HeadNumber = Callable[[HeadMoments], Estimate | None]
@@ -24,15 +24,13 @@ _PANELS: tuple[tuple[str, _HeadNumber], ...] = (
 
 
 def head_figure(heads: Sequence[HeadMoments], title: str) -> "matplotlib.figure.Figure":
-    """A panel a quantity, a point a head with its 95 % interval; the heads of a layer stand side by side."""
-    from matplotlib.figure import Figure
-
+    """One panel per quantity, one point per head with its 95 % interval; the heads of a layer stand side by side."""
     if not heads:
         raise EmptyError("heads", "is empty; give at least one head")
     panels = [(label, number) for label, number in _PANELS if any(number(one) is not None for one in heads)]
     layers = list(dict.fromkeys(one.layer for one in heads))
     width = min(10.5, max(6.4, 2.0 + 0.09 * len(panels) * len(heads)))
-    figure = Figure(figsize=(width, 1.0 + 2.2 * -(-len(panels) // 2)), layout="constrained")
+    figure = style.blank(width, 1.0 + 2.2 * -(-len(panels) // 2))
     grid = list(figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat)
     for axes, (label, number) in zip(grid, panels, strict=False):
         for place, one in enumerate(heads):
@@ -40,28 +38,25 @@ def head_figure(heads: Sequence[HeadMoments], title: str) -> "matplotlib.figure.
             if estimate is None:
                 continue
             turn = layers.index(one.layer) % 2
-            low, high = estimate.interval(0.95) if estimate.stderr else (estimate.value, estimate.value)
+            low, high = estimate.interval()
             bars = [[estimate.value - low], [high - estimate.value]]
-            style = {"color": _COLOURS[turn], "marker": _MARKERS[turn], "markersize": 4, "linewidth": 1.2}
-            axes.errorbar([place], [estimate.value], bars, **style)
+            look = {"color": _COLOURS[turn], "marker": _MARKERS[turn], "markersize": 4, "linewidth": 1.2}
+            axes.errorbar([place], [estimate.value], bars, **look)
         axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, 1e-12))
         axes.set_xlim(-0.6, len(heads) - 0.4)
         axes.set_title(label, size=_HEADING, loc="left")
         axes.tick_params(axis="y", labelsize=_TEXT)
-        axes.grid(axis="y", color="#e0e0e0", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        style.open_box(axes, grid=True)
         middles = []
         for layer in layers:
             places = [place for place, one in enumerate(heads) if one.layer == layer]
             middles.append(sum(places) / len(places))
         crowded = sum(map(len, layers)) > 40
-        axes.set_xticks(middles, [plain(layer) for layer in layers], size=_TEXT, rotation=90 if crowded else 0)
+        axes.set_xticks(middles, [style.plain(layer) for layer in layers], size=_TEXT, rotation=90 if crowded else 0)
         axes.tick_params(axis="x", length=0)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    figure.suptitle(plain(title), size=_HEADING + 1)
+    figure.suptitle(style.plain(title), size=_HEADING + 1)
     return figure
 
 

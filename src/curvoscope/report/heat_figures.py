@@ -1,6 +1,5 @@
 """Heat maps of the norms of a Hessian's blocks and of pairs of blocks, one panel per part."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,13 +8,12 @@ import numpy as np
 from curvoscope.analysis.heterogeneity import PARTS, Part
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.pair_norms import PairNorm
+from curvoscope.report import style
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
-from curvoscope.report.figures import plain
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-_ZERO = "#c8c8c8"
 _CELL, _SMALL_CELL = 0.3, 0.15  # inches; small where there are many
 _MANY = 16
 _TEXT, _HEADING = 9, 11
@@ -56,7 +54,6 @@ def _draw(
     """One colour scale for all panels; zero is grey, what was not measured is left blank."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     seen = [value for norms in panels.values() for value in norms.values() if value > rounding]
@@ -67,24 +64,22 @@ def _draw(
     width, height = max(2.0, cell * len(columns)), max(0.6, cell * len(lines))
     text = _TEXT if cell == _CELL else _TEXT - 1
     size = (2.6 + 3 * (width + 0.2), 2.4 + height) if beside else (2.8 + width, 2.6 + 3 * (height + 0.35))
-    figure = Figure(figsize=(max(size[0], 6.4), size[1]), layout="constrained")
+    figure = style.blank(max(size[0], 6.4), size[1])
     grid = figure.subplots(*((1, 3) if beside else (3, 1)), sharex=True, sharey=True)
     for axes, (part, norms) in zip(grid, panels.items(), strict=True):
         table = np.full((len(lines), len(columns)), np.nan)
         for place, value in norms.items():
             table[place] = value if value > rounding else low / 10
-        colors = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=_ZERO)
+        colors = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=style.ZERO)
         image = axes.imshow(table, cmap=colors, norm=scale, aspect="auto")
         axes.set_title(part, size=_HEADING, loc="left")
-        axes.set_xticks(range(len(columns)), [plain(label) for label in columns], size=text, rotation=90)
-        axes.set_yticks(range(len(lines)), [plain(label) for label in lines], size=text)
+        axes.set_xticks(range(len(columns)), [style.plain(label) for label in columns], size=text, rotation=90)
+        axes.set_yticks(range(len(lines)), [style.plain(label) for label in lines], size=text)
         axes.tick_params(length=0)
-    bar = figure.colorbar(image, ax=grid, aspect=25 if beside else 40)
-    bar.set_label("$\\|H\\|_F$", size=_HEADING)
-    bar.ax.tick_params(labelsize=_TEXT)
-    figure.suptitle(textwrap.fill(plain(title), int(11 * figure.get_figwidth())), size=_HEADING + 1)
+    style.colour_bar(image, grid, "$\\|H\\|_F$", _HEADING, _TEXT, aspect=25 if beside else 40)
+    style.entitle(figure, title, _HEADING + 1, letters=11)
     if any(value <= rounding for norms in panels.values() for value in norms.values()):
-        grey = Patch(facecolor=_ZERO, edgecolor="black", linewidth=0.5)
+        grey = Patch(facecolor=style.ZERO, edgecolor="black", linewidth=0.5)
         label = "zero to rounding" if rounding else "exactly zero"
         figure.legend([grey], [label], loc="outside lower center", fontsize=_TEXT + 1, frameon=False)
     return figure

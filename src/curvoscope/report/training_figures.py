@@ -1,22 +1,21 @@
 """The figure of a monitored training run."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from curvoscope.errors import EmptyError
-from curvoscope.report.figures import plain
+from curvoscope.report import style
 from curvoscope.training.records import Record
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-_BLUE, _ORANGE, _GREEN, _BLACK, _GREY = "#0072B2", "#D55E00", "#009E73", "#000000", "#999999"
-_DASHED = (0, (5, 1.5))
 _TEXT, _HEADING = 9, 10
-_COLORS = (_BLUE, _ORANGE, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", _BLACK, _GREY)
+_COLORS = (*style.COLOURS, style.GREY)
 
 Number = Callable[[Record], float | None]
 
@@ -24,40 +23,31 @@ Number = Callable[[Record], float | None]
 def training_figure(records: Sequence[Record]) -> "matplotlib.figure.Figure":
     """Loss; sharpness, critical sharpness and the edge 2/lr; share of functional and of negative curvature; entropy
     and spread of attention; all against the step."""
-    from matplotlib.figure import Figure
-
     if not records:
         raise EmptyError("records", "there are none: nothing was measured")
-    figure = Figure(figsize=(9.6, 6.4), layout="constrained")
+    figure = style.blank(9.6, 6.4)
     loss, sharpness, shares, attention = figure.subplots(2, 2, sharex=True).flat
-    _line(loss, records, lambda one: one.probe_loss, "loss on the probe", _BLACK)
-    _line(loss, records, lambda one: one.gradient_norm, "gradient norm", _GREY, _DASHED)
+    _line(loss, records, lambda one: one.probe_loss, "loss on the probe", style.BLACK)
+    _line(loss, records, lambda one: one.gradient_norm, "gradient norm", style.GREY, style.DASHED)
     loss.set_yscale("log")
-    _line(sharpness, records, lambda one: one.largest_eigenvalue.value, "$\\lambda_{max}$", _BLUE)
-    _line(sharpness, records, lambda one: _value(one.critical_sharpness), "critical sharpness of the step", _GREEN)
-    _line(sharpness, records, lambda one: one.edge, "edge 2/lr", _ORANGE, _DASHED)
+    _line(sharpness, records, lambda one: one.largest_eigenvalue.value, "$\\lambda_{max}$", style.BLUE)
+    _line(sharpness, records, lambda one: _value(one.critical_sharpness), "critical sharpness of the step", style.GREEN)
+    _line(sharpness, records, lambda one: one.edge, "edge 2/lr", style.ORANGE, style.DASHED)
     sharpness.set_yscale("log")
-    _line(
-        shares,
-        records,
-        _functional,
-        "functional, of $|H_{bb}|_F^2$",
-        _BLUE,
-    )
-    _line(shares, records, _negative, "negative, of $\\Sigma|\\lambda|$", _ORANGE, _DASHED)
+    _line(shares, records, _functional, "functional, of $|H_{bb}|_F^2$", style.BLUE)
+    _line(shares, records, _negative, "negative, of $\\Sigma|\\lambda|$", style.ORANGE, style.DASHED)
     shares.set_ylim(0, 1)
     for layer, color in zip(records[0].attention, _COLORS * len(records[0].attention), strict=False):
-        name = plain(layer)
-        _line(attention, records, lambda one, at=layer: one.attention[at].entropy, f"entropy, {name}", color)  # type: ignore[misc]
-        _line(attention, records, lambda one, at=layer: one.attention[at].variance, f"spread, {name}", color, _DASHED)  # type: ignore[misc]
+        for quantity, word, stroke in (("entropy", "entropy", "-"), ("variance", "spread", style.DASHED)):
+            number = partial(_of_rows, layer=layer, quantity=quantity)
+            _line(attention, records, number, f"{word}, {style.plain(layer)}", color, stroke)
     titles = ("loss and gradient", "sharpness", "shares of the curvature", "rows of attention")
     for axes, title in zip((loss, sharpness, shares, attention), titles, strict=True):
         axes.set_title(title, size=_HEADING)
         axes.tick_params(labelsize=_TEXT)
         if axes.lines:
             axes.legend(fontsize=_TEXT, frameon=False)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        style.open_box(axes)
     for axes in (shares, attention):
         axes.set_xlabel("step", size=_HEADING)
     last = records[-1]
@@ -96,6 +86,11 @@ def _negative(record: Record) -> float | None:
 
 def _functional(record: Record) -> float | None:
     return None if record.details is None else record.details.functional_share
+
+
+def _of_rows(record: Record, layer: str, quantity: str) -> float | None:
+    found: float | None = getattr(record.attention[layer], quantity)
+    return found
 
 
 def _first(records: Sequence[Record]) -> float:

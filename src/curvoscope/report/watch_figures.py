@@ -7,13 +7,12 @@ import numpy as np
 
 from curvoscope.errors import EmptyError
 from curvoscope.estimate import Estimate
-from curvoscope.report.figures import plain
+from curvoscope.report import style
 from curvoscope.training.records import Details, Record
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-_BLUE, _ZERO = "#0072B2", "#c8c8c8"
 _TEXT, _HEADING = 9, 11
 ROUNDING = 1e-7  # of the largest norm: models are trained in float32
 
@@ -25,24 +24,23 @@ def detailed(records: Sequence[Record]) -> list[tuple[int, Details]]:
 
 def trace_figure(records: Sequence[Record]) -> "matplotlib.figure.Figure":
     """Trace and smallest eigenvalue with 95 % intervals."""
-    from matplotlib.figure import Figure
-
     known = _known(records)
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    figure = style.blank(9.6, 3.4)
     for axes, (label, name) in zip(
         figure.subplots(1, 2), (("trace", "trace"), ("$\\lambda_{min}$", "smallest_eigenvalue")), strict=True
     ):
         found: list[Estimate] = [getattr(details, name) for _, details in known]
         values = np.array([one.value for one in found])
-        low, high = np.array([one.interval(0.95) if one.stderr else (one.value, one.value) for one in found]).T
+        low, high = np.array([one.interval() for one in found]).T
         bars = np.clip([values - low, high - values], 0, None)
-        axes.errorbar([step for step, _ in known], values, bars, color=_BLUE, marker="o", markersize=3, linewidth=1.2)
+        axes.errorbar(
+            [step for step, _ in known], values, bars, color=style.BLUE, marker="o", markersize=3, linewidth=1.2
+        )
         axes.axhline(0, color="#666666", linewidth=0.8, linestyle=":")
         axes.set_title(label, size=_HEADING, loc="left")
         axes.set_xlabel("step", size=_TEXT + 1)
         axes.tick_params(labelsize=_TEXT)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        style.open_box(axes)
     first, last = known[0][1].trace.value, known[-1][1].trace.value
     figure.suptitle(f"The trace went from {first:.3g} to {last:.3g}", size=_HEADING + 1)
     return figure
@@ -52,7 +50,6 @@ def block_map(records: Sequence[Record]) -> "matplotlib.figure.Figure":
     """|H_bb|_F of both parts: one row per block, one column per measurement, one logarithmic colour scale."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
 
     known = _known(records)
     names = list(known[-1][1].blocks)
@@ -66,20 +63,18 @@ def block_map(records: Sequence[Record]) -> "matplotlib.figure.Figure":
     seen = everything[everything > ROUNDING * everything.max()]
     low, high = (float(seen.min()), float(seen.max())) if seen.size else (0.1, 1.0)
     scale = LogNorm(low, high if high > low else 10 * low)
-    figure = Figure(figsize=(9.6, 1.8 + 0.24 * len(names)), layout="constrained")
+    figure = style.blank(9.6, 1.8 + 0.24 * len(names))
     grid = figure.subplots(1, 2, sharey=True)
     for axes, (part, table) in zip(grid, tables.items(), strict=True):
-        colors = colormaps["viridis"].with_extremes(under=_ZERO)
+        colors = colormaps["viridis"].with_extremes(under=style.ZERO)
         image = axes.imshow(np.maximum(table, 1e-300), cmap=colors, norm=scale, aspect="auto", interpolation="nearest")
         axes.set_title(f"{part} part", size=_HEADING, loc="left")
         places = np.unique(np.linspace(0, len(known) - 1, min(6, len(known))).round().astype(int))
         axes.set_xticks(places, [str(known[place][0]) for place in places], size=_TEXT)
-        axes.set_yticks(range(len(names)), [plain(name) for name in names], size=_TEXT)
+        axes.set_yticks(range(len(names)), [style.plain(name) for name in names], size=_TEXT)
         axes.tick_params(length=0)
         axes.set_xlabel("step", size=_TEXT + 1)
-    bar = figure.colorbar(image, ax=grid, aspect=25)
-    bar.set_label("$\\|H_{bb}\\|_F$", size=_HEADING)
-    bar.ax.tick_params(labelsize=_TEXT)
+    style.colour_bar(image, grid, "$\\|H_{bb}\\|_F$", _HEADING, _TEXT, aspect=25)
     figure.suptitle("Norms of the diagonal blocks (grey: zero to rounding)", size=_HEADING + 1)
     return figure
 

@@ -31,15 +31,14 @@ class AttentionRows:
         """By layer: the means over the batches of the engine, each weighted by its loss terms."""
         if not self._layers:
             return {}
-        totals: dict[str, tuple[float, float]] = {}
+        found: dict[str, list[tuple[float, AttentionSummary]]] = {}
 
         def visit(weight: float, batch: Batch) -> None:
             for name, one in self._of_batch(engine, batch).items():
-                entropy, variance = totals.get(name, (0.0, 0.0))
-                totals[name] = entropy + weight * one.entropy, variance + weight * one.variance
+                found.setdefault(name, []).append((weight, one))
 
         engine.walk(visit)
-        return {name: AttentionSummary(*sums) for name, sums in totals.items()}
+        return {name: _mean(parts) for name, parts in found.items()}
 
     def _of_batch(self, engine: Autodiff, batch: Batch) -> dict[str, AttentionSummary]:
         snapshot = engine.snapshot
@@ -63,3 +62,10 @@ class AttentionRows:
         assert isinstance(rebuilt.layer, SelfAttention)
         passed = rebuilt.forward_pass(rebuilt.layer)
         return AttentionSummary.of(Moments(rebuilt.X[:, None], passed.A))
+
+
+def _mean(parts: list[tuple[float, AttentionSummary]]) -> AttentionSummary:
+    """The weighted mean; the entropy is None if that of any part is."""
+    entropies = [weight * one.entropy for weight, one in parts if one.entropy is not None]
+    variance = sum(weight * one.variance for weight, one in parts)
+    return AttentionSummary(sum(entropies) if len(entropies) == len(parts) else None, variance)

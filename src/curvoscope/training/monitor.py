@@ -19,6 +19,7 @@ from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, ModelError, NonFiniteError, RangeError
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
+from curvoscope.settings import chosen_seed
 from curvoscope.training import quantities
 from curvoscope.training.attention_rows import AttentionRows
 from curvoscope.training.outlets import Outlets, ScalarWriter
@@ -80,7 +81,7 @@ class CurvatureMonitor:
         budget: float = 0.1,
         *,
         matvecs: int = 16,
-        seed: int = 0,
+        seed: int | None = None,
         store: StoredRun | None = None,
         writer: ScalarWriter | None = None,
         on_record: Callable[[Record], None] | None = None,
@@ -97,7 +98,7 @@ class CurvatureMonitor:
         self._blocks.check(model)
         self._batches = _batches(probe)
         self._attention = AttentionRows(model)
-        self._matvecs, self._seed = matvecs, seed
+        self._matvecs, self._seed = matvecs, chosen_seed(seed)
         self._outlets = Outlets(store, writer, on_record)
         self._vectors: dict[str, Tensor] = {}  # the last eigenvectors: "top", "bottom"
         self._steps = 0

@@ -18,6 +18,7 @@ from curvoscope.estimate import lanczos
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
 from curvoscope.operators.base import LinearOperator
+from curvoscope.settings import chosen_seed
 from curvoscope.training.scaled import DiagonallyScaled
 
 BASES = ("sgd", "adam")
@@ -91,7 +92,7 @@ class BlockCurvature(torch.optim.Optimizer):
         safety: float = 0.5,
         every: int = 50,
         matvecs: int = 4,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         checks.choice("base", base, BASES)
         for name, value in (("momentum", momentum), ("betas", betas[0]), ("betas", betas[1])):
@@ -110,7 +111,7 @@ class BlockCurvature(torch.optim.Optimizer):
         self._blocks.check(model)
         named = dict(model.named_parameters())
         self._members = _members(self._blocks, named)
-        self._every, self._matvecs, self._seed = every, matvecs, seed
+        self._every, self._matvecs, self._seed = every, matvecs, chosen_seed(seed)
         defaults = {"lr": lr, "base": base, "momentum": momentum, "betas": betas, "eps": eps, "safety": safety}
         self._known = _Known()
         super().__init__([named[name] for name in self._members], defaults)

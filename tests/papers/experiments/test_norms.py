@@ -36,7 +36,7 @@ def loss_at_logits(kind, tokens):
 
 
 def dense_parts(setting, model, layer, block):
-    tokens = setting.tokens()
+    tokens = setting.additions()
     name, weights = f"blocks.{layer}.W_{block}", dict(model.named_parameters())
     start = weights[name].flatten()
     loss = loss_at_logits(setting.loss, tokens)
@@ -56,7 +56,7 @@ def dense_parts(setting, model, layer, block):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_top_layer(setting, depth):
     model = shaken(setting, depth)
-    found = top_layer_norms(model, setting.tokens(), setting.loss)
+    found = top_layer_norms(model, setting.additions(), setting.loss)
     assert len(found) == 6
     for block in "QV":
         parts = dense_parts(setting, model, depth - 1, block)
@@ -73,7 +73,7 @@ def test_lower_layers(setting, monkeypatch):
     monkeypatch.setattr(lower_layers, "_MOST_PROBES", 4000)
     setting = setting.model_copy(update={"d": 8})  # 64 dimensions, of which a sketch spans 16
     model = shaken(setting, 3)
-    found = lower_layer_norms(model, setting.tokens(), setting.loss, seed=0)
+    found = lower_layer_norms(model, setting.additions(), setting.loss, seed=0)
     assert set(found) == {(i, b, p) for i in (0, 1) for b in "QV" for p in ("outer", "functional", "total")}
     for (layer, block, part), estimate in found.items():
         norm = float(dense_parts(setting, model, layer, block)[part].norm())
@@ -87,14 +87,14 @@ def test_lower_layers(setting, monkeypatch):
 def test_lower_layers_are_a_function_of_the_seed():
     setting = Setting(d=4, sequences=2)
     model = setting.swept(0, 2, 0.5)
-    once, again, other = (lower_layer_norms(model, setting.tokens(), "ce", seed) for seed in (1, 1, 2))
+    once, again, other = (lower_layer_norms(model, setting.additions(), "ce", seed) for seed in (1, 1, 2))
     assert once == again and once != other
-    assert lower_layer_norms(setting.swept(0, 1, 0.5), setting.tokens(), "ce", 0) == {}
+    assert lower_layer_norms(setting.swept(0, 1, 0.5), setting.additions(), "ce", 0) == {}
 
 
 @pytest.mark.parametrize("kind", ["ce", "mse"])
 def test_loss_at_the_logits(kind):
-    tokens = Setting(sequences=2).tokens()
+    tokens = Setting(sequences=2).additions()
     logits = torch.randn(2, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     loss, found = loss_at_logits(kind, tokens), logit_loss(kind, logits, tokens)
     torch.testing.assert_close(found.gradient, grad(loss)(logits))

@@ -10,19 +10,18 @@ import pytest
 import torch
 
 import curvoscope.papers.theorems
-from curvoscope.papers.theorems import Result, attention, linear, query_key, scalar, verify
+from curvoscope.papers.theorems import Result, attention, linear, query_key, registry, scalar, verify
 from curvoscope.papers.theorems.calculus import commutation_of_lemma_b2
 from curvoscope.papers.theorems.growth import DEGREES, Degrees, GrowthKey
 from curvoscope.papers.theorems.registry import (
     REFUTED,
     THEOREMS,
-    Errors,
+    Fails,
     Theorem,
     largest,
     relative_error,
     relative_size,
     smallest,
-    theorem,
 )
 from curvoscope.papers.theorems.verify import examine, names
 
@@ -196,43 +195,50 @@ def test_nan_out_of_a_formula_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- the verdicts
 
 
-def result_of(check: Callable[[int], float | Errors], **options: Any) -> Result:
-    return Theorem("name", "paper", check, **options).examine(seed=0)
+def result_of(*errors: float, **options: Any) -> Result:
+    return Theorem("name", "paper", lambda seed: errors, **options).examine(seed=0)
 
 
 def test_holds_within_the_tolerance_only() -> None:
-    assert result_of(lambda seed: 1e-11).holds
-    assert not result_of(lambda seed: 1e-9).holds
-    assert result_of(lambda seed: 1e-9, tolerance=1e-8).holds
+    assert result_of(1e-11).holds
+    assert not result_of(1e-9).holds
+    assert result_of(1e-9, tolerance=1e-8).holds
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf])
 def test_nan_and_infinity_never_hold(error: float) -> None:
-    assert not result_of(lambda seed: error).holds
-    assert not result_of(lambda seed: Errors(error, 1.0), verdict="holds corrected").holds
+    assert not result_of(error).holds
+    assert not result_of(error, Fails(1.0), verdict="holds corrected").holds
 
 
 def test_erratum_fails_when_the_printed_form_holds_after_all() -> None:
-    assert result_of(lambda seed: Errors(0.0, 1.8), verdict="holds corrected").holds
-    assert not result_of(lambda seed: Errors(0.0, 1e-12), verdict="holds corrected").holds
-    assert not result_of(lambda seed: Errors(0.0, math.nan), verdict="holds corrected").holds
+    assert result_of(0.0, Fails(1.8), verdict="holds corrected").holds
+    assert not result_of(0.0, Fails(1e-12), verdict="holds corrected").holds
+    assert not result_of(0.0, Fails(math.nan), verdict="holds corrected").holds
 
 
 def test_false_stands_while_the_printed_form_fails() -> None:
-    assert result_of(lambda seed: 0.5, verdict="false", tolerance=REFUTED).holds
-    assert not result_of(lambda seed: 1e-12, verdict="false", tolerance=REFUTED).holds
-    assert not result_of(lambda seed: math.nan, verdict="false", tolerance=REFUTED).holds
+    assert result_of(0.5, verdict="false", tolerance=REFUTED).holds
+    assert not result_of(1e-12, verdict="false", tolerance=REFUTED).holds
+    assert not result_of(math.nan, verdict="false", tolerance=REFUTED).holds
+
+
+def test_the_worst_draw_counts() -> None:
+    result = result_of(1e-12, 1e-3, Fails(1.0), Fails(2.0))
+    assert (result.error, result.refuted) == (1e-3, 1.0)
+    assert result_of(0.0, Fails(0.0), Fails(2.0), somewhere=True).refuted == 2.0
+    assert result_of(0.5, 1e-12, verdict="false", tolerance=REFUTED).error == 1e-12
 
 
 def test_note_says_how_far_the_other_form_is_off() -> None:
-    assert result_of(lambda seed: Errors(0.0, 1.84), note="twice as large (E0)").note == (
+    assert result_of(0.0, Fails(1.84), note="twice as large (E0)").note == (
         "twice as large (E0); printed form off by 1.8"
     )
-    assert result_of(lambda seed: Errors(0.0, math.inf)).note == "printed form has the wrong shape"
+    assert result_of(0.0, Fails(math.inf)).note == "printed form has the wrong shape"
 
 
 def test_shapes_that_do_not_fit_are_infinitely_wrong() -> None:
-    result = result_of(lambda seed: float((torch.zeros(2, 3) @ torch.zeros(2, 3)).sum()))
+    result = Theorem("name", "paper", lambda seed: torch.zeros(2, 3) @ torch.zeros(2, 3)).examine(seed=0)
     assert math.isinf(result.error)
     assert not result.holds
     assert "shapes" in result.note
@@ -240,7 +246,7 @@ def test_shapes_that_do_not_fit_are_infinitely_wrong() -> None:
 
 def test_two_results_cannot_share_a_name() -> None:
     with pytest.raises(ValueError, match="registered twice"):
-        theorem("Theorem 3.1", "paper")(lambda seed: 0.0)
+        registry.PAPER.holds("Theorem 3.1")(lambda seed: [0.0])
 
 
 # ---- the measure of error

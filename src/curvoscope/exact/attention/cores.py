@@ -93,7 +93,7 @@ class Scores(Core):
         super().__init__(shape, length, seen.workspace + inside + p * q, seen.symmetric and same)
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """(t, p, q), through the features or, when it is shorter, through the tokens."""
+        """(t, p, q), through the features or, if that is cheaper, through the tokens."""
         length = self._left.rows.length
         if self._by_tokens(self.shape) and start % length == 0 and stop % length == 0:
             form = self.token_form()
@@ -106,7 +106,7 @@ class Scores(Core):
         return left.mT @ (self._seen.blocks(start, stop) @ right)
 
     def _by_tokens(self, shape: tuple[int, int]) -> bool:
-        """Whether it is shorter through the tokens."""
+        """Whether the way through the tokens is cheaper."""
         (e, f), (p, q), length = self._seen.shape, shape, self._left.rows.length
         by_features = length * (e * p + (0 if self._same else f * q)) + e * f * q + e * p * q
         return length * e * f + length * length * (f + 3 + q) + length * p * q < by_features
@@ -118,7 +118,7 @@ class Scores(Core):
 
     @property
     def trace_workspace(self) -> int:
-        """A few rows of the Gram matrices, where that is all."""
+        """A few rows of the Gram matrices, if the trace needs no more."""
         return 8 * self._left.rows.length if self._has_kernel else self.diagonal_workspace
 
     @property
@@ -198,7 +198,7 @@ def _row_weights(rows: Rows) -> Tensor:
 
 
 def rotated(core: Core, left: Response | None, right: Response | None) -> Core:
-    """The core of two weights without positions, in their place among rotary ones; None is a weight without any."""
+    """Turn the core of two weights by the rotary positions of their responses, if they have any."""
     rows, columns = (None if one is None else one.rotary for one in (left, right))
     return core if rows is None and columns is None else Rotated(core, rows, columns)
 

@@ -128,8 +128,8 @@ class AttentionHessian(BlockHessian):
     def bulk(self) -> tuple[Tensor, int]:
         """Eigenvalues +-s sigma_j(B) of the complete Hessian, and the multiplicity that each has at least.
 
-        With n queries a key head and inputs of width d (one more with biases), that is d_k + 1 - (1 + n) d; where it
-        is not positive, nothing is guaranteed and nothing returned.
+        With n queries per key head and inputs of width d (one more with biases), that is d_k + 1 - (1 + n) d; if it is
+        not positive, nothing is guaranteed and nothing is returned.
         """
         gradients = self.t_functional.gradients
         multiplicity = self._layer.d_k + 1 - sum(gradients[0].shape)

@@ -1,4 +1,4 @@
-"""All entries of a head's Hessian from the scores' matrix M = W_Q W_K^T, where there are many tokens.
+"""All entries of a head's Hessian from the scores' matrix M = W_Q W_K^T, for many tokens.
 
 The scores T = s X M X^T move with dM = dW_Q W_K^T + W_Q dW_K^T, so (Remark D.1) the query-key part is V^T U V plus the
 bilinear term, with U the Hessian in M and V = [I (x) W_K, (W_Q (x) I) K]; values and outputs likewise. The sum over

@@ -66,7 +66,7 @@ class Rows:
         return self.open_keys is None
 
     def sharp(self, start: int, stop: int) -> Tensor:
-        """Which of the tokens start to stop attend to almost one key alone: their indices among all tokens."""
+        """The indices of those tokens from start to stop that attend almost to a single key."""
         return self._sharp[(self._sharp >= start) & (self._sharp < stop)] if len(self._sharp) else self._sharp
 
     def tops(self, start: int, stop: int) -> Tensor:
@@ -154,7 +154,7 @@ class Rows:
         return weights[n, first : first + stop - start] @ values[n]
 
     def _second(self, weights: Tensor, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
-        """sum_j w_ij f_j g_j^T, (t, p, q): whole sequences by one product over the keys, else row by row."""
+        """sum_j w_ij f_j g_j^T, (t, p, q): whole sequences by one product over the keys, otherwise row by row."""
         n, first = divmod(start, self.length)
         if first == 0 and stop % self.length == 0:
             last = stop // self.length
@@ -235,7 +235,7 @@ class Third(Core):
 
 
 def _workspace(rows: Rows, f: Feature, g: Feature) -> int:
-    """Numbers a token needs for a covariance: the result, the pairs, and rows times features."""
+    """Numbers per token that a covariance needs: the result, the pairs, and rows times features."""
     return 3 * f.width * g.width + rows.length * min(f.width, g.width)
 
 

@@ -1,4 +1,4 @@
-"""The closed-form Hessian-vector product of attention: about three forward passes, no d x d or k x k tensor a token.
+"""The closed-form Hessian-vector product of attention: about three forward passes, no d x d or k x k tensor per token.
 
 Notation of the forward pass, and d for the derivative along a direction of the weights and the input:
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 
 from curvoscope.analysis.surface import Surface
-from curvoscope.papers import tasks
 from curvoscope.papers.networks import GPT2, GPT2Block
 from curvoscope.papers.tasks import IGNORED
 
@@ -53,16 +52,14 @@ def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
 
 
 def minimum(
-    d: int, norm: str, sequences: int, data_seed: int, steps: int, rate: float, pull: float, seed: int
-) -> tuple[Anchored, tuple[Tensor, Tensor]]:
-    """A network at the minimum w*, and its data: (inputs, targets), one batch of additions.
+    d: int, norm: str, batch: tuple[Tensor, Tensor], steps: int, rate: float, pull: float, seed: int
+) -> Anchored:
+    """A network at the minimum w* of the loss of one batch of additions.
 
     `steps` of Adam on the cross-entropy of all data; there the anchor; then L-BFGS on L until no entry of the gradient
     is above 1e-7, and three Newton steps, each solved by conjugate gradients: the gradient is zero to rounding.
     """
     model = Anchored(d, norm, seed)
-    tokens = tasks.addition(sequences, seed=data_seed)
-    batch = (tokens[:, :-1], tasks.answer_targets(tokens))
     _minimise(model, torch.optim.Adam(model.parameters(), lr=rate), batch, steps)
     model.drop_anchor(pull)
     polish = torch.optim.LBFGS(
@@ -76,7 +73,7 @@ def minimum(
     _minimise(model, polish, batch, 1)
     for _ in range(_NEWTON):
         _newton(model, batch)
-    return model, batch
+    return model
 
 
 def _minimise(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], steps: int) -> None:

@@ -15,13 +15,13 @@ import math
 from collections.abc import Iterator
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from curvoscope.blocks import Blocks
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.families.loading import MissingPackageError
+from curvoscope.papers.experiments.figure import Configuration
 
 _CLASSES, _TOKENS, _PIXELS = 10, 16, 4
 _TRAINING = 1437  # images to train on; the other 360 are for the accuracy
@@ -43,14 +43,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 and so has a group of its own."""
 
 
-class Digits(BaseModel):
+class Digits(Configuration):
     """The network and its training, as in the paper's code but for the rate: AdamW, warm-up, clipped gradients.
 
     `checkpoints` are the steps that are looked at, in ascending order, and `images` the first so many training images,
     on which curvature and losses are measured.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     d: int = 16
     hidden: int = 64

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.report.documents import Verdict
@@ -61,6 +61,12 @@ class Row:
     point: Point
     seed: int
     found: MeasuredValue
+
+
+class Configuration(BaseModel):
+    """What a measurement depends on. Its values cannot be changed, and an unknown name is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 Measure = Callable[[BaseModel, Point, int, int], list[MeasuredValue]]

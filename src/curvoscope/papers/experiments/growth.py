@@ -1,6 +1,7 @@
 """The sweeps over σ: what they measure, and their panels."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
@@ -21,7 +22,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     assert isinstance(configuration, Setting)
     depth = int(point.get("depth", 1))
     model = configuration.swept(seed, depth, float(point["sigma"]))
-    tokens = configuration.tokens()
+    tokens = configuration.additions()
     values = [
         MeasuredValue(depth, block, part, norm)
         for (block, part), norm in top_layer_norms(model, tokens, configuration.loss).items()
@@ -71,6 +72,21 @@ def panels(
             guides = [guide(series, p) for p in predictions if (p.block, p.part) == (block, part) and p.exponent]
             found.append(Panel(title, x_log=log, y_log=log, series=series, guides=guides[:1], marks=(1.0,)))
     return found
+
+
+def panels_by_depth(rows: Sequence[Row], predictions: Sequence[Growth], **options: Any) -> list[Panel]:
+    """The panels of each depth, with the predictions that speak of it."""
+    return [
+        panel
+        for depth in sorted({int(row.point["depth"]) for row in rows})
+        for panel in panels(
+            rows,
+            [one for one in predictions if one.where.get("depth", depth) == depth],
+            where={"depth": depth},
+            heading=f"depth {depth}: ",
+            **options,
+        )
+    ]
 
 
 def curve(rows: Sequence[Row], layer: int, label: str) -> Series:

@@ -3,28 +3,18 @@
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from curvoscope.exact import SelfAttention
 from curvoscope.exact.attention.hessian import AttentionHessian
-from curvoscope.papers import tasks
+from curvoscope.papers.experiments.setting import Additions
 from curvoscope.papers.networks import GPT2
 
 
-class PaperLayer(BaseModel):
+class PaperLayer(Additions):
     """One block without a norm at initialisation, cross-entropy on additions; parts are cut at the layer's output."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     d: int = 16
-    sequences: int = 64
-    data_seed: int = 0
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, (sequences, 17)."""
-        tokens = tasks.addition(self.sequences, seed=self.data_seed)
-        return tokens[:, :-1], tasks.answer_targets(tokens)
 
     def network(self, seed: int, attention: str = "softmax") -> GPT2:
         """The network at initialisation, its parameters frozen."""
@@ -48,7 +38,7 @@ class PaperLayer(BaseModel):
         block = model.blocks[0]
         weights: list[Tensor] = [getattr(block, f"W_{name}").detach() for name in "QKVO"]
         weights[0] = logit_scale * weights[0]
-        inputs, targets = self.batch()
+        inputs, targets = self.probe()
         layer = SelfAttention(*weights, activation=attention, causal=True, **options)
         with torch.no_grad():
             return layer, model.attention_input(inputs), model.tail(inputs, targets)

@@ -27,6 +27,7 @@ def row_moments(model: GPT2, inputs: Tensor) -> Moments:
 def row_numbers(moments: Moments) -> dict[str, float]:
     """Means over the rows: the entropy in nats; tr M2 and |M3|_F over the mean |x|², to the power 3/2 for M3."""
     summary, square = AttentionSummary.of(moments), float(moments.X.square().sum(-1).mean())
+    assert summary.entropy is not None
     third = float(torch.linalg.vector_norm(moments.M3, dim=(-2, -1)).mean())
     return {"entropy": summary.entropy, "M2": summary.variance, "M3": third / square**1.5}
 

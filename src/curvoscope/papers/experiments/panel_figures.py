@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
+from curvoscope.report.style import COLOURS
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.axis
     import matplotlib.figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+
 _STROKES = ("-", (0, (6, 1.5)), (0, (3, 1, 1, 1)), (0, (1.5, 1)), (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v")
 GREY = "#666666"

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from curvoscope.papers.experiments.panel_figures import COLOURS, GREY
+from curvoscope.papers.experiments.panel_figures import GREY
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
+from curvoscope.report.style import COLOURS
 
 _STROKES = ("solid", "longdash", "dashdot", "dot", "longdashdot")
 _MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down")

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from curvoscope import losses
 from curvoscope.papers import tasks
+from curvoscope.papers.experiments.figure import Configuration
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import VOCABULARY
 
@@ -28,22 +28,30 @@ ANSWERS = slice(11, 17)
 _EMBEDDING_SEEDS = 2**31  # away from the seeds of the weights
 
 
-class Setting(BaseModel):
-    """What determines a network and its loss, apart from the seed, the depth and sigma."""
+class Additions(Configuration):
+    """A batch of additions, the same for every seed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    sequences: int = 64
+    data_seed: int = 0
+
+    def additions(self) -> Tensor:
+        """(sequences, 18)."""
+        return tasks.addition(self.sequences, seed=self.data_seed)
+
+    def probe(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (sequences, 17) to measure on."""
+        tokens = self.additions()
+        return tokens[:, :-1], tasks.answer_targets(tokens)
+
+
+class Setting(Additions):
+    """What determines a network and its loss, apart from the seed, the depth and sigma."""
 
     d: int = 128
     norm: Literal["none", "pre"] = "none"
     attention: Literal["softmax", "linear"] = "softmax"
     residual: bool = True
     loss: Literal["ce", "mse"] = "ce"
-    sequences: int = 64
-    data_seed: int = 0
-
-    def tokens(self) -> Tensor:
-        """The batch of additions, the same for every seed, (sequences, 18)."""
-        return tasks.addition(self.sequences, seed=self.data_seed)
 
     def network(self, seed: int, depth: int = 1) -> GPT2:
         """The network at initialisation, its parameters frozen."""

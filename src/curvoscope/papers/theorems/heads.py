@@ -3,11 +3,11 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from curvoscope.papers.theorems.attention import BlockPairs, attention_matrix
+from curvoscope.papers.theorems.attention import BlockPairs, OutputRows, TokenRows, attention_matrix
 from curvoscope.papers.theorems.calculus import identity, kron, with_transposes
 
 
-def low_rank_outer_blocks(M1: Float[Tensor, "L d"], W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"]) -> BlockPairs:
+def low_rank_outer_blocks(M1: TokenRows, W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"]) -> BlockPairs:
     """Appendix E.1: H_o over "O" and "U" of F = M1 W_O W_U, a linear MLP on the input M1."""
     L, e = len(M1), W_U.shape[1]
     moment = M1.T @ M1
@@ -20,7 +20,7 @@ def low_rank_outer_blocks(M1: Float[Tensor, "L d"], W_O: Float[Tensor, "d r"], W
 
 
 def low_rank_functional_block(
-    M1: Float[Tensor, "L d"], W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"], Y: Float[Tensor, "L e"]
+    M1: TokenRows, W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"], Y: OutputRows
 ) -> Float[Tensor, "dr re"]:
     """Appendix E.1 corrected: H_f(O, U)[be, fn] = δ_ef 2/(L e) (M1ᵀM1 W_O W_U − M1ᵀY)_bn.
 
@@ -30,13 +30,13 @@ def low_rank_functional_block(
 
 
 def low_rank_functional_block_as_printed(
-    M1: Float[Tensor, "L d"], W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"]
+    M1: TokenRows, W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"]
 ) -> Float[Tensor, "dr re"]:
     """Appendix E.1 as worded: the part of H_f(O, U) that is quadratic in M1, alone."""
     return _coupled(2 / (len(M1) * W_U.shape[1]) * M1.T @ M1 @ W_O @ W_U, W_O.shape[1])
 
 
-def heads_output(X: Float[Tensor, "L d"], heads: list[tuple[Tensor, Tensor, Tensor]]) -> Float[Tensor, "L e"]:
+def heads_output(X: TokenRows, heads: list[tuple[Tensor, Tensor, Tensor]]) -> OutputRows:
     """Appendix E: F = Σ_h A^h X W_V^h for heads (W_Q, W_K, W_V)."""
     outputs = [attention_matrix(X, W_Q, W_K) @ X @ W_V for W_Q, W_K, W_V in heads]
     return sum(outputs[1:], outputs[0])

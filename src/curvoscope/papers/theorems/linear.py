@@ -7,20 +7,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvoscope.papers.theorems.attention import BlockPairs
+from curvoscope.papers.theorems.attention import BlockPairs, KeyWeight, OutputRows, TokenRows, ValueWeight
 from curvoscope.papers.theorems.calculus import RealMatrix, commutation, identity, kron, shuffle, vec, with_transposes
 
 
-def linear_attention(
-    X: Float[Tensor, "L d"], W_Q: Float[Tensor, "d k"], W_K: Float[Tensor, "d k"], W_V: Float[Tensor, "d e"]
-) -> Float[Tensor, "L e"]:
+def linear_attention(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight) -> OutputRows:
     """F = T X W_V with T = X W_Q W_Kᵀ Xᵀ / √k: attention without the softmax."""
     return X @ W_Q @ W_K.T @ X.T @ X @ W_V / math.sqrt(W_Q.shape[1])
 
 
-def linear_outer_blocks(
-    X: Float[Tensor, "L d"], W_Q: Float[Tensor, "d k"], W_K: Float[Tensor, "d k"], W_V: Float[Tensor, "d e"]
-) -> BlockPairs:
+def linear_outer_blocks(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight) -> BlockPairs:
     """Remark 4.1 and its key blocks: H_o for all nine pairs, with Σ = XᵀX/L and 2L²/(e k) in front.
 
     The paper has e = d and prints (V,V), (Q,Q), (V,Q) and (Q,K).
@@ -41,11 +37,7 @@ def linear_outer_blocks(
 
 
 def linear_functional_blocks(
-    X: Float[Tensor, "L d"],
-    W_Q: Float[Tensor, "d k"],
-    W_K: Float[Tensor, "d k"],
-    W_V: Float[Tensor, "d e"],
-    Y: Float[Tensor, "L e"],
+    X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight, Y: OutputRows
 ) -> BlockPairs:
     """Remark 4.1 and its key block: H_f for all nine pairs, zero on the diagonal."""
     (L, d), k, e = X.shape, W_Q.shape[1], W_V.shape[1]
@@ -65,12 +57,7 @@ def linear_functional_blocks(
 
 
 def linear_functional_blocks_of_covariances(
-    Sigma: Float[Tensor, "d d"],
-    Omega: Float[Tensor, "d e"],
-    W_Q: Float[Tensor, "d k"],
-    W_K: Float[Tensor, "d k"],
-    W_V: Float[Tensor, "d e"],
-    L: int,
+    Sigma: Float[Tensor, "d d"], Omega: Float[Tensor, "d e"], W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight, L: int
 ) -> BlockPairs:
     """Table 1: H_f off the diagonal, linear in Ω = Xᵀ(F − Y)/L and in Σ = XᵀX/L; X enters in no other way.
 
@@ -86,9 +73,7 @@ def linear_functional_blocks_of_covariances(
     }
 
 
-def linear_stack(
-    X: Float[Tensor, "L d"], layers: Sequence[tuple[Tensor, Tensor, Tensor]], skip: bool
-) -> Float[Tensor, "L d"]:
+def linear_stack(X: TokenRows, layers: Sequence[tuple[Tensor, Tensor, Tensor]], skip: bool) -> TokenRows:
     """D linear attention layers (W_Q, W_K, W_V) one after another, with or without skip connections."""
     for W_Q, W_K, W_V in layers:
         update = linear_attention(X, W_Q, W_K, W_V)

@@ -8,6 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvoscope.papers.theorems.attention import (
+    AttentionMatrix,
+    KeyWeight,
+    OutputRows,
+    TokenRows,
+    ValueWeight,
     attention_matrix,
     key_layout,
     logit_coupling,
@@ -27,9 +32,7 @@ class LogitSplit(NamedTuple):
     functional: RealMatrix
 
 
-def logit_curvature(
-    X: Float[Tensor, "L d"], A: Float[Tensor, "L L"], W_V: Float[Tensor, "d e"], Y: Float[Tensor, "L e"]
-) -> RealMatrix:
+def logit_curvature(X: TokenRows, A: AttentionMatrix, W_V: ValueWeight, Y: OutputRows) -> RealMatrix:
     """Lemma 4.1 as printed: U = Z1ᵀ(I_L ⊗ W_V W_Vᵀ)Z1 + (δᵀ(I_L ⊗ W_Vᵀ) ⊗ I_{d²}) Z2, shape (d², d²)."""
     L, d = X.shape
     Z1, Z2 = z1(X, softmax_jacobian(A)), z2(X, softmax_second_derivative(A))
@@ -37,60 +40,28 @@ def logit_curvature(
     return Z1.T @ kron(identity(L), W_V @ W_V.T) @ Z1 + (kron(delta.T @ kron(identity(L), W_V.T), identity(d * d)) @ Z2)
 
 
-def single_matrix_block(
-    X: Float[Tensor, "L d"],
-    W_QK: Float[Tensor, "d d"],
-    W_V: Float[Tensor, "d e"],
-    Y: Float[Tensor, "L e"],
-) -> RealMatrix:
+def single_matrix_block(X: TokenRows, W_QK: Float[Tensor, "d d"], W_V: ValueWeight, Y: OutputRows) -> RealMatrix:
     """Lemma 4.1 corrected: H(W_QK, W_QK) = 2/(L e) U for T = X W_QK Xᵀ and the square loss."""
     A = torch.softmax(X @ W_QK @ X.T, dim=-1)
     return 2 / Y.numel() * logit_curvature(X, A, W_V, Y)
 
 
-def single_matrix_jacobian(
-    X: Float[Tensor, "L d"], W_QK: Float[Tensor, "d d"], W_V: Float[Tensor, "d e"]
-) -> RealMatrix:
+def single_matrix_jacobian(X: TokenRows, W_QK: Float[Tensor, "d d"], W_V: ValueWeight) -> RealMatrix:
     """Equation (22): ∂F/∂W_QK = (I_L ⊗ W_Vᵀ Xᵀ)(∂A/∂T)(X ⊗ X)."""
     A = torch.softmax(X @ W_QK @ X.T, dim=-1)
     return kron(identity(len(X)), W_V.T @ X.T) @ softmax_jacobian(A) @ kron(X, X)
 
 
-def logit_split_as_printed(
-    X: Float[Tensor, "L d"],
-    W_Q: Float[Tensor, "d k"],
-    W_K: Float[Tensor, "d k"],
-    W_V: Float[Tensor, "d e"],
-    Y: Float[Tensor, "L e"],
-) -> LogitSplit:
+def logit_split_as_printed(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight, Y: OutputRows) -> LogitSplit:
     """Remark D.1 as printed: no factor 2/(L e), 𝒱 and the off-diagonal blocks in the order [W_K; W_Q]."""
-    k = W_Q.shape[1]
-    A = attention_matrix(X, W_Q, W_K)
-    layout = torch.cat([key_layout(W_Q), query_layout(W_K)], dim=1)
-    B = logit_coupling(A @ X @ W_V - Y, z1(X, softmax_jacobian(A)), W_V)
-    return LogitSplit(
-        layout.T @ logit_curvature(X, A, W_V, Y) @ layout / k,
-        kron(_hollow(B.T, B), identity(k)) / math.sqrt(k),
-    )
+    U, B = _logit_derivatives(X, W_Q, W_K, W_V, Y)
+    return _split(U, B.T, [key_layout(W_Q), query_layout(W_K)], 1.0)
 
 
-def logit_split(
-    X: Float[Tensor, "L d"],
-    W_Q: Float[Tensor, "d k"],
-    W_K: Float[Tensor, "d k"],
-    W_V: Float[Tensor, "d e"],
-    Y: Float[Tensor, "L e"],
-) -> LogitSplit:
+def logit_split(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight, Y: OutputRows) -> LogitSplit:
     """Remark D.1 corrected, order [W_Q; W_K]: 2/(L e) times 𝒱ᵀU𝒱/k and [[0, B], [Bᵀ, 0]] ⊗ I_k / √k."""
-    k = W_Q.shape[1]
-    A = attention_matrix(X, W_Q, W_K)
-    layout = torch.cat([query_layout(W_K), key_layout(W_Q)], dim=1)
-    B = logit_coupling(A @ X @ W_V - Y, z1(X, softmax_jacobian(A)), W_V)
-    factor = 2 / Y.numel()
-    return LogitSplit(
-        factor / k * layout.T @ logit_curvature(X, A, W_V, Y) @ layout,
-        factor / math.sqrt(k) * kron(_hollow(B, B.T), identity(k)),
-    )
+    U, B = _logit_derivatives(X, W_Q, W_K, W_V, Y)
+    return _split(U, B, [query_layout(W_K), key_layout(W_Q)], 2 / Y.numel())
 
 
 def paper_rank_bound(d: int, k: int) -> int:
@@ -107,6 +78,17 @@ def visible_keys_rank_bound(width: int, visible: list[int]) -> int:
     return sum(min(width, keys - 1) for keys in visible)
 
 
-def _hollow(upper: RealMatrix, lower: RealMatrix) -> RealMatrix:
-    zero = torch.zeros_like(upper)
-    return torch.cat([torch.cat([zero, upper], dim=1), torch.cat([lower, zero], dim=1)])
+def _logit_derivatives(
+    X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight, Y: OutputRows
+) -> tuple[RealMatrix, RealMatrix]:
+    """U and B."""
+    A = attention_matrix(X, W_Q, W_K)
+    return logit_curvature(X, A, W_V, Y), logit_coupling(A @ X @ W_V - Y, z1(X, softmax_jacobian(A)), W_V)
+
+
+def _split(U: RealMatrix, B: RealMatrix, layouts: list[RealMatrix], factor: float) -> LogitSplit:
+    """`factor` times 𝒱ᵀU𝒱/k and [[0, B], [Bᵀ, 0]] ⊗ I_k / √k, 𝒱 being the two layouts side by side."""
+    V, zero = torch.cat(layouts, dim=1), torch.zeros_like(B)
+    k = V.shape[1] // (2 * len(B))
+    hollow = torch.cat([torch.cat([zero, B], dim=1), torch.cat([B.T, zero], dim=1)])
+    return LogitSplit(factor / k * V.T @ U @ V, factor / math.sqrt(k) * kron(hollow, identity(k)))

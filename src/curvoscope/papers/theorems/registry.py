@@ -3,18 +3,13 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partialmethod
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 TheoremStatus = Literal["holds as printed", "holds corrected", "false"]
-
-PAPER = "paper"
-SLIDES = "slides"
-BLOCK_PAPER = "block paper"
-ARTICLE = "article"
-OWN = "Curvoscope"
 
 EXACT = 1e-10
 """Tolerance of an identity in float64."""
@@ -22,11 +17,12 @@ REFUTED = 1e-2
 """A form whose relative error exceeds this does not hold: far above rounding, far below the errors of the errata."""
 
 
-class Errors(NamedTuple):
-    """Relative errors of the form that must hold and of the one that must fail."""
+class Fails(float):
+    """The relative error of a form that must fail; a check yields it among the errors that must be small."""
 
-    holds: float
-    fails: float
+
+Check = Callable[[int], Iterable[float]]
+"""seed -> relative errors, of the form that must hold and, as `Fails`, of another form that must not."""
 
 
 @dataclass(frozen=True)
@@ -71,53 +67,74 @@ class Result:
 class Theorem:
     """A result of a source and the check that examines it.
 
-    `check(seed)` returns the error of the form that must hold, or `Errors` when another form must fail;
-    `contrast` names that other form in the note.
+    What counts is the largest error of the form that must hold (the smallest, if the verdict is "false") and the
+    smallest of the form that must fail: it fails on every draw or, with `somewhere`, on one of them. `contrast` names
+    that other form in the note.
     """
 
     name: str
     source: str
-    check: Callable[[int], float | Errors]
+    check: Check
     verdict: TheoremStatus = "holds as printed"
     tolerance: float = EXACT
     note: str = ""
     contrast: str = "printed form"
+    somewhere: bool = False
 
     def examine(self, seed: int) -> Result:
         """Run the check. A formula whose shapes do not fit together counts as infinitely wrong."""
+        note, refuted = self.note, None
         try:
-            found = self.check(seed)
+            errors = list(self.check(seed))
         except RuntimeError as problem:
-            found, note = math.inf, str(problem).splitlines()[0]
-        else:
-            note = self.note
-        if isinstance(found, Errors):
-            note = f"{note}; {self.contrast} {_how_wrong(found.fails)}".removeprefix("; ")
-            return Result(self.name, self.source, self.verdict, found.holds, self.tolerance, note, found.fails)
-        return Result(self.name, self.source, self.verdict, found, self.tolerance, note)
+            errors, note = [math.inf], str(problem).splitlines()[0]
+        fails = [error for error in errors if isinstance(error, Fails)]
+        errors = [error for error in errors if not isinstance(error, Fails)]
+        error = smallest(errors) if self.verdict == "false" else largest(errors)
+        if fails:
+            refuted = float(largest(fails) if self.somewhere else smallest(fails))
+            note = f"{note}; {self.contrast} {_how_wrong(refuted)}".removeprefix("; ")
+        return Result(self.name, self.source, self.verdict, error, self.tolerance, note, refuted)
 
 
 THEOREMS: dict[str, Theorem] = {}
 
 
-def theorem(
-    name: str,
-    source: str,
-    *,
-    verdict: TheoremStatus = "holds as printed",
-    tolerance: float = EXACT,
-    note: str = "",
-    contrast: str = "printed form",
-) -> Callable[[Callable[[int], float | Errors]], Callable[[int], float | Errors]]:
-    """Register a check under the name of the result that it examines."""
+@dataclass(frozen=True)
+class Source:
+    """A source of results. `@source.holds(name, note)` registers a check of one; so do `corrected` and `false`."""
 
-    def register(check: Callable[[int], float | Errors]) -> Callable[[int], float | Errors]:
-        if name in THEOREMS:
-            raise ValueError(f"{name!r} is registered twice")
-        THEOREMS[name] = Theorem(name, source, check, verdict, tolerance, note, contrast)
-        return check
+    name: str
 
-    return register
+    def holds(
+        self,
+        name: str,
+        note: str = "",
+        *,
+        verdict: TheoremStatus = "holds as printed",
+        tolerance: float = EXACT,
+        contrast: str = "printed form",
+        somewhere: bool = False,
+    ) -> Callable[[Check], Check]:
+        """Register a check of a result that holds as printed; for the options see `Theorem`."""
+
+        def register(check: Check) -> Check:
+            if name in THEOREMS:
+                raise ValueError(f"{name!r} is registered twice")
+            THEOREMS[name] = Theorem(name, self.name, check, verdict, tolerance, note, contrast, somewhere)
+            return check
+
+        return register
+
+    corrected = partialmethod(holds, verdict="holds corrected")
+    false = partialmethod(holds, verdict="false", tolerance=REFUTED)
+
+
+PAPER = Source("paper")
+SLIDES = Source("slides")
+BLOCK_PAPER = Source("block paper")
+ARTICLE = Source("article")
+OWN = Source("Curvoscope")
 
 
 def relative_error(computed: Tensor, reference: Tensor, scale: Tensor | None = None) -> float:

@@ -1,4 +1,4 @@
-"""The figures, one declarative file each."""
+"""The figures: what is said of them in `catalogue.toml`, what they compute in one file each."""
 
 import difflib
 import importlib
@@ -6,33 +6,13 @@ import importlib
 from curvoscope.errors import RangeError
 from curvoscope.papers.experiments import digits
 from curvoscope.papers.experiments.figure import Figure
+from curvoscope.papers.experiments.figures.catalogue import CATALOGUE
 
-DIGITS = ("gap-entries", "gap-norms", "gap-loss", "gap-gradient")
+NAMES = tuple(CATALOGUE)
+"""In the order in which `all` runs them."""
+
+DIGITS = tuple(name for name, entry in CATALOGUE.items() if "needs" in entry)
 """The figures that need scikit-learn's images."""
-
-NAMES = (
-    "fig1",
-    "fig3a",
-    "fig3b",
-    "fig4",
-    "fig5",
-    "fig8",
-    "moments",
-    "softmax",
-    "temperature",
-    "heads",
-    "scalar",
-    "sink",
-    "depth",
-    "ggn",
-    "divergence",
-    "phases",
-    *DIGITS,
-    "optimizers",
-    "fig7",
-    "fig6",
-)
-"""In the order in which `all` runs them: what takes longest comes last."""
 
 
 def find(names: list[str]) -> list[Figure]:

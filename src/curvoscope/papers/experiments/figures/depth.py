@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope import exact, losses
-from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel, Series
+from curvoscope.papers.experiments.setting import Additions
 from curvoscope.papers.experiments.summaries import by, claim, curve, geometric_mean, select
 from curvoscope.papers.networks import GPT2
 
@@ -21,19 +22,16 @@ _QUICK = [point for point in _POINTS if point["depth"] in (1, 2, 4, 8)]
 _BOUNDED = 10.0  # from one block to eight
 
 
-class DepthNetwork(BaseModel):
+class DepthNetwork(Additions):
     """The paper's network at initialisation, embeddings N(0, σ²); for "post" its norms stand behind the branches."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     d: int = 16
     sequences: int = 4
-    data_seed: int = 0
     sigma: float = 1.0
 
     def parts(self, placement: str, depth: int, seed: int) -> tuple[exact.Stack, Tensor, losses.CrossEntropy]:
         """The network in closed form, its input X (N, L, d) and its loss."""
-        tokens = tasks.addition(self.sequences, seed=self.data_seed)
+        inputs, targets = self.probe()
         model = GPT2(self.d, depth, norm="pre" if placement == "pre" else "none", seed=seed).requires_grad_(False)
         with torch.no_grad():
             for embedding in (model.W_E, model.W_pos):
@@ -43,7 +41,7 @@ class DepthNetwork(BaseModel):
             stack = exact.Stack(
                 [self._post(block) for block in stack.layers if isinstance(block, exact.TransformerBlock)]
             )
-        return stack, model.residual_stream(tokens[:, :-1], 0), model.exact_loss(tasks.answer_targets(tokens))
+        return stack, model.residual_stream(inputs, 0), model.exact_loss(targets)
 
     def _post(self, block: exact.TransformerBlock) -> exact.TransformerBlock:
         ones, zeros = torch.ones(self.d, dtype=torch.float64), torch.zeros(self.d, dtype=torch.float64)
@@ -115,18 +113,4 @@ def _profile(rows: Sequence[Row], label: str, index: int) -> Series:
     return Series(label, list(groups), means, colour=index, stroke=index)
 
 
-FIGURE = Figure(
-    name="depth",
-    title="Curvature through depth",
-    question="Does curvature grow with depth without normalisation, and does LayerNorm bound it?",
-    configuration=DepthNetwork(),
-    points=_POINTS,
-    seeds=20,
-    quick_points=_QUICK,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 0.5 * int(point["depth"]),
-    remarks="S is exact, by Hessian back-propagation. The last panel shows geometric means over the seeds.",
-)
+FIGURE = declared("depth", DepthNetwork(), _POINTS, measure, _verdicts, _panels, quick_points=_QUICK)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
@@ -12,8 +12,10 @@ from curvoscope.analysis.surface import Surface
 from curvoscope.analysis.taylor import divergence, taylor
 from curvoscope.estimate import lanczos
 from curvoscope.papers.experiments.anchored import Anchored, loss, minimum
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
+from curvoscope.papers.experiments.setting import Additions
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 
 _NORMS = ("none", "pre")
@@ -24,14 +26,11 @@ _EXACT = 0.02
 _ZERO = 1e-12  # the gradient at a minimum, to rounding
 
 
-class DivergenceConfiguration(BaseModel):
+class DivergenceConfiguration(Additions):
     """`factors` are learning rates in units of 2/λ_max, `kick` is in units of the radius of the quadratic region."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     d: int = 16
     sequences: int = 32
-    data_seed: int = 0
     train: int = 300
     rate: float = 0.003
     pull: float = 0.05
@@ -51,7 +50,8 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     """
     assert isinstance(configuration, DivergenceConfiguration)
     c = configuration
-    model, batch = minimum(c.d, str(point["norm"]), c.sequences, c.data_seed, c.train, c.rate, c.pull, seed)
+    batch = c.probe()
+    model = minimum(c.d, str(point["norm"]), batch, c.train, c.rate, c.pull, seed)
     surface = Surface(model, loss, [batch])
     top = lanczos(surface.hessian.total, 1, "LA")[0].value
     radius = _radius(model, batch, float(surface.weights.norm()))
@@ -194,22 +194,6 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-FIGURE = Figure(
-    name="divergence",
-    title="Where gradient descent diverges",
-    question="Does the loss of full-batch gradient descent rise exactly if the learning rate is above 2/λ_max?",
-    configuration=DivergenceConfiguration(),
-    points=[{"norm": norm} for norm in _NORMS],
-    seeds=20,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 25.0,
-    columns=2,
-    remarks=(
-        "The loss is cross-entropy plus μ/2 |w − w₀|², w₀ the weights after 300 steps of Adam on the same 32 "
-        "additions, μ = 0.05; the feed-forward layer has a GELU. It is minimised to rounding. The runs start near "
-        "the minimum, at a hundredth of the distance at which the second-order loss is off by 1 %."
-    ),
+FIGURE = declared(
+    "divergence", DivergenceConfiguration(), [{"norm": norm} for norm in _NORMS], measure, _verdicts, _panels
 )

@@ -8,8 +8,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Image, Panel
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, pixels, select
@@ -26,7 +26,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     assert isinstance(configuration, PaperLayer)
     model = configuration.network(seed)
     sizes = {name.split(".")[-1]: p.numel() for name, p in model.named_parameters()}
-    H = dense_hessian(model, tasks.addition(configuration.sequences, seed=configuration.data_seed))
+    H = dense_hessian(model, configuration.additions())
     edges = dict(zip(sizes, pairwise(np.cumsum([0, *sizes.values()]).tolist()), strict=True))
     values = []
     for i, row in enumerate(edges):
@@ -81,17 +81,4 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return found
 
 
-FIGURE = Figure(
-    name="fig1",
-    title="The Hessian of one block at initialisation, d = 16",
-    question="Do the blocks of a Transformer's Hessian differ in magnitude?",
-    configuration=PaperLayer(),
-    points=[{"network": "gpt2"}],
-    seeds=20,
-    quick_seeds=1,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 40.0,
-    columns=2,
-)
+FIGURE = declared("fig1", PaperLayer(), [{"network": "gpt2"}], measure, _verdicts, _panels)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from curvoscope.papers.experiments import fits, growth
-from curvoscope.papers.experiments.figure import Figure
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.fits import Growth
 from curvoscope.papers.experiments.setting import Setting
 
@@ -17,16 +17,11 @@ _PREDICTIONS = (
 )
 _POINTS = [{"sigma": sigma} for sigma in growth.log_grid(-2.0, 1.0)]
 
-FIGURE = Figure(
-    name="fig3a",
-    title="Growth with the scale of the input, one block without a norm",
-    question="How do the norms of the query and value blocks grow with the scale σ of the embeddings?",
-    configuration=Setting(),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=3,
-    measure=growth.measure,
-    verdicts=partial(fits.verdicts, predictions=_PREDICTIONS),
-    panels=partial(growth.panels, predictions=_PREDICTIONS),
-    seconds=lambda point: 0.3,
+FIGURE = declared(
+    "fig3a",
+    Setting(),
+    _POINTS,
+    growth.measure,
+    partial(fits.verdicts, predictions=_PREDICTIONS),
+    partial(growth.panels, predictions=_PREDICTIONS),
 )

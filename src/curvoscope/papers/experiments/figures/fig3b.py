@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from curvoscope.papers.experiments import fits, growth
-from curvoscope.papers.experiments.figure import Figure, Row, Verdict
+from curvoscope.papers.experiments.figure import Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.fits import Growth
 from curvoscope.papers.experiments.setting import Setting
 
@@ -24,17 +25,6 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     return [*found, Verdict(statement, "Q", "outer", 1, None, gap, None, None, gap < _GAP_WITHOUT_NORM / 4)]
 
 
-FIGURE = Figure(
-    name="fig3b",
-    title="Growth with the scale of the input, one Pre-LN block",
-    question="Does LayerNorm before each branch remove the difference in growth between the query and value blocks?",
-    configuration=Setting(norm="pre"),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=2,
-    measure=growth.measure,
-    verdicts=_verdicts,
-    panels=partial(growth.panels, predictions=_PREDICTIONS),
-    seconds=lambda point: 2.0,
-    remarks="Parts are split at the logits: with a norm the functional part of the value block is not zero.",
+FIGURE = declared(
+    "fig3b", Setting(norm="pre"), _POINTS, growth.measure, _verdicts, partial(growth.panels, predictions=_PREDICTIONS)
 )

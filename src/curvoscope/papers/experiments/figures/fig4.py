@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import claim, curve, geometric_mean, select
@@ -74,17 +75,6 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return found
 
 
-FIGURE = Figure(
-    name="fig4",
-    title="Absolute entries of the query and value blocks",
-    question="Does the softmax make the entries of the query and value blocks differ in magnitude?",
-    configuration=PaperLayer(),
-    points=[{"attention": attention} for attention in _ATTENTION],
-    seeds=20,
-    quick_seeds=10,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 0.3,
-    columns=2,
+FIGURE = declared(
+    "fig4", PaperLayer(), [{"attention": attention} for attention in _ATTENTION], measure, _verdicts, _panels
 )

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from curvoscope.papers.experiments import fits, growth
-from curvoscope.papers.experiments.figure import Figure, Point, Row
+from curvoscope.papers.experiments.figure import Point, Row
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.fits import Growth
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.setting import Setting
@@ -32,17 +33,4 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-FIGURE = Figure(
-    name="fig5",
-    title="Growth with the scale of the input on linear axes, one block without a norm",
-    question="What do the growth rates look like on linear axes, in the practical range σ < 1 and beyond?",
-    configuration=Setting(),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=2,
-    measure=growth.measure,
-    verdicts=partial(fits.verdicts, predictions=_PREDICTIONS),
-    panels=_panels,
-    seconds=lambda point: 0.3,
-    remarks="Slopes are fitted for 0.1 ≤ σ ≤ 0.3, the smallest values of this grid, where the softmax already changes.",
-)
+FIGURE = declared("fig5", Setting(), _POINTS, growth.measure, partial(fits.verdicts, predictions=_PREDICTIONS), _panels)

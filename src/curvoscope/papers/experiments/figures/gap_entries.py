@@ -12,7 +12,8 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, groups_of
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Image, Panel
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, pixels, select
 
@@ -151,18 +152,6 @@ def _when(step: float) -> str:
     return f"after {step:g} steps" if step else "at initialisation"
 
 
-FIGURE = Figure(
-    name="gap-entries",
-    title="The Hessian of a post-norm vision Transformer on digits, d = 8",
-    question="Which parameter groups have the large entries, before and after training?",
-    configuration=Digits(d=8, hidden=32, rate=0.01, images=48),
-    points=[{"network": "vit"}],
-    seeds=20,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 17.0,
-    columns=2,
-    remarks="Blank: zero by a symmetry of the network. Pictures are of seed 0, the tables medians over seeds.",
+FIGURE = declared(
+    "gap-entries", Digits(d=8, hidden=32, rate=0.01, images=48), [{"network": "vit"}], measure, _verdicts, _panels
 )

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from curvoscope.analysis.plateau import LEVEL, gradient_plateau
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import Digits
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
 
@@ -158,17 +159,4 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return found
 
 
-FIGURE = Figure(
-    name="gap-gradient",
-    title="Are the weights stationary? The gradient as samples are added",
-    question="Does the gradient of trained weights vanish as samples are added?",
-    configuration=GapGradientConfiguration(),
-    points=[{"network": "vit"}],
-    seeds=20,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 17.0,
-    columns=2,
-)
+FIGURE = declared("gap-gradient", GapGradientConfiguration(), [{"network": "vit"}], measure, _verdicts, _panels)

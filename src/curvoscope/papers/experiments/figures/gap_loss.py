@@ -12,7 +12,8 @@ from curvoscope.analysis.data_sufficiency import data_sufficiency
 from curvoscope.estimate.result import student
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import Digits, VisionTransformer
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
 
@@ -203,21 +204,6 @@ def _spread(rows: Sequence[Row], weights: str, index: int) -> list[Series]:
     return found
 
 
-FIGURE = Figure(
-    name="gap-loss",
-    title="Changes of the mean loss as samples are added, digits",
-    question="Does L_{k+b} - L_k fall as 1/k because of the network, and what sets its size?",
-    configuration=GapLossConfiguration(),
-    points=[{"weights": weights} for weights in _WEIGHTS],
-    seeds=20,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 16.0 if point["weights"] == "trained" else 7.0,
-    columns=2,
-    remarks=(
-        "The slope of -1 comes from averaging: random numbers have the same. It says nothing about the network. b = 8 "
-        "samples are added at a time; losses are in nats."
-    ),
+FIGURE = declared(
+    "gap-loss", GapLossConfiguration(), [{"weights": weights} for weights in _WEIGHTS], measure, _verdicts, _panels
 )

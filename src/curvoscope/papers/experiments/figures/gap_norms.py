@@ -8,7 +8,8 @@ from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, accuracy, groups_of
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import claim, curve, geometric_mean, mean, select
 
@@ -89,17 +90,6 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-FIGURE = Figure(
-    name="gap-norms",
-    title="Norms of the Hessian's diagonal blocks while training on digits",
-    question="Which parameter groups have large curvature, if each weight belongs to exactly one group?",
-    configuration=Digits(checkpoints=(0, 200, 400, 600, 800, 1000)),
-    points=[{"network": "vit"}],
-    seeds=20,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 18.0,
-    columns=2,
+FIGURE = declared(
+    "gap-norms", Digits(checkpoints=(0, 200, 400, 600, 800, 1000)), [{"network": "vit"}], measure, _verdicts, _panels
 )

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from curvoscope.curvature import hessian
 from curvoscope.losses import CrossEntropy
-from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel
+from curvoscope.papers.experiments.setting import Additions
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
 from curvoscope.papers.experiments.training import checkpoints
 from curvoscope.papers.networks import GPT2
@@ -19,15 +20,11 @@ from curvoscope.papers.tasks import VOCABULARY
 _NETWORKS = ("transformer", "mlp")
 
 
-class GaussNewtonConfiguration(BaseModel):
+class GaussNewtonConfiguration(Additions):
     """`hidden` makes the MLP's parameters as many as the Transformer's, 3900 at d = 16."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     d: int = 16
     hidden: int = 45
-    sequences: int = 64
-    data_seed: int = 0
     steps: tuple[int, ...] = (0, 25, 50, 100, 200)
     rate: float = 0.003
 
@@ -62,11 +59,9 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     assert isinstance(configuration, GaussNewtonConfiguration)
     c = configuration
     model = GPT2(c.d, seed=seed) if point["network"] == "transformer" else MLP(c.d, c.hidden, seed)
-    tokens = tasks.addition(c.sequences, seed=c.data_seed)
-    batch = (tokens[:, :-1], tasks.answer_targets(tokens))
     values = []
     for step in checkpoints(model, c.steps, c.sequences, c.rate, seed):
-        H = hessian(model, CrossEntropy(), [batch], method="autodiff")
+        H = hessian(model, CrossEntropy(), [c.probe()], method="autodiff")
         total, outer = (float(matrix.eigenvalues(1, "LA")[0]) for matrix in (H.total, H.outer))
         numbers = {("total", "largest_eigenvalue"): total, ("outer", "largest_eigenvalue"): outer}
         numbers["outer", "share"] = outer / total
@@ -101,16 +96,6 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-FIGURE = Figure(
-    name="ggn",
-    title="The Gauss-Newton matrix's share of the largest eigenvalue",
-    question="How well does the Gauss-Newton matrix match the Hessian's largest eigenvalue?",
-    configuration=GaussNewtonConfiguration(),
-    points=[{"network": network} for network in _NETWORKS],
-    seeds=20,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 2.0,
+FIGURE = declared(
+    "ggn", GaussNewtonConfiguration(), [{"network": network} for network in _NETWORKS], measure, _verdicts, _panels
 )

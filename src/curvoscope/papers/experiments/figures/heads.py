@@ -5,7 +5,8 @@ from itertools import pairwise
 
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
@@ -46,18 +47,4 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-FIGURE = Figure(
-    name="heads",
-    title="Heads at a fixed width of 16",
-    question="Does the functional part lose weight as the width is split into more heads?",
-    configuration=PaperLayer(),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=4,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 1.0,
-    columns=2,
-    remarks="Functional blocks between different heads are zero; outer blocks couple all heads.",
-)
+FIGURE = declared("heads", PaperLayer(), _POINTS, measure, _verdicts, _panels)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.growth import log_grid
 from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel, Series
@@ -54,17 +55,4 @@ def _curves(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     return [curve(select(rows, block=name), "scale", name, i) for i, name in enumerate(names)]
 
 
-FIGURE = Figure(
-    name="moments",
-    title="From uniform to one-hot attention",
-    question="Do the query and key blocks vanish with the central moments of the attention rows?",
-    configuration=PaperLayer(),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=2,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 0.4,
-    remarks="W_Q is multiplied by the factor. Values below 1e-20 are rounding and are not shown.",
-)
+FIGURE = declared("moments", PaperLayer(), _POINTS, measure, _verdicts, _panels)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.optimizer_runs import NORMS, OPTIMIZERS, OptimizerStudy, search, train
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import by, curve, select
@@ -176,20 +177,12 @@ def _study(norm: str) -> list[Point]:
     ]
 
 
-FIGURE = Figure(
-    name="optimizers",
-    title="SGD and Adam, alone and with block curvature",
-    question="Does a step size per block, from its curvature, train faster than one well-tuned learning rate?",
-    configuration=_CONFIGURATION,
-    points=[*_search(), *_study("pre"), *_study("none")],
-    seeds=5,
+FIGURE = declared(
+    "optimizers",
+    _CONFIGURATION,
+    [*_search(), *_study("pre"), *_study("none")],
+    measure,
+    _verdicts,
+    _panels,
     quick_points=_study("pre"),
-    quick_seeds=1,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 8.0 if str(point["optimizer"]).startswith("block") else 4.0,
-    columns=5,
-    remarks='"Found" is the median over seeds; the interval is the range of five seeds, a 94 % interval for the '
-    "median. inf: not reached. Seconds are processor time and include the optimizer's own measurements.",
 )

@@ -6,17 +6,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.curvature import ModelHessian, hessian
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import CrossEntropy
-from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.fits import slope
 from curvoscope.papers.experiments.one_hot import query_bound, row_moments, row_numbers, sharpened, smallest_gap
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
+from curvoscope.papers.experiments.setting import Additions
 from curvoscope.papers.experiments.summaries import by, claim, curve, mean, select
 from curvoscope.papers.experiments.training import checkpoints
 from curvoscope.papers.networks import GPT2
@@ -32,17 +33,14 @@ _CLOSE = 0.01
 _MARGINALS = 100  # steps in which the loss falls because the frequencies of the digits are learned
 
 
-class PhasesConfiguration(BaseModel):
+class PhasesConfiguration(Additions):
     """Measured on `sequences` additions at the steps `checkpoints`, trained on `batch` fresh ones a step.
 
     `sharpness` are the values of βδ of the trained network with its scores times β, see `one_hot.smallest_gap`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     d: int = 16
     sequences: int = 32
-    data_seed: int = 0
     batch: int = 64
     rate: float = 0.003
     checkpoints: tuple[int, ...] = (0, 10, 30, 100, 200, 400, 600, 700, 800, 1000, 1400, 2000)
@@ -54,8 +52,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     assert isinstance(configuration, PhasesConfiguration)
     c = configuration
     model = GPT2(c.d, norm=str(point["norm"]), seed=seed)
-    tokens = tasks.addition(c.sequences, seed=c.data_seed)
-    batch = (tokens[:, :-1], tasks.answer_targets(tokens))
+    batch = c.probe()
     values = []
     for step in checkpoints(model, c.checkpoints, c.batch, c.rate, seed):
         values += _checkpoint(model, batch, float(step))
@@ -205,22 +202,4 @@ def _shifted(rows: Sequence[Row], label: str, index: int, **wanted: str) -> Seri
 
 _POINTS: list[Point] = [{"norm": "pre"}]
 
-FIGURE = Figure(
-    name="phases",
-    title="Phases of training",
-    question="How do block norms, functional share and attention rows change while the network learns to add?",
-    configuration=PhasesConfiguration(),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=3,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 60.0,
-    remarks=(
-        "GPT-2 of one block, d = 16, Pre-LN, Adam on 64 new additions per step. Norms are exact, on 32 additions, "
-        "split at the logits. Rows are those of the six answer positions. δ is the smallest gap between the two best "
-        "scores of such a row: with the scores times β, the rows differ from one-hot by the order of e^(−βδ). If the "
-        "row with the smallest gap has little weight in the loss, the next one dominates, and the blocks fall faster."
-    ),
-)
+FIGURE = declared("phases", PhasesConfiguration(), _POINTS, measure, _verdicts, _panels)

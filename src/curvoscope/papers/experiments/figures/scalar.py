@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 from torch.func import grad, jacfwd
 
 from curvoscope.exact import ScalarAttention
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import Configuration, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.growth import log_grid
 from curvoscope.papers.experiments.panels import Guide, Panel
 from curvoscope.papers.experiments.summaries import claim, curve, power, select
@@ -17,10 +18,8 @@ _POINTS = [{"norm": norm} for norm in log_grid(0.0, 3.0, 16)]
 _LARGE = 30.0
 
 
-class ScalarConfiguration(BaseModel):
+class ScalarConfiguration(Configuration):
     """`tokens` numbers x and targets y from N(0, 1), weights of width k with <w_Q, w_K> = √k s."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: int = 12
     k: int = 16
@@ -91,17 +90,4 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-FIGURE = Figure(
-    name="scalar",
-    title="The scalar model: bulk and outliers",
-    question="How do the bulk and the outliers of the scalar model depend on the norms of w_Q and w_K?",
-    configuration=ScalarConfiguration(),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=5,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 0.05,
-    columns=2,
-)
+FIGURE = declared("scalar", ScalarConfiguration(), _POINTS, measure, _verdicts, _panels)

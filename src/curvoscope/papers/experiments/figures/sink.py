@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.exact import ScalarAttention
-from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel
+from curvoscope.papers.experiments.setting import Additions
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 from curvoscope.papers.experiments.training import checkpoints
 from curvoscope.papers.networks import GPT2
@@ -17,17 +18,13 @@ from curvoscope.papers.networks import GPT2
 _MODELS = ("scalar", "gpt2")
 
 
-class SinkConfiguration(BaseModel):
+class SinkConfiguration(Additions):
     """`biases` are added to the scores of the first key; the network is trained for `steps` without one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     biases: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     tokens: int = 12
     k: int = 16
     d: int = 16
-    sequences: int = 64
-    data_seed: int = 0
     steps: int = 200
     rate: float = 0.003
 
@@ -59,8 +56,7 @@ def _network(configuration: SinkConfiguration, seed: int) -> list[dict[str, floa
     model = GPT2(c.d, seed=seed)
     for _ in checkpoints(model, (c.steps,), c.sequences, c.rate, seed):
         model.requires_grad_(False)
-    tokens = tasks.addition(c.sequences, seed=c.data_seed)
-    inputs, targets = tokens[:, :-1], tasks.answer_targets(tokens)
+    inputs, targets = c.probe()
     layer, X, loss = model.attention(), model.attention_input(inputs), model.tail(inputs, targets)
     found = []
     for bias in c.biases:
@@ -98,18 +94,4 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-FIGURE = Figure(
-    name="sink",
-    title="Attention sinks",
-    question="Does a bias towards the first token shrink the bulk and stretch the outliers?",
-    configuration=SinkConfiguration(),
-    points=[{"model": model} for model in _MODELS],
-    seeds=20,
-    quick_seeds=5,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 3.0 if point["model"] == "gpt2" else 0.1,
-    columns=2,
-    remarks="The statement is qualitative, not a theorem: means over seeds, which differ widely.",
-)
+FIGURE = declared("sink", SinkConfiguration(), [{"model": model} for model in _MODELS], measure, _verdicts, _panels)

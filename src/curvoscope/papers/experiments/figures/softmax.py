@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, mean, select
@@ -81,17 +82,6 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-FIGURE = Figure(
-    name="softmax",
-    title="Diagonal blocks with softmax and without",
-    question="Is it the softmax that makes the diagonal blocks indefinite and of different magnitude?",
-    configuration=PaperLayer(),
-    points=[{"attention": attention} for attention in _ATTENTION],
-    seeds=20,
-    quick_seeds=10,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 0.5,
-    columns=2,
+FIGURE = declared(
+    "softmax", PaperLayer(), [{"attention": attention} for attention in _ATTENTION], measure, _verdicts, _panels
 )

@@ -6,7 +6,8 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.exact import SelfAttention
-from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.growth import log_grid
 from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Guide, Panel
@@ -69,21 +70,4 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-FIGURE = Figure(
-    name="temperature",
-    title="The query-key Hessian and the temperature of the softmax",
-    question="How do the two parts of the query-key Hessian, split at the scores, depend on the temperature?",
-    configuration=PaperLayer(),
-    points=_POINTS,
-    seeds=20,
-    quick_seeds=2,
-    measure=measure,
-    verdicts=_verdicts,
-    panels=_panels,
-    seconds=lambda point: 0.6,
-    columns=2,
-    remarks=(
-        "The powers are exact at frozen attention and limits for t → ∞ otherwise. For t → 0 both parts vanish as the "
-        "rows become one-hot."
-    ),
-)
+FIGURE = declared("temperature", PaperLayer(), _POINTS, measure, _verdicts, _panels)

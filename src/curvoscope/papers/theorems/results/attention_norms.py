@@ -1,6 +1,7 @@
 """The block paper's attention: derivatives of F, norms of the softmax, and Theorem 1."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,18 +21,7 @@ from curvoscope.papers.theorems.norm_bounds import (
     two_dominating_keys,
 )
 from curvoscope.papers.theorems.post_norm_block import attention_second_derivatives, printed_coupling
-from curvoscope.papers.theorems.registry import (
-    BLOCK_PAPER,
-    OWN,
-    REFUTED,
-    Errors,
-    excess,
-    largest,
-    misfit,
-    relative_error,
-    smallest,
-    theorem,
-)
+from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, excess, misfit, relative_error
 from curvoscope.papers.theorems.results.instances import NAMES, AttentionInstance, Draw, attention_output, layer
 
 SIZES = ((3, 4, 2, 4), (4, 3, 2, 3))
@@ -40,167 +30,137 @@ KEYS = 400
 """Keys of the counterexample with two dominating ones."""
 
 
-@theorem("Block paper, ∂F/∂W_V, ∂F/∂W_Q", BLOCK_PAPER, note="AX ⊗ I, and (I ⊗ W_Vᵀ Xᵀ) ∂A (X ⊗ X W_K)/√k")
-def attention_jacobians(seed: int) -> float:
+@BLOCK_PAPER.holds("Block paper, ∂F/∂W_V, ∂F/∂W_Q", "AX ⊗ I, and (I ⊗ W_Vᵀ Xᵀ) ∂A (X ⊗ X W_K)/√k")
+def attention_jacobians(seed: int) -> Iterator[float]:
     """As in Lemma B.1 of the paper on single layers."""
-    return largest(
+    yield from (
         relative_error(jacobians(*one.weights)[name], one.reference.jacobian[name])
         for one in _layers(seed)
         for name in ("V", "Q")
     )
 
 
-@theorem(
-    "Block paper, ∂F/∂W_K",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="needs K_{k,d}, printed K_{d,k}: the same shape, so only d ≠ k shows it",
-)
-def key_jacobian(seed: int) -> Errors:
+@BLOCK_PAPER.corrected("Block paper, ∂F/∂W_K", "needs K_{k,d}, printed K_{d,k}: the same shape, so only d ≠ k shows it")
+def key_jacobian(seed: int) -> Iterator[float]:
     """(I ⊗ W_Vᵀ Xᵀ) ∂A (X W_Q ⊗ X) K_{k,d}/√k."""
-    errors, printed = [], []
     for one in _layers(seed):
         d, k = one.W_K.shape
         found, reference = jacobians(*one.weights)["K"], one.reference.jacobian["K"]
-        errors.append(relative_error(found, reference))
-        printed.append(relative_error(found @ commutation(k, d).T @ commutation(d, k), reference))
-    return Errors(largest(errors), smallest(printed))
+        yield relative_error(found, reference)
+        yield Fails(relative_error(found @ commutation(k, d).T @ commutation(d, k), reference))
 
 
-@theorem(
+@BLOCK_PAPER.corrected(
     "Block paper, lemma on Φ",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="Φ_QQ, Φ_VQ, Φ_QK without 2/(L d), which belongs to the loss; I_d in Φ_QK, which does not fit, is I_L",
+    "Φ_QQ, Φ_VQ, Φ_QK without 2/(L d), which belongs to the loss; I_d in Φ_QK, which does not fit, is I_L",
 )
-def attention_second_derivative(seed: int) -> Errors:
+def attention_second_derivative(seed: int) -> Iterator[float]:
     """∂²F/∂W_i∂W_j; the printed factors of Φ_QK cannot even be multiplied."""
-    errors, printed = [], []
     for one in _layers(seed):
         found = attention_second_derivatives(*one.weights)
         for row, column in (("Q", "Q"), ("V", "Q"), ("Q", "K")):
             reference = _second(one, row, column)
-            errors.append(relative_error(found[row, column], reference))
-            printed.append(relative_error(2 / one.Y.numel() * found[row, column], reference))
-        printed.append(misfit(partial(printed_coupling, *one.weights)))
-    return Errors(largest(errors), smallest(printed))
+            yield relative_error(found[row, column], reference)
+            yield Fails(relative_error(2 / one.Y.numel() * found[row, column], reference))
+        yield Fails(misfit(partial(printed_coupling, *one.weights)))
 
 
-@theorem("Block paper, lemma on Φ, other blocks", OWN, note="Φ_KK, Φ_VK and, with axes exchanged, Φ_KQ, Φ_QV, Φ_KV")
-def other_second_derivatives(seed: int) -> float:
+@OWN.holds("Block paper, lemma on Φ, other blocks", "Φ_KK, Φ_VK and, with axes exchanged, Φ_KQ, Φ_QV, Φ_KV")
+def other_second_derivatives(seed: int) -> Iterator[float]:
     """The blocks that the lemma leaves out."""
     pairs = (("K", "K"), ("V", "K"), ("K", "Q"), ("Q", "V"), ("K", "V"))
-    errors = []
     for one in _layers(seed):
         found = attention_second_derivatives(*one.weights)
-        errors += [relative_error(found[pair], _second(one, *pair)) for pair in pairs]
-    return largest(errors)
+        yield from (relative_error(found[pair], _second(one, *pair)) for pair in pairs)
 
 
-@theorem(
+@BLOCK_PAPER.false(
     "Block paper, Φ under uniform attention",
-    BLOCK_PAPER,
-    verdict="false",
-    tolerance=REFUTED,
-    note="Φ_VQ = Φ_QQ = 0 only where W_Q and W_K are both 0; counterexample: W_Q = 0, any W_K",
+    "Φ_VQ = Φ_QQ = 0 only where W_Q and W_K are both 0; counterexample: W_Q = 0, any W_K",
 )
-def uniform_attention(seed: int) -> float:
+def uniform_attention(seed: int) -> Iterator[float]:
     """The largest entries of Φ_VQ and Φ_QQ, the smaller of the two, at W_Q = 0."""
-    sizes = []
     for one in _layers(seed):
         found = attention_second_derivatives(one.X, torch.zeros_like(one.W_Q), one.W_K, one.W_V)
-        sizes += [float(found[pair].abs().max()) for pair in (("V", "Q"), ("Q", "Q"))]
-    return smallest(sizes)
+        yield from (float(found[pair].abs().max()) for pair in (("V", "Q"), ("Q", "Q")))
 
 
-@theorem(
-    "Block paper, ‖∂A/∂T‖",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="≤ 1/2, attained by two equal keys; printed 1/L",
-    contrast="printed bound",
+@BLOCK_PAPER.corrected(
+    "Block paper, ‖∂A/∂T‖", "≤ 1/2, attained by two equal keys; printed 1/L", contrast="printed bound"
 )
-def softmax_slope(seed: int) -> Errors:
+def softmax_slope(seed: int) -> Iterator[float]:
     """Random rows, and the row that shares its attention between two of L keys."""
-    errors = [excess(norm(softmax_jacobian(row.expand(len(row), -1))), SOFTMAX_SLOPE) for row in _rows(seed)]
+    yield from (excess(norm(softmax_jacobian(row.expand(len(row), -1))), SOFTMAX_SLOPE) for row in _rows(seed))
     pair = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64)
     attained = norm(softmax_jacobian(pair.expand(4, 4)))
-    return Errors(largest([*errors, abs(attained - SOFTMAX_SLOPE)]), excess(attained, 1 / 4))
+    yield abs(attained - SOFTMAX_SLOPE)
+    yield Fails(excess(attained, 1 / 4))
 
 
-@theorem("Block paper, ‖A‖", BLOCK_PAPER, note="≤ L; in fact ≤ √L, attained where all queries pick one key")
-def attention_norm(seed: int) -> float:
+@BLOCK_PAPER.holds("Block paper, ‖A‖", "≤ L; in fact ≤ √L, attained where all queries pick one key")
+def attention_norm(seed: int) -> Iterator[float]:
     """Rows of A are distributions."""
     rows = _rows(seed)
     matrices = [torch.stack([row for row in rows if len(row) == L][:L]) for L in (2, 3, 5)]
     one_key = torch.zeros(5, 5, dtype=torch.float64)
     one_key[:, 0] = 1
     attained = abs(norm(one_key) / math.sqrt(5) - 1)
-    return largest([*[excess(norm(A), math.sqrt(len(A))) for A in matrices], attained])
+    yield from (excess(norm(A), math.sqrt(len(A))) for A in matrices)
+    yield attained
 
 
-@theorem("Block paper, ‖∂²A/∂T²‖ ≤ 6", BLOCK_PAPER, note="true and far off: random rows stay below √6/9 = 0.272")
-def softmax_bend(seed: int) -> float:
+@BLOCK_PAPER.holds("Block paper, ‖∂²A/∂T²‖ ≤ 6", "true and far off: random rows stay below √6/9 = 0.272")
+def softmax_bend(seed: int) -> Iterator[float]:
     """And two keys with probabilities (3 ± √3)/6 attain √6/9."""
     p = (3 - math.sqrt(3)) / 6
     attained = stacked_bend(torch.tensor([p, 1 - p], dtype=torch.float64))[0]
     found = [excess(stacked_bend(row)[0], 6.0) for row in _rows(seed)]
     below = [excess(stacked_bend(row)[0], SOFTMAX_BEND) for row in _rows(seed)]
-    return largest([*found, *below, abs(attained / SOFTMAX_BEND - 1)])
+    yield from found
+    yield from below
+    yield abs(attained / SOFTMAX_BEND - 1)
 
 
-@theorem(
+@BLOCK_PAPER.false(
     "Block paper, ‖∂²A/∂T²‖ as a maximum",
-    BLOCK_PAPER,
-    verdict="false",
-    tolerance=REFUTED,
-    note="the blocks of one row stack, so the norm is not that of the largest; counterexample: two keys, √2 times it",
+    "the blocks of one row stack, so the norm is not that of the largest; counterexample: two keys, √2 times it",
 )
-def softmax_bend_as_maximum(seed: int) -> float:
+def softmax_bend_as_maximum(seed: int) -> Iterator[float]:
     """How far the stacked norm is above the largest single block."""
-    return excess(*stacked_bend(torch.tensor([0.8, 0.2], dtype=torch.float64)))
+    yield excess(*stacked_bend(torch.tensor([0.8, 0.2], dtype=torch.float64)))
 
 
-@theorem(
+@BLOCK_PAPER.corrected(
     "Block paper, Theorem 1",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="all six blocks, 1/2 for 1/L, ‖matrix of block bounds‖; random layers and both counterexamples",
+    "all six blocks, 1/2 for 1/L, ‖matrix of block bounds‖; random layers and both counterexamples",
     contrast="printed bound at its counterexamples",
 )
-def theorem_1(seed: int) -> Errors:
+def theorem_1(seed: int) -> Iterator[float]:
     """‖H‖ of one attention layer, block by block and as a whole."""
-    errors = []
     for one in [*_scaled_layers(seed), *_counterexamples(seed)]:
         bounds, found = theorem_1_corrected(*one.weights, one.Y), loss_hessian(one)
-        errors += [excess(norm(_block(one, found, *pair)), bound) for pair, bound in bounds.items()]
-        errors.append(excess(norm(found), combined(bounds, NAMES)))
-    return Errors(largest(errors), smallest(_printed_excess(one) for one in _counterexamples(seed)))
+        yield from (excess(norm(_block(one, found, *pair)), bound) for pair, bound in bounds.items())
+        yield excess(norm(found), combined(bounds, NAMES))
+    yield from (Fails(_printed_excess(one)) for one in _counterexamples(seed))
 
 
-@theorem(
+@BLOCK_PAPER.false(
     "Block paper, Theorem 1 as printed, W_K near 0",
-    BLOCK_PAPER,
-    verdict="false",
-    tolerance=REFUTED,
-    note="M leaves out KK and VK, which grow with ‖W_Q‖; counterexample: W_K of size 1e-6, W_Q of size 1e3",
+    "M leaves out KK and VK, which grow with ‖W_Q‖; counterexample: W_K of size 1e-6, W_Q of size 1e3",
 )
-def theorem_1_without_key_blocks(seed: int) -> float:
+def theorem_1_without_key_blocks(seed: int) -> Iterator[float]:
     """How far ‖H‖ is above M."""
-    return _printed_excess(_small_keys(seed))
+    yield _printed_excess(_small_keys(seed))
 
 
-@theorem(
+@BLOCK_PAPER.false(
     "Block paper, Theorem 1 as printed, two keys",
-    BLOCK_PAPER,
-    verdict="false",
-    tolerance=REFUTED,
-    note=f"M takes 1/L for ‖∂A/∂T‖; counterexample: two dominating keys among {KEYS}",
+    f"M takes 1/L for ‖∂A/∂T‖; counterexample: two dominating keys among {KEYS}",
 )
-def theorem_1_with_two_keys(seed: int) -> float:
+def theorem_1_with_two_keys(seed: int) -> Iterator[float]:
     """How far the value-query block alone is above the whole bound M."""
     one = _two_keys()
-    return excess(norm(_block(one, loss_hessian(one), "V", "Q")), theorem_1_as_printed(*one.weights, one.Y)[0])
+    yield excess(norm(_block(one, loss_hessian(one), "V", "Q")), theorem_1_as_printed(*one.weights, one.Y)[0])
 
 
 def _layers(seed: int) -> list[AttentionInstance]:

@@ -1,6 +1,7 @@
 """The Jacobians and the two theorems: Lemma B.1, equations (19) and (21), Theorems 3.1 and 3.2."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,16 +15,7 @@ from curvoscope.papers.theorems.attention import (
 )
 from curvoscope.papers.theorems.autodiff import Parameters, differentiate, jacobian, second_derivative
 from curvoscope.papers.theorems.calculus import commutation, identity, kron, shuffle
-from curvoscope.papers.theorems.registry import (
-    OWN,
-    PAPER,
-    Errors,
-    largest,
-    relative_error,
-    relative_size,
-    smallest,
-    theorem,
-)
+from curvoscope.papers.theorems.registry import OWN, PAPER, Fails, largest, relative_error, relative_size
 from curvoscope.papers.theorems.results.instances import (
     ALL_PAIRS,
     AttentionInstance,
@@ -38,77 +30,65 @@ PRINTED_PAIRS = (("V", "V"), ("Q", "Q"), ("V", "Q"), ("Q", "K"))
 KEY_PAIRS = (("K", "K"), ("V", "K"))
 
 
-@theorem("Theorem 3.1", PAPER, note="(V,V), (Q,Q), (V,Q), (Q,K)")
-def outer_product_hessian(seed: int) -> float:
+@PAPER.holds("Theorem 3.1", "(V,V), (Q,Q), (V,Q), (Q,K)")
+def outer_product_hessian(seed: int) -> Iterator[float]:
     """H_o in Z1 and M1."""
-    return largest(_outer_errors(layer, PRINTED_PAIRS) for layer in square_layers(seed))
+    yield from (_outer_errors(layer, PRINTED_PAIRS) for layer in square_layers(seed))
 
 
-@theorem("Theorem 3.1, key blocks", OWN, note="(K,K) and (V,K), which the paper omits")
-def outer_product_hessian_of_keys(seed: int) -> float:
+@OWN.holds("Theorem 3.1, key blocks", "(K,K) and (V,K), which the paper omits")
+def outer_product_hessian_of_keys(seed: int) -> Iterator[float]:
     """The query formulas with (W_Q ⊗ I)K_{k,d} for I ⊗ W_K."""
-    return largest(_outer_errors(layer, KEY_PAIRS) for layer in square_layers(seed))
+    yield from (_outer_errors(layer, KEY_PAIRS) for layer in square_layers(seed))
 
 
-@theorem("Theorem 3.1, any value width", OWN, note="all nine pairs; L, d, k, e all different")
-def outer_product_hessian_rectangular(seed: int) -> float:
+@OWN.holds("Theorem 3.1, any value width", "all nine pairs; L, d, k, e all different")
+def outer_product_hessian_rectangular(seed: int) -> Iterator[float]:
     """The factor is 2/(L e), the identity beside M1ᵀM1 has size e."""
-    return largest(_outer_errors(layer, ALL_PAIRS) for layer in rectangular_layers(seed))
+    yield from (_outer_errors(layer, ALL_PAIRS) for layer in rectangular_layers(seed))
 
 
-@theorem(
-    "Theorem 3.1, proof",
-    PAPER,
-    verdict="holds corrected",
-    note="1/√d_K once, M_1 for T_1 (E13)",
-    contrast="third line of the proof",
-)
-def proof_of_outer_product_hessian(seed: int) -> Errors:
+@PAPER.corrected("Theorem 3.1, proof", "1/√d_K once, M_1 for T_1 (E13)", contrast="third line of the proof")
+def proof_of_outer_product_hessian(seed: int) -> Iterator[float]:
     """The third line of the derivation of (V,Q) has 1/√k twice; the statement is not affected."""
-    errors, printed = [], []
     for layer in square_layers(seed):
         X, _, W_K, W_V = layer.weights
         (L, d), k = X.shape, W_K.shape[1]
         product = kron((layer.A @ X).T, W_V.T @ X.T) @ softmax_jacobian(layer.A) @ kron(X, X @ W_K) / math.sqrt(k)
         reference = layer.reference.outer["V", "Q"]
-        errors.append(relative_error(2 / (L * d) * product, reference))
-        printed.append(relative_error(2 / (L * d * math.sqrt(k)) * product, reference))
-    return Errors(largest(errors), smallest(printed))
+        yield relative_error(2 / (L * d) * product, reference)
+        yield Fails(relative_error(2 / (L * d * math.sqrt(k)) * product, reference))
 
 
-@theorem("Theorem 3.2", PAPER, note="(V,V) zero, (Q,Q), (V,Q), (Q,K)")
-def functional_hessian(seed: int) -> float:
+@PAPER.holds("Theorem 3.2", "(V,V) zero, (Q,Q), (V,Q), (Q,K)")
+def functional_hessian(seed: int) -> Iterator[float]:
     """H_f in Z1, Z2 and the residual."""
-    return largest(_functional_errors(layer, PRINTED_PAIRS) for layer in square_layers(seed))
+    yield from (_functional_errors(layer, PRINTED_PAIRS) for layer in square_layers(seed))
 
 
-@theorem("Theorem 3.2, key blocks", OWN, note="(K,K) and (V,K), which the paper omits")
-def functional_hessian_of_keys(seed: int) -> float:
+@OWN.holds("Theorem 3.2, key blocks", "(K,K) and (V,K), which the paper omits")
+def functional_hessian_of_keys(seed: int) -> Iterator[float]:
     """The query formulas with (W_Q ⊗ I)K_{k,d} for I ⊗ W_K."""
-    return largest(_functional_errors(layer, KEY_PAIRS) for layer in square_layers(seed))
+    yield from (_functional_errors(layer, KEY_PAIRS) for layer in square_layers(seed))
 
 
-@theorem(
+@OWN.holds(
     "Theorem 3.2, any value width",
-    OWN,
-    note="all nine pairs with the shuffle (I_e ⊗ K(e,d))(vec I_e ⊗ I_d)",
+    "all nine pairs with the shuffle (I_e ⊗ K(e,d))(vec I_e ⊗ I_d)",
     contrast="with K_{e,d} of Magnus and Neudecker in the shuffle",
 )
-def functional_hessian_rectangular(seed: int) -> Errors:
+def functional_hessian_rectangular(seed: int) -> Iterator[float]:
     """The shuffle matrix of the theorem, for d_V outputs, needs the convention of Lemma B.2 when e ≠ d."""
-    errors = largest(_functional_errors(layer, ALL_PAIRS) for layer in rectangular_layers(seed))
-    shuffles = []
     for layer in rectangular_layers(seed):
+        yield _functional_errors(layer, ALL_PAIRS)
         d, e = layer.W_V.shape
         other = kron(identity(e), commutation(e, d)) @ kron(identity(e).reshape(-1, 1), identity(d))
-        shuffles.append(relative_error(other, shuffle(e, d)))
-    return Errors(errors, smallest(shuffles))
+        yield Fails(relative_error(other, shuffle(e, d)))
 
 
-@theorem("Equation (21)", PAPER, note="∂²F/∂W_Q∂W_K in two summands")
-def query_key_second_derivative(seed: int) -> float:
+@PAPER.holds("Equation (21)", "∂²F/∂W_Q∂W_K in two summands")
+def query_key_second_derivative(seed: int) -> Iterator[float]:
     """(F1 ⊗ F2ᵀ) ∂G/∂W_K + (F1 G ⊗ I) ∂F2/∂W_K with F1 = I ⊗ W_VᵀXᵀ, G = ∂A/∂T, F2 = (X ⊗ XW_K)/√k."""
-    errors = []
     for layer in square_layers(seed):
         X, W_Q, W_K, W_V = layer.weights
         (L, d), k = X.shape, W_Q.shape[1]
@@ -118,47 +98,44 @@ def query_key_second_derivative(seed: int) -> float:
         dF2 = kron(kron(X, X, identity(d)) @ shuffle(d, d), identity(k)) / math.sqrt(k)
         formula = kron(F1, F2.T) @ dG + kron(F1 @ G, identity(d * k)) @ dF2
         reference = second_derivative(layer.output_of, layer.parameters, "Q", "K")
-        errors.append(relative_error(formula, reference))
-    return largest(errors)
+        yield relative_error(formula, reference)
 
 
-@theorem("Lemma B.1", PAPER, note="∂F/∂W_V and ∂F/∂W_Q")
-def attention_jacobians(seed: int) -> float:
+@PAPER.holds("Lemma B.1", "∂F/∂W_V and ∂F/∂W_Q")
+def attention_jacobians(seed: int) -> Iterator[float]:
     """The Jacobians of self-attention."""
-    return largest(
+    yield from (
         relative_error(jacobians(*layer.weights)[name], layer.reference.jacobian[name])
         for layer in square_layers(seed)
         for name in ("V", "Q")
     )
 
 
-@theorem("Lemma B.1, key Jacobian", OWN, note="(I ⊗ W_VᵀXᵀ)(∂A/∂T)(XW_Q ⊗ X)K_{k,d}/√k; L, d, k, e all different")
-def key_jacobian(seed: int) -> float:
+@OWN.holds("Lemma B.1, key Jacobian", "(I ⊗ W_VᵀXᵀ)(∂A/∂T)(XW_Q ⊗ X)K_{k,d}/√k; L, d, k, e all different")
+def key_jacobian(seed: int) -> Iterator[float]:
     """The Jacobian that the paper leaves out, and the other two for any value width."""
-    return largest(
+    yield from (
         relative_error(jacobians(*layer.weights)[name], layer.reference.jacobian[name])
         for layer in rectangular_layers(seed)
         for name in ("V", "Q", "K")
     )
 
 
-@theorem("Equation (19)", PAPER, note="∂A/∂T = blockdiag(diag(a) − a aᵀ)")
-def row_softmax_jacobian(seed: int) -> float:
+@PAPER.holds("Equation (19)", "∂A/∂T = blockdiag(diag(a) − a aᵀ)")
+def row_softmax_jacobian(seed: int) -> Iterator[float]:
     """The Jacobian of the row-wise softmax."""
-    return largest(
+    yield from (
         relative_error(softmax_jacobian(layer.A), jacobian(layer.attention_of, layer.logits))
         for layer in square_layers(seed)
     )
 
 
-@theorem(
+@PAPER.corrected(
     "Section 3.1, value block of a full block",
-    PAPER,
-    verdict="holds corrected",
-    note="H_f(V,V) = 0 when the split is at the attention output (E12)",
+    "H_f(V,V) = 0 when the split is at the attention output (E12)",
     contrast="split at the logits behind a GELU layer",
 )
-def value_functional_block(seed: int) -> Errors:
+def value_functional_block(seed: int) -> Iterator[float]:
     """Behind a nonlinear tail the functional value block of the split at the logits is not zero."""
     draw = Draw(seed, 3, 1)
     L, d, k, hidden, classes = 5, 3, 2, 6, 7
@@ -176,10 +153,8 @@ def value_functional_block(seed: int) -> Errors:
     early = differentiate(attention, lambda output: loss(tail(output)), {"V": W_V})
     late = differentiate(lambda parameters: tail(attention(parameters)), loss, {"V": W_V})
     pair = ("V", "V")
-    return Errors(
-        holds=relative_size(early.functional[pair], early.hessian[pair]),
-        fails=relative_size(late.functional[pair], late.hessian[pair]),
-    )
+    yield relative_size(early.functional[pair], early.hessian[pair])
+    yield Fails(relative_size(late.functional[pair], late.hessian[pair]))
 
 
 def _outer_errors(layer: AttentionInstance, pairs: tuple[tuple[str, str], ...]) -> float:

@@ -1,7 +1,7 @@
 """The block paper's LayerNorm: Theorems 2 and 3, its lemma on norms, and Lemma 1 on ReLU."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -13,45 +13,29 @@ from curvoscope.papers.theorems.autodiff import jacobian
 from curvoscope.papers.theorems.calculus import RealMatrix, commutation, identity, kron
 from curvoscope.papers.theorems.norm_bounds import norm
 from curvoscope.papers.theorems.post_norm_block import relu_jacobian, row_jacobian, row_second_derivative
-from curvoscope.papers.theorems.registry import (
-    BLOCK_PAPER,
-    OWN,
-    Errors,
-    excess,
-    largest,
-    relative_error,
-    relative_size,
-    smallest,
-    theorem,
-)
+from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, excess, relative_error, relative_size
 from curvoscope.papers.theorems.results.instances import Draw
 
 SIZES = ((3, 5), (4, 3))
 """(L, d), different, so that a transposed commutation matrix shows."""
 
 
-@theorem(
-    "Block paper, Theorem 2",
-    BLOCK_PAPER,
-    note="∂LN/∂X = (P ⊗ I) G + (I ⊗ Mᵀ) ∂P/∂X",
-    contrast="without the term of the variance",
+@BLOCK_PAPER.holds(
+    "Block paper, Theorem 2", "∂LN/∂X = (P ⊗ I) G + (I ⊗ Mᵀ) ∂P/∂X", contrast="without the term of the variance"
 )
-def layer_norm_jacobian(seed: int) -> Errors:
+def layer_norm_jacobian(seed: int) -> Iterator[float]:
     """The Jacobian, and ∂P/∂X in detail."""
-    errors: list[float] = []
-    partial: list[float] = []
     for X in _inputs(seed):
         reference = jacobian(formulas.normalised, X)
-        errors.append(relative_error(formulas.jacobian(X), reference))
-        errors.append(relative_error(formulas.inverse_derivative(X), jacobian(formulas.inverse_deviations, X)))
-        partial.append(relative_error(formulas.scaling_term(X), reference))
-    return Errors(largest(errors), smallest(partial))
+        yield relative_error(formulas.jacobian(X), reference)
+        yield relative_error(formulas.inverse_derivative(X), jacobian(formulas.inverse_deviations, X))
+        yield Fails(relative_error(formulas.scaling_term(X), reference))
 
 
-@theorem("Block paper, Theorem 3, four terms", BLOCK_PAPER, note="the formula, its pieces by autodiff")
-def layer_norm_hessian_structure(seed: int) -> float:
+@BLOCK_PAPER.holds("Block paper, Theorem 3, four terms", "the formula, its pieces by autodiff")
+def layer_norm_hessian_structure(seed: int) -> Iterator[float]:
     """(I ⊗ Gᵀ) ∂(P ⊗ I) + ((I ⊗ Mᵀ) ⊗ I) ∂²P + (I ⊗ ∂Pᵀ) ∂(I ⊗ Mᵀ)."""
-    return largest(
+    yield from (
         relative_error(
             formulas.second_derivative(X, _scaling(X), _second(formulas.inverse_deviations, X), _mean(X)),
             _second(formulas.normalised, X),
@@ -60,100 +44,72 @@ def layer_norm_hessian_structure(seed: int) -> float:
     )
 
 
-@theorem(
-    "Block paper, Theorem 3",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="with the pieces below corrected; printed ∂²P/∂X² put in its place",
-)
-def layer_norm_hessian(seed: int) -> Errors:
+@BLOCK_PAPER.corrected("Block paper, Theorem 3", "with the pieces below corrected; printed ∂²P/∂X² put in its place")
+def layer_norm_hessian(seed: int) -> Iterator[float]:
     """The formula put together from closed forms only."""
-    errors: list[float] = []
-    printed: list[float] = []
     for X in _inputs(seed):
         reference, (L, d) = _second(formulas.normalised, X), X.shape
         pieces = (formulas.scaling_derivative(X), formulas.mean_derivative(X, commutation(d, L)))
-        for both, factor, into in ((True, 1 / math.sqrt(d), errors), (False, 1.0, printed)):
+        for error, both, factor in ((float, True, 1 / math.sqrt(d)), (Fails, False, 1.0)):
             d2P = formulas.inverse_second_derivative(X, both, factor)
-            into.append(relative_error(formulas.second_derivative(X, pieces[0], d2P, pieces[1]), reference))
-    return Errors(largest(errors), smallest(printed))
+            yield error(relative_error(formulas.second_derivative(X, pieces[0], d2P, pieces[1]), reference))
 
 
-@theorem(
-    "Block paper, Theorem 3, ∂(P ⊗ I)/∂X",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="(I_L ⊗ K_{d,L} ⊗ I_d)(I_L² ⊗ vec I_d) ∂P; printed with I_L and K_{L,L}",
+@BLOCK_PAPER.corrected(
+    "Block paper, Theorem 3, ∂(P ⊗ I)/∂X", "(I_L ⊗ K_{d,L} ⊗ I_d)(I_L² ⊗ vec I_d) ∂P; printed with I_L and K_{L,L}"
 )
-def scaling_piece(seed: int) -> Errors:
+def scaling_piece(seed: int) -> Iterator[float]:
     """Printed, it has the wrong shape."""
-    return Errors(
-        largest(relative_error(formulas.scaling_derivative(X), _scaling(X)) for X in _inputs(seed)),
-        smallest(relative_error(formulas.scaling_derivative_as_printed(X), _scaling(X)) for X in _inputs(seed)),
-    )
+    yield from (relative_error(formulas.scaling_derivative(X), _scaling(X)) for X in _inputs(seed))
+    yield from (Fails(relative_error(formulas.scaling_derivative_as_printed(X), _scaling(X))) for X in _inputs(seed))
 
 
-@theorem(
+@BLOCK_PAPER.holds(
     "Block paper, Theorem 3, ∂(I ⊗ Mᵀ)/∂X",
-    BLOCK_PAPER,
-    note="(I ⊗ K_{d,L} ⊗ I)(vec I ⊗ I) K_{d,L} G",
+    "(I ⊗ K_{d,L} ⊗ I)(vec I ⊗ I) K_{d,L} G",
     contrast="without the last K, as in the lemma on norms,",
 )
-def mean_piece(seed: int) -> Errors:
+def mean_piece(seed: int) -> Iterator[float]:
     """The lemma on norms leaves out a permutation, which is harmless there."""
-    errors: list[float] = []
-    shortened: list[float] = []
     for X in _inputs(seed):
         L, d = X.shape
-        for exchange, into in ((commutation(d, L), errors), (identity(L * d), shortened)):
-            into.append(relative_error(formulas.mean_derivative(X, exchange), _mean(X)))
-    return Errors(largest(errors), smallest(shortened))
+        for error, exchange in ((float, commutation(d, L)), (Fails, identity(L * d))):
+            yield error(relative_error(formulas.mean_derivative(X, exchange), _mean(X)))
 
 
-@theorem("Block paper, Theorem 3, ∂D/∂X", BLOCK_PAPER, verdict="holds corrected", note="times 1/√d")
-def deviation_piece(seed: int) -> Errors:
+@BLOCK_PAPER.corrected("Block paper, Theorem 3, ∂D/∂X", "times 1/√d")
+def deviation_piece(seed: int) -> Iterator[float]:
     """The derivative of diag(σ)."""
-    errors: list[float] = []
-    printed: list[float] = []
     for X in _inputs(seed):
         reference = jacobian(lambda values: torch.diag(formulas.deviations(values)), X)
-        for factor, into in ((1 / math.sqrt(X.shape[1]), errors), (1.0, printed)):
-            into.append(relative_error(formulas.deviation_derivative(X, factor), reference))
-    return Errors(largest(errors), smallest(printed))
+        for error, factor in ((float, 1 / math.sqrt(X.shape[1])), (Fails, 1.0)):
+            yield error(relative_error(formulas.deviation_derivative(X, factor), reference))
 
 
-@theorem(
-    "Block paper, Theorem 3, ∂²P/∂X²",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="1/√d at both summands, ∂D corrected, and ∂A2 = ∂P/√d, which is never written",
+@BLOCK_PAPER.corrected(
+    "Block paper, Theorem 3, ∂²P/∂X²", "1/√d at both summands, ∂D corrected, and ∂A2 = ∂P/√d, which is never written"
 )
-def inverse_piece(seed: int) -> Errors:
+def inverse_piece(seed: int) -> Iterator[float]:
     """The second derivative of diag(1/σ)."""
-    errors: list[float] = []
-    printed: list[float] = []
     for X in _inputs(seed):
         reference, root = _second(formulas.inverse_deviations, X), 1 / math.sqrt(X.shape[1])
-        errors.append(relative_error(formulas.inverse_second_derivative(X, True, root), reference))
-        printed.append(relative_error(formulas.inverse_second_derivative(X, False, root), reference))
-        printed.append(relative_error(formulas.inverse_second_derivative(X, False, 1.0), reference))
-    return Errors(largest(errors), smallest(printed))
+        yield relative_error(formulas.inverse_second_derivative(X, True, root), reference)
+        yield Fails(relative_error(formulas.inverse_second_derivative(X, False, root), reference))
+        yield Fails(relative_error(formulas.inverse_second_derivative(X, False, 1.0), reference))
 
 
-@theorem("Block paper, Theorem 3, symmetry", BLOCK_PAPER, note="in all three indices: a row of LN is d ∇σ")
-def layer_norm_symmetry(seed: int) -> float:
+@BLOCK_PAPER.holds("Block paper, Theorem 3, symmetry", "in all three indices: a row of LN is d ∇σ")
+def layer_norm_symmetry(seed: int) -> Iterator[float]:
     """∂²LN_a/∂x_b∂x_c does not change when a, b and c are permuted."""
-    errors = []
     for X in _inputs(seed):
         entries = _second(formulas.normalised, X).reshape(X.numel(), X.numel(), X.numel())
-        errors += [relative_error(entries.permute(order), entries) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0))]
-    return largest(errors)
+        yield from (relative_error(entries.permute(order), entries) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0)))
 
 
-@theorem("Block paper, Theorems 2 and 3, row by row", OWN, note="(C − z zᵀ/d)/σ, and C_ab z_c + … − 3 z_a z_b z_c/d")
-def row_forms(seed: int) -> float:
+@OWN.holds("Block paper, Theorems 2 and 3, row by row", "(C − z zᵀ/d)/σ, and C_ab z_c + … − 3 z_a z_b z_c/d")
+def row_forms(seed: int) -> Iterator[float]:
     """The compact forms that the other block results are checked with."""
-    return largest(
+    yield from (
         error
         for X in _inputs(seed)
         for error in (
@@ -163,48 +119,37 @@ def row_forms(seed: int) -> float:
     )
 
 
-@theorem(
+@BLOCK_PAPER.corrected(
     "Block paper, norms of LayerNorm",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="with σ_min the smallest standard deviation; printed: the smallest ‖M_i‖",
+    "with σ_min the smallest standard deviation; printed: the smallest ‖M_i‖",
     contrast="printed bound",
 )
-def layer_norm_norm_lemma(seed: int) -> Errors:
+def layer_norm_norm_lemma(seed: int) -> Iterator[float]:
     """Both bounds hold with the right σ_min; with the printed one both fail on orthonormal rows."""
-    errors: list[float] = []
-    printed: list[float] = []
     for X in _spread_inputs(seed):
         true = (norm(row_jacobian(X)), norm(row_second_derivative(X)))
         std = float(formulas.deviations(X).min())
-        errors += [excess(*pair) for pair in zip(true, formulas.norm_lemma(X, std), strict=True)]
+        yield from (excess(*pair) for pair in zip(true, formulas.norm_lemma(X, std), strict=True))
     for X in _centred_inputs(seed):
         true = (norm(row_jacobian(X)), norm(row_second_derivative(X)))
         row = float(formulas.centred(X).norm(dim=1).min())
-        printed += [excess(*pair) for pair in zip(true, formulas.norm_lemma(X, row), strict=True)]
-    return Errors(largest(errors), smallest(printed))
+        yield from (Fails(excess(*pair)) for pair in zip(true, formulas.norm_lemma(X, row), strict=True))
 
 
-@theorem("Block paper, exact norms of LayerNorm", OWN, note="1/σ_min and √(max(d − 2, 2)/d)/σ_min²")
-def layer_norm_exact_norms(seed: int) -> float:
+@OWN.holds("Block paper, exact norms of LayerNorm", "1/σ_min and √(max(d − 2, 2)/d)/σ_min²")
+def layer_norm_exact_norms(seed: int) -> Iterator[float]:
     """What replaces the lemma."""
-    errors = []
     for X in _spread_inputs(seed):
-        errors.append(abs(norm(row_jacobian(X)) / formulas.exact_jacobian_norm(X) - 1))
-        errors.append(abs(norm(row_second_derivative(X)) / formulas.exact_second_derivative_norm(X) - 1))
-    return largest(errors)
+        yield abs(norm(row_jacobian(X)) / formulas.exact_jacobian_norm(X) - 1)
+        yield abs(norm(row_second_derivative(X)) / formulas.exact_second_derivative_norm(X) - 1)
 
 
-@theorem("Block paper, Lemma 1", BLOCK_PAPER, note="∂ReLU = diag(vec 1{X > 0}), ∂²ReLU = 0, almost everywhere")
-def relu(seed: int) -> float:
+@BLOCK_PAPER.holds("Block paper, Lemma 1", "∂ReLU = diag(vec 1{X > 0}), ∂²ReLU = 0, almost everywhere")
+def relu(seed: int) -> Iterator[float]:
     """Exact at every point without zero entries."""
     X = Draw(seed, 21, 3).normal(4, 3)
-    return largest(
-        [
-            relative_error(relu_jacobian(X), jacobian(torch.relu, X)),
-            relative_size(_second(torch.relu, X), relu_jacobian(X)),
-        ]
-    )
+    yield relative_error(relu_jacobian(X), jacobian(torch.relu, X))
+    yield relative_size(_second(torch.relu, X), relu_jacobian(X))
 
 
 @lru_cache(maxsize=8)

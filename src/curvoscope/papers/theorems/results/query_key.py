@@ -1,6 +1,7 @@
 """The query-key part: Lemma 4.1, equation (22), Remark D.1, its eigenvalues, Lemma D.2."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,15 +19,7 @@ from curvoscope.papers.theorems.query_key import (
     single_matrix_block,
     single_matrix_jacobian,
 )
-from curvoscope.papers.theorems.registry import (
-    OWN,
-    PAPER,
-    Errors,
-    largest,
-    relative_error,
-    smallest,
-    theorem,
-)
+from curvoscope.papers.theorems.registry import OWN, PAPER, Fails, relative_error
 from curvoscope.papers.theorems.results.instances import (
     AttentionInstance,
     Draw,
@@ -36,23 +29,21 @@ from curvoscope.papers.theorems.results.instances import (
 )
 
 
-@theorem("Lemma 4.1", PAPER, verdict="holds corrected", note="2/(L d_V) × the printed matrix (E7)")
-def single_matrix_hessian(seed: int) -> Errors:
+@PAPER.corrected("Lemma 4.1", "2/(L d_V) × the printed matrix (E7)")
+def single_matrix_hessian(seed: int) -> Iterator[float]:
     """H(W_QK, W_QK) for T = X W_QK Xᵀ."""
-    errors, printed = [], []
     for layer in square_layers(seed) + rectangular_layers(seed):
         W_QK = _single_matrix(layer)
         reference = single_matrix_reference(layer)
         A = torch.softmax(layer.X @ W_QK @ layer.X.T, dim=-1)
-        errors.append(relative_error(single_matrix_block(layer.X, W_QK, layer.W_V, layer.Y), reference))
-        printed.append(relative_error(logit_curvature(layer.X, A, layer.W_V, layer.Y), reference))
-    return Errors(largest(errors), smallest(printed))
+        yield relative_error(single_matrix_block(layer.X, W_QK, layer.W_V, layer.Y), reference)
+        yield Fails(relative_error(logit_curvature(layer.X, A, layer.W_V, layer.Y), reference))
 
 
-@theorem("Equation (22)", PAPER, note="∂F/∂W_QK")
-def single_matrix_first_derivative(seed: int) -> float:
+@PAPER.holds("Equation (22)", "∂F/∂W_QK")
+def single_matrix_first_derivative(seed: int) -> Iterator[float]:
     """(I_L ⊗ W_Vᵀ Xᵀ)(∂A/∂T)(X ⊗ X)."""
-    return largest(
+    yield from (
         relative_error(
             single_matrix_jacobian(layer.X, _single_matrix(layer), layer.W_V),
             jacobian(partial(_single_matrix_output, layer), _single_matrix(layer)),
@@ -61,52 +52,43 @@ def single_matrix_first_derivative(seed: int) -> float:
     )
 
 
-@theorem(
+@PAPER.corrected(
     "Remark D.1",
-    PAPER,
-    verdict="holds corrected",
-    note="times 2/(L d_V), 𝒱 = [I ⊗ W_K, (W_Q ⊗ I)K], B ⊗ I above and Bᵀ ⊗ I below the diagonal (E9)",
+    "times 2/(L d_V), 𝒱 = [I ⊗ W_K, (W_Q ⊗ I)K], B ⊗ I above and Bᵀ ⊗ I below the diagonal (E9)",
     contrast="printed form, even with the factor,",
 )
-def split_at_the_logits(seed: int) -> Errors:
+def split_at_the_logits(seed: int) -> Iterator[float]:
     """T-outer and T-functional part, each against the Gauss-Newton split at T."""
-    errors, printed = [], []
     for layer in square_layers(seed):
         reference = _reference_split(layer)
         corrected = logit_split(*layer.weights, layer.Y)
         verbatim = logit_split_as_printed(*layer.weights, layer.Y)
         factor = 2 / layer.Y.numel()
         whole = assemble(layer.reference.hessian, ("Q", "K"))
-        errors += [relative_error(*parts) for parts in zip(corrected, reference, strict=True)]
-        errors.append(relative_error(corrected.outer + corrected.functional, whole))
+        yield from (relative_error(*parts) for parts in zip(corrected, reference, strict=True))
+        yield relative_error(corrected.outer + corrected.functional, whole)
         for form in (verbatim, LogitSplit(factor * verbatim.outer, factor * verbatim.functional)):
-            printed.append(relative_error(form.outer + form.functional, whole))
-    return Errors(largest(errors), smallest(printed))
+            yield Fails(relative_error(form.outer + form.functional, whole))
 
 
-@theorem("Remark D.1, any value width", OWN, note="L, d, k, e all different; B = XᵀPX with P = ∂ℓ/∂T")
-def split_at_the_logits_rectangular(seed: int) -> float:
+@OWN.holds("Remark D.1, any value width", "L, d, k, e all different; B = XᵀPX with P = ∂ℓ/∂T")
+def split_at_the_logits_rectangular(seed: int) -> Iterator[float]:
     """The corrected split for e ≠ d, and B in its cheap form."""
-    errors = []
     for layer in rectangular_layers(seed):
         split = logit_split(*layer.weights, layer.Y)
-        errors += [relative_error(*parts) for parts in zip(split, _reference_split(layer), strict=True)]
+        yield from (relative_error(*parts) for parts in zip(split, _reference_split(layer), strict=True))
         residual = layer.reference.output - layer.Y
         B = logit_coupling(residual, z1(layer.X, softmax_jacobian(layer.A)), layer.W_V)
-        errors.append(relative_error(2 / layer.Y.numel() * B, coupling(layer)))
-    return largest(errors)
+        yield relative_error(2 / layer.Y.numel() * B, coupling(layer))
 
 
-@theorem(
+@PAPER.corrected(
     "Appendix D, eigenvalue pairs",
-    PAPER,
-    verdict="holds corrected",
-    note="±2/(L d_V √d_K) σ_j(B), multiplicity d_K; “Z_1λ_i” should read ±λ_i (E9)",
+    "±2/(L d_V √d_K) σ_j(B), multiplicity d_K; “Z_1λ_i” should read ±λ_i (E9)",
     contrast="without the factor 2/(L d_V)",
 )
-def eigenvalue_pairs(seed: int) -> Errors:
+def eigenvalue_pairs(seed: int) -> Iterator[float]:
     """The T-functional part has the spectrum of [[0, B], [Bᵀ, 0]], d_K times over."""
-    errors, printed = [], []
     for layer in square_layers(seed):
         k = layer.W_Q.shape[1]
         found = torch.linalg.eigvalsh(_reference_split(layer).functional)
@@ -114,52 +96,43 @@ def eigenvalue_pairs(seed: int) -> Errors:
         B = logit_coupling(residual, z1(layer.X, softmax_jacobian(layer.A)), layer.W_V)
         values = torch.linalg.svdvals(B) / math.sqrt(k)
         pairs = torch.cat([values, -values]).repeat_interleave(k).sort().values
-        errors.append(relative_error(2 / layer.Y.numel() * pairs, found))
-        printed.append(relative_error(pairs, found))
-    return Errors(largest(errors), smallest(printed))
+        yield relative_error(2 / layer.Y.numel() * pairs, found)
+        yield Fails(relative_error(pairs, found))
 
 
-@theorem("Appendix D, norms of the T-functional part", OWN, note="‖·‖_F² = 2s²k‖B‖_F², ‖·‖₂ = s σ_max(B)")
-def functional_norms(seed: int) -> float:
+@OWN.holds("Appendix D, norms of the T-functional part", "‖·‖_F² = 2s²k‖B‖_F², ‖·‖₂ = s σ_max(B)")
+def functional_norms(seed: int) -> Iterator[float]:
     """What an SVD of the d × d matrix B says about a matrix of size 2dk."""
-    errors = []
     for layer in rectangular_layers(seed):
         part, B, k = _reference_split(layer).functional, coupling(layer), layer.W_Q.shape[1]
         frobenius, spectral = part.square().sum(), torch.linalg.matrix_norm(part, ord=2)
-        errors.append(relative_error(2 * layer.s**2 * k * B.square().sum(), frobenius))
-        errors.append(relative_error(layer.s * torch.linalg.svdvals(B)[0], spectral))
-    return largest(errors)
+        yield relative_error(2 * layer.s**2 * k * B.square().sum(), frobenius)
+        yield relative_error(layer.s * torch.linalg.svdvals(B)[0], spectral)
 
 
-@theorem("Lemma D.2", PAPER, note="excess of the rank over the bound 2d_K d_V − d_K² or d_V², relative to it")
-def outer_rank(seed: int) -> float:
+@PAPER.holds("Lemma D.2", "excess of the rank over the bound 2d_K d_V − d_K² or d_V², relative to it")
+def outer_rank(seed: int) -> Iterator[float]:
     """The T-outer part has low rank."""
-    excess = []
     for L, d, k in ((6, 3, 2), (6, 4, 3), (5, 2, 3)):
         layer = draw_layer(seed, L, d, k, d)
         bound = paper_rank_bound(d, k)
-        excess.append(max(rank(_reference_split(layer).outer) - bound, 0) / bound)
-    return largest(excess)
+        yield max(rank(_reference_split(layer).outer) - bound, 0) / bound
 
 
-@theorem(
+@PAPER.corrected(
     "Lemma D.2, proof",
-    PAPER,
-    verdict="holds corrected",
-    note="rk 𝒱 = d(rk W_Q + rk W_K) − rk W_Q rk W_K (E13)",
+    "rk 𝒱 = d(rk W_Q + rk W_K) − rk W_Q rk W_K (E13)",
     contrast="the last equality, for weights without full rank,",
 )
-def rank_of_layout(seed: int) -> Errors:
+def rank_of_layout(seed: int) -> Iterator[float]:
     """The last equality of the proof holds for weights of full rank only; as a bound it always does."""
-    errors, printed = [], []
     for number, (d, k, rank_Q, rank_K) in enumerate(((4, 3, 1, 2), (3, 4, 2, 1), (5, 2, 1, 1))):
         draw = Draw(seed, 42, number)
         W_Q = draw.normal(d, rank_Q) @ draw.normal(rank_Q, k)
         W_K = draw.normal(d, rank_K) @ draw.normal(rank_K, k)
         found = rank(_product_jacobian(W_Q, W_K))
-        errors.append(abs(d * (rank_Q + rank_K) - rank_Q * rank_K - found) / found)
-        printed.append(abs(paper_rank_bound(d, k) - found) / found)
-    return Errors(largest(errors), smallest(printed))
+        yield abs(d * (rank_Q + rank_K) - rank_Q * rank_K - found) / found
+        yield Fails(abs(paper_rank_bound(d, k) - found) / found)
 
 
 def coupling(layer: AttentionInstance) -> Tensor:

@@ -1,6 +1,7 @@
 """The block paper's Theorem 7: how much the mean loss changes with one more sample."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -9,16 +10,7 @@ from curvoscope.papers.theorems.autodiff import hessian, mean_square
 from curvoscope.papers.theorems.layer_norm import normalised
 from curvoscope.papers.theorems.norm_bounds import norm, theorem_1_as_printed
 from curvoscope.papers.theorems.post_norm_block import NAMES, PostNormBlock
-from curvoscope.papers.theorems.registry import (
-    BLOCK_PAPER,
-    OWN,
-    REFUTED,
-    Errors,
-    excess,
-    largest,
-    relative_error,
-    theorem,
-)
+from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, excess, relative_error
 from curvoscope.papers.theorems.results.instances import Draw, attention_output
 from curvoscope.papers.theorems.results.post_norm_block import draw_block
 
@@ -26,28 +18,23 @@ STEP = 1e-5
 """Length of the step away from w* in the counterexample with M of Theorem 1."""
 
 
-@theorem(
-    "Block paper, adding a sample", BLOCK_PAPER, note="L_{k+1} − L_k = (ℓ_{k+1} − L_k)/(k + 1) for any losses at any w"
-)
-def averaging(seed: int) -> float:
+@BLOCK_PAPER.holds("Block paper, adding a sample", "L_{k+1} − L_k = (ℓ_{k+1} − L_k)/(k + 1) for any losses at any w")
+def averaging(seed: int) -> Iterator[float]:
     """And with a batch of b: b/(k + b) (its mean − L_k). The 1/k rate is this arithmetic and nothing else."""
-    losses, errors = Draw(seed, 25, 1).normal(40).abs(), []
+    losses = Draw(seed, 25, 1).normal(40).abs()
     for batch in (1, 4):
         for k in range(batch, 40 - batch, batch):
             change = losses[: k + batch].mean() - losses[:k].mean()
             predicted = batch / (k + batch) * (losses[k : k + batch].mean() - losses[:k].mean())
-            errors.append(relative_error(predicted, change, losses))
-    return largest(errors)
+            yield relative_error(predicted, change, losses)
 
 
-@theorem(
+@BLOCK_PAPER.corrected(
     "Block paper, k as sequence length",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="the identity holds over tokens only under a causal mask",
+    "the identity holds over tokens only under a causal mask",
     contrast="without a mask, as in the paper,",
 )
-def averaging_over_tokens(seed: int) -> Errors:
+def averaging_over_tokens(seed: int) -> Iterator[float]:
     """Without a mask, a new token changes the losses of the others."""
     draw = Draw(seed, 25, 2)
     X, Y = draw.normal(10, 4), draw.normal(10, 4)
@@ -66,29 +53,26 @@ def averaging_over_tokens(seed: int) -> Errors:
             worst.append(float((after.mean() - before.mean() - (after[-1] - before.mean()) / (n + 1)).abs()))
         return max(worst) / float(losses(10, causal).mean())
 
-    return Errors(error(True), error(False))
+    yield error(True)
+    yield Fails(error(False))
 
 
-@theorem(
-    "Block paper, Assumption 1", OWN, note="for two k in a row it forces ∇ℓ_{k+1}(w*) = (k + 1)∇L_{k+1} − k ∇L_k = 0"
-)
-def assumption_1(seed: int) -> float:
+@OWN.holds("Block paper, Assumption 1", "for two k in a row it forces ∇ℓ_{k+1}(w*) = (k + 1)∇L_{k+1} − k ∇L_k = 0")
+def assumption_1(seed: int) -> Iterator[float]:
     """A point that is stationary for every L_k is stationary for every sample: interpolation."""
     gradients = Draw(seed, 25, 3).normal(12, 5)
     means = [gradients[:k].mean(0) for k in range(1, 13)]
-    return largest(relative_error((k + 1) * means[k] - k * means[k - 1], gradients[k], gradients) for k in range(1, 12))
+    yield from (relative_error((k + 1) * means[k] - k * means[k - 1], gradients[k], gradients) for k in range(1, 12))
 
 
-@theorem(
+@BLOCK_PAPER.corrected(
     "Block paper, Theorem 7",
-    BLOCK_PAPER,
-    verdict="holds corrected",
-    note="(2B + M‖w − w*‖²)/(k + 1) if every ℓ_i ≥ 0 is M-smooth everywhere; stationarity is not needed",
+    "(2B + M‖w − w*‖²)/(k + 1) if every ℓ_i ≥ 0 is M-smooth everywhere; stationarity is not needed",
     contrast="printed, M of Theorem 1 at w*,",
 )
-def theorem_7(seed: int) -> Errors:
+def theorem_7(seed: int) -> Iterator[float]:
     """Logistic and square losses at a w* that is not stationary, and the case of equality ℓ = ½(w − a)²."""
-    errors, draw = [], Draw(seed, 25, 4)
+    draw = Draw(seed, 25, 4)
     for _ in range(20):
         radius = 10 ** float(draw.normal(1))
         X, y, start = 3 * draw.normal(20, 3), draw.normal(20).sign(), draw.normal(3)
@@ -96,22 +80,19 @@ def theorem_7(seed: int) -> Errors:
         logistic = [torch.nn.functional.softplus(-y * (X @ w)) for w in (start, moved)]
         square = [0.5 * (w - X).square().sum(1) for w in (start, moved)]
         distance = float((moved - start).square().sum())
-        errors.append(_change_excess(logistic[0], logistic[1], float(X.square().sum(1).max()) / 4 * distance))
-        errors.append(_change_excess(square[0], square[1], distance))
+        yield _change_excess(logistic[0], logistic[1], float(X.square().sum(1).max()) / 4 * distance)
+        yield _change_excess(square[0], square[1], distance)
     a = 1.7
     largest_loss, B = 0.5 * (2 * a) ** 2, 0.5 * a**2
-    errors.append(abs(largest_loss / (2 * B + a**2) - 1))
-    return Errors(largest(errors), _interpolation_excess(seed))
+    yield abs(largest_loss / (2 * B + a**2) - 1)
+    yield Fails(_interpolation_excess(seed))
 
 
-@theorem(
+@BLOCK_PAPER.false(
     "Block paper, Theorem 7 as printed, zero Hessian",
-    BLOCK_PAPER,
-    verdict="false",
-    tolerance=REFUTED,
-    note="M = ‖H(w*)‖ does not see beyond w*; counterexample: centred tokens, all weights and targets 0",
+    "M = ‖H(w*)‖ does not see beyond w*; counterexample: centred tokens, all weights and targets 0",
 )
-def theorem_7_zero_hessian(seed: int) -> float:
+def theorem_7_zero_hessian(seed: int) -> Iterator[float]:
     """ℓ, ∇ℓ and ∇²ℓ vanish at w* = 0, so the right side is 0; the loss at w ≠ w* is not: (left − right)/left."""
     draw = Draw(seed, 25, 5)
     X = draw.normal(3, 4)
@@ -125,33 +106,27 @@ def theorem_7_zero_hessian(seed: int) -> float:
 
     right = norm(hessian(loss, torch.zeros_like(moved))) * float(moved.square().sum())
     left = float(loss(moved))
-    return (left - right) / left
+    yield (left - right) / left
 
 
-@theorem(
+@BLOCK_PAPER.false(
     "Block paper, Theorem 7 as printed, M of Theorem 1",
-    BLOCK_PAPER,
-    verdict="false",
-    tolerance=REFUTED,
-    note=f"counterexample: interpolated sample, W_K = 0, W_Q of size 1e3, W_K moved by {STEP:g}, other samples zero",
+    f"counterexample: interpolated sample, W_K = 0, W_Q of size 1e3, W_K moved by {STEP:g}, other samples zero",
 )
-def theorem_7_interpolation(seed: int) -> float:
+def theorem_7_interpolation(seed: int) -> Iterator[float]:
     """Every hypothesis is met; how far (k + 1)|L_{k+1} − L_k| is above M‖w − w*‖²."""
-    return _interpolation_excess(seed)
+    yield _interpolation_excess(seed)
 
 
-@theorem(
-    "Block paper, loss of a post-norm block", OWN, note="ℓ(w) ≤ (1 + ‖target‖_F/√(L d))² for every w: no Hessian needed"
-)
-def bounded_loss(seed: int) -> float:
+@OWN.holds("Block paper, loss of a post-norm block", "ℓ(w) ≤ (1 + ‖target‖_F/√(L d))² for every w: no Hessian needed")
+def bounded_loss(seed: int) -> Iterator[float]:
     """‖Z‖_F = √(L d) whatever the weights."""
-    block, draw, errors = draw_block(seed, 3, 4, 2, 5), Draw(seed, 25, 6), []
+    block, draw = draw_block(seed, 3, 4, 2, 5), Draw(seed, 25, 6)
     bound = (1 + float(block.target.norm()) / math.sqrt(block.X.numel())) ** 2
     for scale in (0.1, 1.0, 10.0, 100.0):
         weights = {name: scale * draw.normal(*block.weights[name].shape) for name in NAMES}
         moved = PostNormBlock(block.X, weights, block.target)
-        errors.append(excess(float(mean_square(block.target)(normalised(moved.S))), bound))
-    return largest(errors)
+        yield excess(float(mean_square(block.target)(normalised(moved.S))), bound)
 
 
 def _change_excess(start: Tensor, moved: Tensor, growth: float) -> float:

@@ -1,29 +1,22 @@
 """Dependence on the weights and on the temperature: Sections 3.3 and 4.3, the weight table of the slides."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from curvoscope.papers.theorems.calculus import RealMatrix, assemble
 from curvoscope.papers.theorems.growth import DEGREES, Scales, norm, slope
-from curvoscope.papers.theorems.registry import (
-    PAPER,
-    SLIDES,
-    Errors,
-    largest,
-    relative_error,
-    theorem,
-)
+from curvoscope.papers.theorems.registry import PAPER, SLIDES, Fails, relative_error
 from curvoscope.papers.theorems.results.growth import SLOPE
 from curvoscope.papers.theorems.results.instances import AttentionInstance, draw_layer, rectangular_layers
 
 
-@theorem("Section 3.3, weights", PAPER, note="W_K → tW_K, W_Q → W_Q/t leaves A and F alone")
-def gauge_degrees(seed: int) -> float:
+@PAPER.holds("Section 3.3, weights", "W_K → tW_K, W_Q → W_Q/t leaves A and F alone")
+def gauge_degrees(seed: int) -> Iterator[float]:
     """The exponents of W_Q and W_K differ by what the text says, for both parts of every block."""
     t = 1.7
-    errors = []
     for layer in rectangular_layers(seed):
         before, after = layer.reference, layer.scaled(Scales(Q=1 / t, K=t)).reference
         for blocks, moved, part in (
@@ -33,14 +26,13 @@ def gauge_degrees(seed: int) -> float:
             for key, degrees in DEGREES.items():
                 if key[0] == part:
                     pair = (key[1], key[2])
-                    errors.append(relative_error(moved[pair], t ** (degrees.K - degrees.Q) * blocks[pair]))
-    return largest(errors)
+                    yield relative_error(moved[pair], t ** (degrees.K - degrees.Q) * blocks[pair])
 
 
-@theorem("Slides, weight table", SLIDES, note="every exponent of W_Q, W_K and W_V, exact at fixed A and G")
-def weight_degrees(seed: int) -> float:
+@SLIDES.holds("Slides, weight table", "every exponent of W_Q, W_K and W_V, exact at fixed A and G")
+def weight_degrees(seed: int) -> Iterator[float]:
     """Scale one weight at a time; s takes up what would move A, and its own exponent is known."""
-    return largest(
+    yield from (
         layer.degree_error(scales, part)
         for layer in rectangular_layers(seed)
         for scales in (Scales(Q=1.7), Scales(K=0.4), Scales(V=2.3))
@@ -48,50 +40,46 @@ def weight_degrees(seed: int) -> float:
     )
 
 
-@theorem(
+@PAPER.corrected(
     "Section 4.3, temperature",
-    PAPER,
-    verdict="holds corrected",
-    note="1/t² and 1/t are exact at fixed A (E8)",
+    "1/t² and 1/t are exact at fixed A (E8)",
     contrast="1/t² for the T-outer part at t = 1.5",
+    somewhere=True,
 )
-def temperature_at_fixed_attention(seed: int) -> Errors:
+def temperature_at_fixed_attention(seed: int) -> Iterator[float]:
     """With W_Q → tW_Q, which keeps A, every block has the power of its explicit factors."""
     t = 1.5
-    errors, printed = [], []
     for layer in rectangular_layers(seed):
         warm = layer.scaled(Scales(Q=t))  # its s is s/t
         plain, scaled = layer.logit_reference, warm.logit_reference
         # The blocks of the T-outer part carry W_Q 0, 1 and 2 times besides the 1/t² of s².
         for pair, queries in ((("Q", "Q"), 0), (("Q", "K"), 1), (("K", "K"), 2)):
-            errors.append(relative_error(scaled.outer[pair], t ** (queries - 2) * plain.outer[pair]))
-        errors.append(relative_error(scaled.functional["Q", "K"], plain.functional["Q", "K"] / t))
+            yield relative_error(scaled.outer[pair], t ** (queries - 2) * plain.outer[pair])
+        yield relative_error(scaled.functional["Q", "K"], plain.functional["Q", "K"] / t)
         outer, _ = _logit_parts(layer, 1.0)
         moved, _ = _logit_parts(layer, t)
-        printed.append(relative_error(moved, outer / t**2))
-    return Errors(largest(errors), largest(printed))
+        yield Fails(relative_error(moved, outer / t**2))
 
 
-@theorem("Section 4.3, high temperature", PAPER, tolerance=SLOPE, note="slopes −2 and −1 for t → ∞")
-def high_temperature(seed: int) -> float:
+@PAPER.holds("Section 4.3, high temperature", "slopes −2 and −1 for t → ∞", tolerance=SLOPE)
+def high_temperature(seed: int) -> Iterator[float]:
     """For t → ∞ the T-functional part dominates: A tends to a constant, the powers are slopes."""
     layer = draw_layer(seed, 5, 4, 3, 4)
     temperatures = (1e4, 2e4, 4e4)
     outer, functional = (
         slope(temperatures, [norm(_logit_parts(layer, t)[part]) for t in temperatures]) for part in (0, 1)
     )
-    return largest([abs(outer + 2) / 2, abs(functional + 1)])
+    yield abs(outer + 2) / 2
+    yield abs(functional + 1)
 
 
-@theorem(
+@PAPER.corrected(
     "Section 4.3, low temperature",
-    PAPER,
-    verdict="holds corrected",
+    "for t → 0 the ratio T-outer/T-functional grows like 1/t, while both parts vanish (E8)",
     tolerance=SLOPE,
-    note="for t → 0 the ratio T-outer/T-functional grows like 1/t, while both parts vanish (E8)",
     contrast="1/t² for the T-outer part at small t",
 )
-def low_temperature(seed: int) -> Errors:
+def low_temperature(seed: int) -> Iterator[float]:
     """The softmax becomes one-hot: both parts go to zero exponentially, their ratio grows like 1/t."""
     # Two tokens, the first sees only itself: one row has a choice, and its gap sets the temperature. The second
     # probability goes from e⁻²⁰ to e⁻¹⁰, below which rounding would take over.
@@ -102,7 +90,8 @@ def low_temperature(seed: int) -> Errors:
     sizes = [[norm(part) for part in _logit_parts(layer, t)] for t in temperatures]
     ratio = slope(temperatures, [outer / functional for outer, functional in sizes])
     outer = slope(temperatures, [outer for outer, _ in sizes])
-    return Errors(abs(ratio + 1), abs(outer + 2) / 2)
+    yield abs(ratio + 1)
+    yield Fails(abs(outer + 2) / 2)
 
 
 def _logit_parts(layer: AttentionInstance, t: float) -> tuple[RealMatrix, RealMatrix]:
