@@ -1,5 +1,6 @@
 """`curvoscope analyze` of a large model: the Gauss-Newton part of all blocks by a sweep, shown as it is found."""
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from curvoscope import commands
 from curvoscope.blocks import Blocks, layer_and_role
@@ -28,7 +27,7 @@ from curvoscope.report import answers, model_tables
 from curvoscope.report.sweep_figures import depth_profile, head_map, norm_map
 from curvoscope.sweep import Sweep, sweep
 
-_SAMPLES = "samples.safetensors"
+_SAMPLES = "samples.pt"
 _ROWS = 1  # sequences of a micro-batch: each sample passes through one
 _PRODUCTS = 16  # for the largest eigenvalue of the whole Hessian
 
@@ -122,25 +121,23 @@ class _Kept:
     def _read(self) -> Sweep | None:
         if not self._path.exists():
             return None
-        chunks: dict[int, dict[str, Tensor]] = {}
-        about = None
-        for key, tensor in load_file(self._path).items():
-            if key == "seed":
-                about = int(tensor)
-                continue
-            number, _, name = key.partition(" ")
-            chunks.setdefault(int(number), {})[name] = tensor
-        found = Sweep(self._blocks, [chunks[i] for i in sorted(chunks)], math.nan)
-        same = about == self._seed and set(self._blocks.per_head()) == set(chunks.get(0, {}))
-        self._chunks = len(chunks) if same else 0
-        return found if same and chunks else None
+        try:
+            held = torch.load(self._path, weights_only=True)
+            seed, chunks = held["seed"], held["chunks"]
+        except Exception:  # torch raises a dozen kinds for a file that is not whole; then there is nothing to continue
+            return None
+        if seed != self._seed or not chunks or set(self._blocks.per_head()) != set(chunks[0]):
+            return None
+        self._chunks = len(chunks)
+        return Sweep(self._blocks, chunks, math.nan)
 
     def keep(self, so_far: Sweep) -> Sweep:
         """Write the chunks that are complete."""
         complete = so_far.chunks[:-1]
         if len(complete) > self._chunks:
-            tensors = {f"{i} {name}": K.contiguous() for i, chunk in enumerate(complete) for name, K in chunk.items()}
-            save_file(tensors | {"seed": torch.tensor(self._seed)}, self._path)
+            held = io.BytesIO()
+            torch.save({"seed": self._seed, "chunks": [dict(chunk) for chunk in complete]}, held)
+            commands.write(self._path, held.getvalue())
             self._chunks = len(complete)
         return so_far
 
@@ -157,7 +154,7 @@ def _largest(subject: Subject, request: Request) -> Estimate:
 
 def _heads(found: Sweep) -> list[tuple[str, str]]:
     """The heads of all blocks, with their blocks."""
-    return [(name, head) for name in found.names for head in found.heads(name)]
+    return [(name, head) for name in found.names if len(found.heads(name)) > 1 for head in found.heads(name)]
 
 
 def _draw(found: Sweep) -> dict[str, bytes]:

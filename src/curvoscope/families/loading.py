@@ -1,5 +1,6 @@
 """Models from a local Hugging Face folder: its weights and nothing else, no code of the folder's and no network."""
 
+import importlib.util
 import json
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch import nn
 from curvoscope import checks
 from curvoscope.errors import CurvoscopeError
 
+GGUF = ".gguf"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_SHARDS = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -88,7 +90,8 @@ class Loaded:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
-    """The model in the folder `path`: config.json and safetensors, in one file or in several with an index.
+    """The model in the folder `path`: config.json and safetensors, in one file or in several with an index. A
+    file `path` is a model in the format GGUF, whose weights are made floating point again.
 
     A folder without safetensors may have pickled weights (pytorch_model.bin); these are read with
     `torch.load(weights_only=True)`, which makes tensors and runs nothing.
@@ -97,6 +100,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
         path: the folder.
         dtype: of the weights, whatever the files have.
     """
+    if path.is_file() and path.suffix == GGUF:
+        return _load_gguf(path, dtype)
     if not path.is_dir():
         raise NotAModelError("model", f"{path} is not a folder; expected one with config.json and {SINGLE}")
     configuration = read_configuration(path)
@@ -242,6 +247,21 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
                 "model", f"{path} {what} {_some(keys)}: they would be random in {type(model).__name__}"
             )
     return Loaded(model.eval(), kind, tuple(sorted(found.get("unexpected_keys", ()))))
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> Loaded:
+    """A causal language model from one file."""
+    package = transformers()
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingPackageError("model", f'to read {path.name} install gguf: pip install "curvoscope[gguf]"')
+    with quiet(package):
+        try:
+            model = package.AutoModelForCausalLM.from_pretrained(  # nosec B615
+                path.parent, gguf_file=path.name, dtype=dtype, local_files_only=True, attn_implementation="sdpa"
+            )
+        except Exception as error:  # whatever transformers does not like
+            raise LoadingError("model", f"{path}: {_one_line(error)}") from error
+    return Loaded(model.eval(), "causal")
 
 
 def _class(package: Any, path: Path, config: Any) -> tuple[str, Any]:

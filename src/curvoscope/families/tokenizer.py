@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from curvoscope.families.loading import CorruptFileError, RemoteCodeError, quiet, transformers
+from curvoscope.families.loading import GGUF, CorruptFileError, RemoteCodeError, quiet, transformers
 
 _TABLES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -24,7 +24,9 @@ class FolderTokenizer:
 
 
 def tokenizer(path: Path) -> FolderTokenizer | None:
-    """The tokenizer in the folder, None if it has none."""
+    """The tokenizer in the folder, or in the GGUF file; None if it has none."""
+    if path.suffix == GGUF and path.is_file():
+        return _read(path.parent, gguf_file=path.name)
     if not any((path / name).is_file() for name in _TABLES):
         return None
     settings = path / "tokenizer_config.json"
@@ -35,10 +37,16 @@ def tokenizer(path: Path) -> FolderTokenizer | None:
             raise CorruptFileError("model", f"{settings} is not JSON: {error}") from error
         if isinstance(found, dict) and found.get("auto_map"):
             raise RemoteCodeError("model", f"{settings} requires custom code (auto_map), which is never run")
+    return _read(path)
+
+
+def _read(path: Path, **options: str) -> FolderTokenizer:
     package = transformers()
     with quiet(package):
         try:
-            inner = package.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            inner = package.AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, **options
+            )
         except Exception as error:  # whatever transformers does not like
             reason = " ".join(str(error).split())
             raise CorruptFileError("model", f"the tokenizer in {path} cannot be read: {reason}") from error

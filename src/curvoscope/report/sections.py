@@ -126,7 +126,7 @@ def _swept(found: SweepDocument, figures: FigureSource) -> Iterator[Section]:
         bounds = (one.largest_eigenvalue.lower, one.largest_eigenvalue.upper)
         return (Cell(one.head or one.block), *(cells.estimated(number, 0.0) for number in (*numbers, *bounds)))
 
-    columns = ("block", "‖H‖F", "trace", "effective rank", "λ max above", "λ max below")
+    columns = ("block", "‖H‖F", "trace", "effective rank", "λ max, lower bound", "λ max, upper bound")
     caption = f"Gauss-Newton part of the blocks, from {found.samples} samples: ± standard error in percent"
     table = Table(caption, columns, 1, [line(one) for one in found.rows])
     yield Section("Blocks", tables=[table], figures=figures("sweep_pairs", "sweep_depth"))

@@ -7,7 +7,7 @@ import numpy as np
 
 from curvoscope.blocks import layer_and_role
 from curvoscope.report.block_figures import short
-from curvoscope.report.figures import plain
+from curvoscope.report.style import plain
 from curvoscope.sweep import Sweep
 
 if TYPE_CHECKING:
