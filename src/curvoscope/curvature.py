@@ -92,7 +92,7 @@ class ModelHessian(BlockHessian):
 
     def _planned(self, name: str, part: str) -> PlannedBlock:
         block = self._blocks[name]
-        choice = Choice(False, self._why) if self._closed is None else self._closed.planned(block)
+        choice = Choice(False, self._why) if self._closed is None else self._closed.planned(block, part)
         if choice.exact:
             return PlannedBlock(name, part, "exact", choice.reason, choice.products, choice.bytes)
         products = min(block.size, DEFAULT_MATVECS)
@@ -114,7 +114,7 @@ class ModelHessian(BlockHessian):
         checks.choice("part", part, PARTS)
         if name not in self._blocks:
             raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
-        exact = self._closed is not None and self._closed.reason(self._blocks[name]) is None
+        exact = self._closed is not None and self._closed.reason(self._blocks[name], part) is None
         return "exact" if exact else self._engine.method
 
     @property
