@@ -116,7 +116,7 @@ def test_several_batches_add_up_with_their_weights(without_curvature):
 
 class TestPasses:
     def test_one_backward_pass_serves_all_layers(self, without_curvature):
-        """For each batch one forward pass at the weights and one at shaken ones, and one backward pass from the loss."""
+        """For each batch a forward pass at the weights and one at shaken ones, and one backward pass from the loss."""
         model, forward, backward = GPT(3), [], []
         H = hessian(model, CrossEntropy(), [tokens(), tokens(3)], split="layer")
         model.register_forward_hook(lambda *_: forward.append(1))
