@@ -106,7 +106,7 @@ class ModelHessian(BlockHessian):
 
         Args:
             name: of the block.
-            part: "outer", "functional" or "total"; all are computed alike.
+            part: "outer", "functional" or "total".
 
         Returns:
             The method.
@@ -163,10 +163,11 @@ def hessian(
         blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
             which attention and feed-forward layers of the known families have; an error for any other block. "auto":
-            in closed form if there is one and the loss Hessian at the layer's output takes few products. `H.plan` says
-            which block gets what.
+            in closed form if there is one, and if the loss Hessian at the layer's output costs less than the products
+            it saves; a part that needs none is always in closed form. `H.plan` says which block and part gets what.
         split: where outer | functional is cut: at the "model"'s output (Gauss-Newton), or at the output of the "layer"
-            that each block belongs to. There the parts exist within one layer only.
+            that each block belongs to. There the parts exist within one layer only, and the functional part needs the
+            gradient at the layer's output alone.
         micro_batch: rows at a time; None: a batch at a time.
         device: where to compute; None: where the model is.
         memory_limit: bytes for the graphs kept between products; what does not fit is computed anew in each product.
