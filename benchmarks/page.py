@@ -26,10 +26,10 @@ _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N 
 closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
 and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The
 peak is that of the whole process."""
-_FUNCTIONAL = """The functional part of every attention and feed-forward block of GPT-2 small (124 million parameters, random
-weights, one sequence), exact, with `split="layer"`, in float32 with two threads. Times are in gradients of the same model,
-whose seconds are in the first column. *Passes*: the gradient at all layers, and the proof that the layers are rebuilt. The
-last row compares products and entries of diagonals with autodiff in float64."""
+_FUNCTIONAL = """The functional part of every attention and feed-forward block of GPT-2 small (124 million parameters,
+random weights, one sequence), exact, with `split="layer"`, in float32 with two threads. Times are in gradients of the
+same model, whose seconds are in the second column. *Passes*: the gradient at all layers, and the proof that the layers
+are rebuilt. The last row compares products and entries of diagonals with autodiff in float64."""
 _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
 products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
 differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
