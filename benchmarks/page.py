@@ -26,6 +26,10 @@ _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N 
 closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
 and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The
 peak is that of the whole process."""
+_FUNCTIONAL = """The functional part of every attention and feed-forward block of GPT-2 small (124 million parameters,
+random weights, one sequence), exact, with `split="layer"`, in float32 with two threads. Times are in gradients of the
+same model, whose seconds are in the second column. *Passes*: the gradient at all layers, and the proof that the layers
+are rebuilt. The last row compares products and entries of diagonals with autodiff in float64."""
 _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
 products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
 differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
@@ -55,10 +59,12 @@ class Section(NamedTuple):
 
 _AGAINST = ("task", "compared with", "ours")
 _BY = ("product", "by", "gradients per vector", "memory, GiB", "ours compared")
+_PARTS = ("size", "gradient, s", "passes", "norms", "traces", "diagonals", "a product each", "peak, GiB")
 _LAYER = ("size", "product, s", "traces", "norms", "traces per head", "norms per head", "norm of K", "peak, GiB")
 SECTIONS = (
     Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms),
     Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer),
+    Section("Functional parts of a whole GPT-2", _FUNCTIONAL, _PARTS, tables.functional),
     *(
         Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind))
         for i, (kind, name) in enumerate(MODELS.items())

@@ -69,6 +69,18 @@ def one_layer(found: dict[str, Any]) -> Iterator[Row]:
         yield size.replace("=", " = "), f"{unit:.2g}", *cells, f"{layer['peak_gib']:.3g}"
 
 
+def functional(found: dict[str, Any]) -> Iterator[Row]:
+    """Exact functional parts of all layers of GPT-2 small, in gradients, and their errors."""
+    one = found.get("functional", {})
+    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
+    for length, row in one.get("lengths", {}).items():
+        cells = (f"{gradients:.2g}" for gradients in row["gradients"].values())
+        yield f"L = {length}{apart}", f"{row['gradient_seconds']:.2g}", *cells, f"{row['peak_gib']:.3g}"
+    if errors := one.get("against products"):
+        worst = _bold(f"{errors['largest_error']:.1e}", errors["largest_error"] > errors["aim"])
+        yield f"largest relative error, L = {errors['length']}", worst, *[""] * 5, f"{errors['peak_gib']:.3g}"
+
+
 def products(found: dict[str, Any], kind: str) -> Iterator[Row]:
     """One model: each of our products, and the same product by the peers below it."""
     one, limits = (found.get("matrix_free", {}).get(key, {}) for key in (kind, "limits_gradients_a_vector"))

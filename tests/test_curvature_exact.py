@@ -310,23 +310,25 @@ class TestAnswers:
 
 
 class TestFallingBack:
-    def test_too_many_products(self, monkeypatch):
+    def test_more_products_than_it_saves(self, monkeypatch):
         model = GPT(2)  # S couples the 5 tokens behind h.0.attn, h.0.mlp; width 4
-        for limit, exact in ((3, 0), (4, 2), (19, 2), (20, 4)):
-            monkeypatch.setattr(closed_forms, "_MOST_PRODUCTS", limit)
+        for saved, exact in ((0, 0), (1, 3), (64, 4)):
+            monkeypatch.setattr("curvoscope.closed.layers.DEFAULT_MATVECS", saved)
             H = hessian(model, CrossEntropy(), [tokens()])
             assert (
                 sum(H.method_of(f"h.{i}.{name}") == "exact" for i in (0, 1) for name in ("attn.Q", "mlp.up")) == exact
             )
-        monkeypatch.setattr(closed_forms, "_MOST_PRODUCTS", 3)
+        monkeypatch.setattr("curvoscope.closed.layers.DEFAULT_MATVECS", 0)
         H = hessian(model, CrossEntropy(), [tokens()], _attention(model), method="exact")
         assert H.method_of("h.0.attn.Q") == "exact"  # where it is asked for there is no limit
 
-    def test_a_loss_that_mixes_counts(self, monkeypatch):
-        monkeypatch.setattr(closed_forms, "_MOST_PRODUCTS", 4)
+    def test_a_loss_that_mixes_counts(self):
+        """20 tokens of width 4 are coupled, which is seen on the way; a bias of 4 entries saves 16 products."""
         mixing = MeanLoss(lambda logits, targets: logits.mean().square(), lambda outputs, targets: 1)
-        assert hessian(GPT(), mixing, [tokens()]).method_of("h.0.attn.Q") == "autodiff"
-        assert hessian(GPT(), CrossEntropy(), [tokens()]).method_of("h.0.attn.Q") == "exact"
+        model = GPT()
+        blocks = blocks_of(model).select("h.0.attn.b_V")
+        assert hessian(model, mixing, [tokens()], blocks).method_of("h.0.attn.b_V") == "autodiff"
+        assert hessian(model, CrossEntropy(), [tokens()], blocks).method_of("h.0.attn.b_V") == "exact"
 
     def test_memory(self, monkeypatch):
         model = GPT(2)

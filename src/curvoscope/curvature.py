@@ -92,7 +92,7 @@ class ModelHessian(BlockHessian):
 
     def _planned(self, name: str, part: str) -> PlannedBlock:
         block = self._blocks[name]
-        choice = Choice(False, self._why) if self._closed is None else self._closed.planned(block)
+        choice = Choice(False, self._why) if self._closed is None else self._closed.planned(block, part)
         if choice.exact:
             return PlannedBlock(name, part, "exact", choice.reason, choice.products, choice.bytes)
         products = min(block.size, DEFAULT_MATVECS)
@@ -106,7 +106,7 @@ class ModelHessian(BlockHessian):
 
         Args:
             name: of the block.
-            part: "outer", "functional" or "total"; all are computed alike.
+            part: "outer", "functional" or "total".
 
         Returns:
             The method.
@@ -114,7 +114,7 @@ class ModelHessian(BlockHessian):
         checks.choice("part", part, PARTS)
         if name not in self._blocks:
             raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
-        exact = self._closed is not None and self._closed.reason(self._blocks[name]) is None
+        exact = self._closed is not None and self._closed.reason(self._blocks[name], part) is None
         return "exact" if exact else self._engine.method
 
     @property
@@ -163,10 +163,11 @@ def hessian(
         blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
             which attention and feed-forward layers of the known families have; an error for any other block. "auto":
-            in closed form if there is one and the loss Hessian at the layer's output takes few products. `H.plan` says
-            which block gets what.
+            in closed form if there is one, and if the loss Hessian at the layer's output costs less than the products
+            it saves; a part that needs none is always in closed form. `H.plan` says which block and part gets what.
         split: where outer | functional is cut: at the "model"'s output (Gauss-Newton), or at the output of the "layer"
-            that each block belongs to. There the parts exist within one layer only.
+            that each block belongs to. There the parts exist within one layer only, and the functional part needs the
+            gradient at the layer's output alone.
         micro_batch: rows at a time; None: a batch at a time.
         device: where to compute; None: where the model is.
         memory_limit: bytes for the graphs kept between products; what does not fit is computed anew in each product.

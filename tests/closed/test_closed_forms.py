@@ -28,9 +28,9 @@ SITES = {  # of layer 1: input, output of attention; input, output of the feed-f
 
 def _run(model, layer, inputs, weights=None):
     """The record of a layer while the model runs, at other weights if given."""
-    with torch.no_grad(), LayerRecorder(model, layer) as record:
+    with torch.no_grad(), LayerRecorder(model, layer) as recorder:
         model(*inputs) if weights is None else torch.func.functional_call(model, weights, inputs)
-    return record
+    return recorder.record
 
 
 @pytest.mark.parametrize("case", SITES)

@@ -10,7 +10,6 @@ from torch import nn
 import curvoscope
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.autodiff.matrix import AutodiffBlock
-from curvoscope.closed import closed_forms
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import BlockNameError, RangeError
 from family_cases import CASES
@@ -103,11 +102,11 @@ class TestPlan:
         assert norm.bytes == 2 * H._engine.survey.written
 
     def test_why_there_is_no_closed_form(self, monkeypatch):
-        monkeypatch.setattr(closed_forms, "_MOST_PRODUCTS", 19)
         model = GPT(2)
-        H = hessian(model, CrossEntropy(), [tokens()])
-        assert "takes 20 products or more, the limit is 19" in H.plan["h.0.attn.Q", "total"].reason
-        assert H.plan["h.1.attn.Q", "total"].method == "exact"
+        H = hessian(model, CrossEntropy(), [tokens()], blocks_of(model).select("*.attn.b_V"))
+        said = "takes 20 products, and with it a closed form costs more than the 16 products that it saves"
+        assert said in H.plan["h.0.attn.b_V", "total"].reason
+        assert H.plan["h.1.attn.b_V", "total"].method == "exact"
         asked = hessian(model, CrossEntropy(), [tokens()], blocks_of(model).select("*.attn.Q"), method="exact")
         assert asked.plan["h.0.attn.Q", "outer"].reason == "attention in closed form, verified"
         never = hessian(model, CrossEntropy(), [tokens()], method="autodiff").plan

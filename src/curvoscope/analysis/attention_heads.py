@@ -52,13 +52,13 @@ def head_moments(model: nn.Module, batch: Any) -> list[HeadMoments]:
     with undisturbed(model, []), torch.no_grad():
         model.eval()
         with ExitStack() as stack:
-            records = [(layer, stack.enter_context(LayerRecorder(model, layer))) for layer in layers]
+            recorders = [(layer, stack.enter_context(LayerRecorder(model, layer))) for layer in layers]
             model(*found.arguments, **keywords_for(model, found))
-        for layer, record in records:
-            known = fitting(layer, weights, record)[0] if record.once else []
+        for layer, recorder in recorders:
+            known = fitting(layer, weights, recorder.record)[0] if recorder.once else []
             if not known or known[0].activation != "softmax":  # the rows of others are no distributions
                 continue
-            rebuilt = rebuild(layer, weights, record, known[0])
+            rebuilt = rebuild(layer, weights, recorder.record, known[0])
             assert isinstance(rebuilt.layer, SelfAttention)
             rows += of_moments(layer.name, Moments(rebuilt.X[:, None], rebuilt.forward_pass(rebuilt.layer).A))
     return rows

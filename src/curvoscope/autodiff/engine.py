@@ -5,7 +5,7 @@ of these weights, whatever becomes of the model later.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -402,7 +402,12 @@ def check_layer(
         torch.autograd.grad(F, list(leaves.values()), G, retain_graph=True, materialize_grads=True)
         for F, G in (model, output)
     )
-    for name, expected, found in zip(leaves, whole, through, strict=True):
+    check_gradients(layer, leaves, whole, through)
+
+
+def check_gradients(layer: Site, names: Iterable[str], whole: Sequence[Tensor], through: Sequence[Tensor]) -> None:
+    """Raise unless the gradients of the whole loss are those through the layer's output."""
+    for name, expected, found in zip(names, whole, through, strict=True):
         if float((found - expected).abs().max()) > torch.finfo(found.dtype).eps ** 0.5 * float(expected.abs().max()):
             raise ModelError(
                 name,

@@ -1,15 +1,17 @@
 """Hessian blocks in closed form for the layers of a model: `exact` at each layer, autodiff from its output on.
 
-With F a layer's output, the loss is a function of F through the tail of the network, whose G = dl/dF and S = d2l/dF2
-come from products with S, one for each entry of F that S couples. The layer itself is then in closed form. The parts
-of the tail give those of the model: S = S_o + S_f with S_o = J^T S_out J, J = d out/dF, the Gauss-Newton part, and
+With F a layer's output, the loss is a function of F through the tail of the network, with G = dl/dF from one backward
+pass for all layers, and S = d2l/dF2 from products with S, one for each entry of F that S couples. The layer itself is
+in closed form. The parts of the tail give those of the model: S = S_o + S_f with S_o = J^T S_out J, J = d out/dF, the
+Gauss-Newton part, and
 
-    split at the layer     outer: outer(S)       functional: functional
+    split at the layer     outer: outer(S)       functional: functional, from G alone
     split at the model     outer: outer(S_o)     functional: outer(S_f) + functional
+
+What needs no S is in closed form at any size; what does, if it costs less than the products that it saves.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import count
 from operator import add
@@ -19,103 +21,107 @@ from torch import Tensor
 
 from curvoscope import checks, losses
 from curvoscope.autodiff.batches import Batch, BatchError
-from curvoscope.autodiff.engine import Autodiff, check_layer
+from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.blocks import Block
-from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerRecorder, ModelLayer, OutputSize
+from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerCosts, LayerRecorder, ModelLayer, OutputSize
 from curvoscope.closed.plan import Choice
-from curvoscope.closed.rebuilding import Reading, Rebuilt, fitting, rebuild, shaken
+from curvoscope.closed.rebuilding import NOT_ONCE, LayerAtBatch, LayerPasses, Rebuilt, passes_of, rebuilt_on
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
-from curvoscope.errors import ModelError
-from curvoscope.losses import LossAt
+from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian
 
-_MOST_PRODUCTS = 256  # through the tail of the network, for one layer, unless closed forms are asked for
 _MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
 _SMALL_GRAPH = 2**22  # bytes up to which many products are made at once
 _KINDS = {"attn": "attention", "mlp": "feed-forward layer"}
-_NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
+_NO_CURVATURE = ScalarCurvature(0.0)  # stands for S in what does not read it
 _TOTAL = {"total": ("total", "total")}
-_PARTS = {  # of the Hessian: which part of S, and which part of the layer's Hessian with it
+_PARTS: dict[str, dict[str, tuple[str | None, str]]] = {  # of the Hessian: which part of S, and of the layer's Hessian
     "model": {"outer": ("outer", "outer"), "functional": ("functional", "total"), **_TOTAL},
-    "layer": {"outer": ("total", "outer"), "functional": ("total", "functional"), **_TOTAL},
+    "layer": {"outer": ("total", "outer"), "functional": (None, "functional"), **_TOTAL},
 }
-
-
-@dataclass
-class _Verified:
-    """What the first runs tell of a layer: its reading and the shape of F for each micro-batch, or a reason why not."""
-
-    reason: str | None = None
-    readings: list[Reading] = field(default_factory=list)
-    shapes: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def add(self, reading: Reading, record: LayerRecorder) -> None:
-        """One more micro-batch."""
-        rows, length, width = record.F.shape
-        self.readings.append(reading)
-        self.shapes.append((rows, length, width))
 
 
 class ClosedForms:
     """The blocks of a Hessian that have a closed form, each made once. Nothing is computed before the first is asked
-    for: until then sizes alone tell which layers may have one (`planned`), and then the layer is verified (`reason`).
+    for: until then sizes alone tell which layers may have one (`planned`), and then the layers are verified (`reason`).
     """
 
     def __init__(self, engine: Autodiff, layers: ClosedFormLayers, limited: bool) -> None:
-        """`layers`: with the sizes of their outputs. `limited`: only where S takes few products through the tail of the
-        network."""
+        """`layers`: with the sizes of their outputs. `limited`: only where a closed form pays."""
         self._engine, self._layers, self._limited = engine, layers, limited
         self._parts = _PARTS[engine.split]
-        self._chosen = {
-            place.layer.name: place.layer
-            for place in map(layers.place, engine.blocks.values())
-            if isinstance(place, BlockPlace)
+        held: dict[str, dict[str, Block]] = {}
+        self._chosen: dict[str, ModelLayer] = {}
+        for block in engine.blocks.values():
+            place = layers.place(block)
+            if isinstance(place, BlockPlace):
+                self._chosen[place.layer.name] = place.layer
+                held.setdefault(place.layer.name, {})[place.name] = block
+        told = engine.ranks.exchange((layers.sizes, len(engine.survey.terms), checks.memory_budget()))
+        self._sizes = {name: reduce(OutputSize.joined, (sizes[name] for sizes, *_ in told)) for name in self._chosen}
+        batches, least = max(each[1] for each in told), min(each[2] for each in told)
+        whole = behind = sum(weight.numel() for weight in engine.snapshot.weights.values())
+        self._costs: dict[str, LayerCosts] = {}
+        for layer in layers.all:
+            behind -= sum(block.size for block in layer.blocks.values())
+            if layer.name in self._chosen:
+                at = layer, held[layer.name], self._sizes[layer.name], batches, (max(0, behind), whole)
+                self._costs[layer.name] = LayerCosts(*at, engine.product_bytes, engine.dtype.itemsize)
+        self._groups = self._passed_together(least // 4)
+        self._ruled_out = {
+            needs_s: self._agreed({name: self._misfit(name, needs_s) for name in self._chosen})
+            for needs_s in (True, False)
         }
-        told = engine.ranks.exchange((layers.sizes, len(engine.survey.terms)))
-        self._sizes = {name: reduce(OutputSize.joined, (sizes[name] for sizes, _ in told)) for name in self._chosen}
-        self._batches = max(batches for _, batches in told)
-        self._ruled_out = self._agreed({name: self._misfit(layer) for name, layer in self._chosen.items()})
-        self._verified: dict[str, _Verified] = {}
-        self._at: dict[tuple[str, str], list[tuple[Rebuilt, LossAt]]] = {}
-        self._hessians: dict[tuple[str, str, bool], list[BlockHessian]] = {}
+        self._reasons: dict[str, str | None] = {}
+        self._coupling: dict[str, str | None] = {}
+        self._passes: dict[str, LayerPasses] = {}
+        self._batches: dict[str, tuple[str | None, list[LayerAtBatch]]] = {}
+        self._made: dict[tuple[str, str], list[Curvature]] = {}
+        self._hessians: dict[tuple[str, str | None, bool], list[BlockHessian]] = {}
 
     # ---- before anything is computed
 
-    def planned(self, block: Block) -> Choice:
-        """Whether a closed form is tried, and what S at the layer's output will take."""
+    def planned(self, block: Block, part: str) -> Choice:
+        """Whether a closed form is tried, and what it takes."""
         place = self._layers.place(block)
         if isinstance(place, str):
             return Choice(False, place)
-        reason = self._sized_out(place, block)
+        reason = self._sized_out(place, block, part)
         if reason is not None:
             return Choice(False, reason)
-        layer, size = place.layer, self._sizes[place.layer.name]
-        coupled = self._coupled(layer)
+        layer, costs = place.layer, self._costs[place.layer.name]
         when = "verified when first used" if self._limited else "verified"
-        return Choice(
-            True,
-            f"{_KINDS[layer.kind]} in closed form, {when}",
-            coupled * size.width,
-            self._bytes(layer, coupled, size.width, self._batches * size.tokens),
-        )
+        if not self._needs_curvature(part):
+            said = f"{_KINDS[layer.kind]} in closed form from the gradient at its output, {when}"
+            return Choice(True, said, 0, costs.gradient_bytes)
+        coupled = self._coupled(layer)
+        said = f"{_KINDS[layer.kind]} in closed form, {when}"
+        return Choice(True, said, costs.products(coupled), costs.curvature_bytes(coupled))
 
-    def _sized_out(self, place: BlockPlace, block: Block) -> str | None:
+    def _needs_curvature(self, part: str) -> bool:
+        return self._parts[part][0] is not None
+
+    def _sized_out(self, place: BlockPlace, block: Block, part: str) -> str | None:
         """Why sizes alone rule out a closed form."""
-        role = place.name.removeprefix("b_")[0]
-        turned = self._sizes[place.layer.name].rotary and role == "K"
-        if self._limited and turned and block.size > _MOST_DENSE:
+        if self._limited and self._products_only(place) and block.size > _MOST_DENSE:
             return "behind rotary positions its closed form gives products only"
-        return self._ruled_out[place.layer.name]
+        return self._ruled_out[self._needs_curvature(part)][place.layer.name]
 
-    def _misfit(self, layer: ModelLayer) -> str | None:
-        size = self._sizes[layer.name]
-        if not size.once:
-            return _NOT_ONCE
-        return self._too_large(layer, self._coupled(layer), size.width, self._batches * size.tokens)
+    def _products_only(self, place: BlockPlace) -> bool:
+        return self._sizes[place.layer.name].rotary and place.name.removeprefix("b_")[0] == "K"
+
+    def _misfit(self, name: str, needs_curvature: bool) -> str | None:
+        if not self._sizes[name].once:
+            return NOT_ONCE
+        if needs_curvature:
+            return self._too_costly(name, self._coupled(self._chosen[name]))
+        if self._limited and self._costs[name].gradient_bytes > checks.memory_budget():
+            return "its closed form does not fit into memory"
+        return None
 
     def _agreed(self, reasons: dict[str, str | None]) -> dict[str, str | None]:
         """What rules out a closed form on one rank rules it out on all."""
@@ -126,72 +132,73 @@ class ClosedForms:
         """How many tokens S couples, by the layers that follow."""
         return self._sizes[layer.name].length if self._layers.mixed_after(layer) else 1
 
-    def _too_large(self, layer: ModelLayer, coupled: int, width: int, tokens: int) -> str | None:
+    def _too_costly(self, name: str, coupled: int) -> str | None:
         """Why S is not computed, unless closed forms are asked for."""
         if not self._limited:
             return None
-        if coupled * width > _MOST_PRODUCTS:
-            takes = f"takes {coupled * width} products or more, the limit is {_MOST_PRODUCTS}"
-            return f"the loss Hessian at its output {takes}"
-        if len(self._chosen) * self._bytes(layer, coupled, width, tokens) > checks.memory_budget():
+        costs = self._costs[name]
+        if costs.closed(coupled) > costs.saved:
+            takes = f"takes {costs.products(coupled):,} products, and with it a closed form costs more"
+            return f"the loss Hessian at its output {takes} than the {costs.products_saved:,} products that it saves"
+        if len(self._chosen) * costs.curvature_bytes(coupled) > checks.memory_budget():
             return "the loss Hessian at its output does not fit into memory"
         return None
 
-    def _bytes(self, layer: ModelLayer, coupled: int, width: int, tokens: int) -> int:
-        """What S at a layer and the cores made of it take, for all tokens."""
-        widest = max(max(block.shape) for block in layer.blocks.values()) if coupled > 1 else width
-        return 2 * tokens * coupled * widest**2 * self._engine.dtype.itemsize
-
     # ---- which layers have a closed form
 
-    def reason(self, block: Block) -> str | None:
-        """Why the block is not computed in closed form; None if it is."""
+    def reason(self, block: Block, part: str = "total") -> str | None:
+        """Why a part of the block is not computed in closed form; None if it is."""
         place = self._layers.place(block)
         if isinstance(place, str):
             return place
-        return self._sized_out(place, block) or self._verify(place.layer).reason
+        found = self._sized_out(place, block, part) or self._verify(place.layer)
+        return self._couples(place.layer) if found is None and self._needs_curvature(part) else found
 
-    def _verify(self, layer: ModelLayer) -> _Verified:
-        """Rebuild the layer, on all micro-batches and at shaken weights; see what S couples on the first."""
-        if layer.name not in self._verified:
-            found = _Verified()
+    def _verify(self, layer: ModelLayer) -> str | None:
+        """Why the layer has no closed form: it is rebuilt, on all micro-batches and at shaken weights."""
+        if layer.name not in self._reasons:
             with self._engine.ranks.together():
-                self._engine.walk(lambda weight, batch: self._read(layer, found, batch))
-                if found.reason is None:
-                    self._tails(layer, partial(self._probe, found), first=True)
-            found.reason = self._agreed({layer.name: found.reason})[layer.name]
-            self._verified[layer.name] = found
-        return self._verified[layer.name]
+                reason, _ = self._rebuilt(layer)
+            self._reasons |= self._agreed({layer.name: reason})
+        return self._reasons[layer.name]
 
-    def _read(self, layer: ModelLayer, found: _Verified, batch: Batch) -> None:
-        """See how the layer computes a micro-batch: in one run at its own weights, and in one at shaken weights."""
-        snapshot, candidates = self._engine.snapshot, None
-        for at in (lambda weights: weights, shaken):
-            if found.reason is not None:
-                return
-            weights = at(snapshot.weights)
-            with torch.no_grad(), LayerRecorder(self._engine.model, layer) as record:
-                snapshot(weights, batch)
-            if not record.once:
-                found.reason = _NOT_ONCE
-                return
-            named = {name: weights[path] for name, path in snapshot.paths.items()}
-            candidates, least = fitting(layer, named, record, candidates)
-            if not candidates:
-                found.reason = least
-            elif at is shaken:
-                found.add(candidates[0], record)
+    def _rebuilt(self, layer: ModelLayer) -> tuple[str | None, list[LayerAtBatch]]:
+        """The layer on all micro-batches, or why not. Passes are made for its group, and kept of one group."""
+        if layer.name not in self._batches:
+            if layer.name not in self._passes:
+                self._batches.clear()
+                self._passes = passes_of(self._engine, self._groups[layer.name])
+            snapshot = self._engine.snapshot
+            found = rebuilt_on(layer, snapshot.weights, snapshot.paths, self._passes.pop(layer.name))
+            self._batches[layer.name] = found
+        return self._batches[layer.name]
 
-    def _probe(self, found: _Verified, number: int, tail: "DownstreamLoss") -> None:
-        """See whether the weights act through F alone, and how many tokens S couples."""
-        try:
-            tail.check()
-        except ModelError as problem:
-            found.reason = str(problem)
-            return
-        if self._limited:  # to see what S couples takes products
-            tokens = sum(rows * length for rows, length, _ in found.shapes)
-            found.reason = self._too_large(tail.layer, tail.coupled("total"), found.shapes[0][2], tokens)
+    def _passed_together(self, room: int) -> dict[str, list[ModelLayer]]:
+        """Layers that the same passes serve, by the name of each: all of them, or as many as there is room for."""
+        groups: dict[str, list[ModelLayer]] = {}
+        group, used = list[ModelLayer](), 0
+        for name, layer in self._chosen.items():
+            needed = self._costs[name].record_bytes
+            if used + needed > room:
+                group, used = [], 0
+            group.append(layer)
+            used += needed
+            groups[name] = group
+        return groups
+
+    def _couples(self, layer: ModelLayer) -> str | None:
+        """Why S is not computed once it is known, from products, how many tokens it couples."""
+        if layer.name not in self._coupling:
+            found: dict[str, str | None] = {layer.name: None}
+
+            def probe(number: int, tail: DownstreamLoss) -> None:
+                found[layer.name] = self._too_costly(layer.name, tail.coupled("total"))
+
+            with self._engine.ranks.together():
+                if self._limited:
+                    self._tails(layer, probe, first=True)
+            self._coupling |= self._agreed(found)
+        return self._coupling[layer.name]
 
     # ---- closed forms
 
@@ -202,18 +209,18 @@ class ClosedForms:
 
     def tail(self, layer: ModelLayer) -> "tuple[DownstreamLoss, Rebuilt | None]":
         """The network behind a layer, and the layer in closed form if it has one, on the only micro-batch."""
-        found, tails = self._verify(layer), list[DownstreamLoss]()
+        reason, tails = self._verify(layer), list[DownstreamLoss]()
         self._tails(layer, lambda number, tail: tails.append(tail))
         if len(tails) != 1:
             raise BatchError("batches", f"got {len(tails)} micro-batches; a layer's output is of one batch: give one")
-        return tails[0], tails[0].rebuilt(found.readings[0]) if found.reason is None else None
+        return tails[0], self._rebuilt(layer)[1][0].rebuilt if reason is None else None
 
     def block(self, part: str, row: Block, column: Block) -> LinearOperator | None:
         """A block of a part of the Hessian, where both of its sides lie in one layer with a closed form."""
         places = self._layers.place(row), self._layers.place(column)
         if isinstance(places[0], str) or isinstance(places[1], str) or places[0].layer is not places[1].layer:
             return None
-        if self.reason(row) is not None or self.reason(column) is not None:
+        if self.reason(row, part) is not None or self.reason(column, part) is not None:
             return None
         names = places[0].name, places[1].name
         of_loss, of_layer = self._parts[part]
@@ -232,18 +239,26 @@ class ClosedForms:
         like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
         return RankSum(own, row.shape, column.shape, like, row == column, ranks)
 
-    def _of_layer(self, layer: ModelLayer, part: str, per_head: bool) -> list[BlockHessian]:
-        """The layer's Hessian with a part of S, one summand for each micro-batch."""
-        if (layer.name, part) not in self._at:
-            readings = self._verified[layer.name].readings
-            summands: list[tuple[Rebuilt, LossAt]] = []
-            self._tails(layer, lambda i, tail: summands.append((tail.rebuilt(readings[i]), tail.loss(part))))
-            self._at[layer.name, part] = summands
+    def _of_layer(self, layer: ModelLayer, part: str | None, per_head: bool) -> list[BlockHessian]:
+        """The layer's Hessian with a part of S, or without S, one summand for each micro-batch."""
         key = (layer.name, part, per_head)
         if key not in self._hessians:
-            made = self._at[layer.name, part]
-            self._hessians[key] = [rebuilt.hessian(loss, per_head) for rebuilt, loss in made]
+            batches = self._rebuilt(layer)[1]
+            summands = zip(batches, self._curvatures(layer, part, len(batches)), strict=True)
+            self._hessians[key] = [
+                at.rebuilt.hessian(LossAt(at.value, at.gradient, curvature), per_head) for at, curvature in summands
+            ]
         return self._hessians[key]
+
+    def _curvatures(self, layer: ModelLayer, part: str | None, batches: int) -> list[Curvature]:
+        """A part of S on each micro-batch; nothing is computed if none is asked for."""
+        if part is None:
+            return [_NO_CURVATURE] * batches
+        if (layer.name, part) not in self._made:
+            made: list[Curvature] = []
+            self._tails(layer, lambda number, tail: made.append(tail.curvature(part)))
+            self._made[layer.name, part] = made
+        return self._made[layer.name, part]
 
     def _tails(self, layer: ModelLayer, visit: Callable[[int, "DownstreamLoss"], None], first: bool = False) -> None:
         """Call `visit` with each micro-batch's tail of the network behind the layer, or with the first alone."""
@@ -261,37 +276,25 @@ class DownstreamLoss:
     """The loss of one micro-batch, times its weight, as a function of a layer's output F (N, L, m)."""
 
     def __init__(self, engine: Autodiff, layer: ModelLayer, weight: float, batch: Batch) -> None:
-        self.layer, self._weight = layer, weight
-        weights, self._leaves = engine.snapshot.leaves(layer.parameters)
+        self._weight = weight
+        weights, _ = engine.snapshot.leaves(layer.parameters)
         with kept_derivatives(engine.model), LayerRecorder(engine.model, layer) as self._record:
             outputs = engine.snapshot(weights, batch)
-        self._value = float(engine.objective(outputs, batch.targets).detach())
-        self._end = engine.objective.gradient(outputs, batch.targets)
-        cut, gradient = self._end
+        cut, gradient = engine.objective.gradient(outputs, batch.targets)
         F = self._record.written
-        self._slope = torch.autograd.grad(cut, F, gradient, create_graph=True, materialize_grads=True)
-        self.gradient = self._record.batched(self._slope[0].detach())
+        slope = torch.autograd.grad(cut, F, gradient, materialize_grads=True, retain_graph=True)
+        self.gradient = self._record.batched(slope[0])
         self._graph = Graph({"F": F}, cut, gradient)
         engine.vouch(self._graph)
         self._together = self._graph.nbytes <= _SMALL_GRAPH
-
-    def check(self) -> None:
-        """Raise unless the layer's weights act on the loss through F alone."""
-        check_layer(self.layer.output, self._leaves, self._end, ([self._record.written], self._slope))
-
-    def rebuilt(self, reading: Reading) -> Rebuilt:
-        """The layer in closed form."""
-        weights = {name: leaf.detach() for name, leaf in self._leaves.items()}
-        return rebuild(self.layer, weights, self._record, reading)
 
     def coupled(self, part: str) -> int:
         """How many tokens S couples."""
         return losses.group_size(lambda direction: self.products(part, direction[None])[0], self.gradient)
 
-    def loss(self, part: str) -> LossAt:
-        """G, and the part of S."""
-        curvature = losses.curvature_of(partial(self.products, part), self.gradient, self.coupled(part))
-        return LossAt(self._weight * self._value, self._weight * self.gradient, curvature)
+    def curvature(self, part: str) -> Curvature:
+        """The part of S, times the weight."""
+        return losses.curvature_of(partial(self.products, part), self.gradient, self.coupled(part))
 
     def products(self, part: str, directions: Tensor) -> Tensor:
         """The part of S, times the weight, times directions (n, N, L, m)."""

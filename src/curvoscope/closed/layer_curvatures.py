@@ -77,4 +77,4 @@ def _operator(tail: DownstreamLoss, part: str) -> LinearOperator:
     needed = 4 * sequences * length * size * width**2 * tail.gradient.element_size()
     if size * width > _MOST_PRODUCTS or needed > checks.memory_budget():
         return DownstreamCurvature(tail, part)
-    return Grouped.of(tail.loss(part).curvature, tail.gradient)
+    return Grouped.of(tail.curvature(part), tail.gradient)

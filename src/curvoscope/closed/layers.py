@@ -2,6 +2,11 @@
 
 A layer is what lies between the input of its first projection (Q, up) and the output of its last one (O, down), so
 the blocks say where it is. Two kinds of modules keep several projections in one module and are listed here.
+
+What a closed form of a layer costs follows from sizes. The loss Hessian S at its output takes one product through the
+tail of the network for each entry of F that it couples, and cores and norms of the blocks are made of it. It saves the
+products of the four usual questions (norm, trace, diagonal, extreme eigenvalues) to each block of the layer. Both are
+counted in floating-point operations; a byte that is moved counts as a few of them.
 """
 
 import inspect
@@ -17,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvoscope.autodiff.hooks import ActivationHook, ShapeHook, Site
 from curvoscope.blocks import Block, Blocks, Piece, layer_and_role
+from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.direct import is_direct
 
 _ENDS = {"attn": ("Q", "O"), "mlp": ("up", "down")}  # first and last projection
@@ -24,6 +30,13 @@ _NEEDED = {"attn": ("Q", "K", "V", "O"), "mlp": ("up", "down")}
 # Roles of a feed-forward layer's blocks, and their names in closed form; attention has the same in both
 _FEEDFORWARD = {"up": "W1", "b_up": "b1", "down": "W2", "b_down": "b2", "gate": "W_gate", "b_gate": "b_gate"}
 _ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
+_TOLD = ("attention_mask", "attn_mask", "key_padding_mask", _ROTARY)  # arguments of a call that say what is computed
+_QUESTIONS = 4
+_PER_WEIGHT = 8  # operations of a product for a weight and a token: two for each of four passes
+_PER_BYTE = 4  # operations that take as long as moving a byte
+_SCORES = 4  # matrices of the scores' size while a closed form of attention is made
+_KEPT_SCORES = 2  # those that it keeps: A, and the gradient at the scores
+_HIDDEN = 6  # vectors of the hidden units that a feed-forward layer keeps
 _DIRECT = {  # weights without modules: input, output, and the stream that is added to the output
     "attn": (("norm1", "output"), ("norm2", "input"), ("norm1", "input")),
     "mlp": (("norm2", "output"), ("", "output"), ("norm2", "input")),
@@ -50,6 +63,11 @@ class ModelLayer:
     def kind(self) -> str:
         """ "attn" or "mlp"."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def input_width(self) -> int:
+        """The width of X."""
+        return self.blocks[_ENDS[self.kind][0]].shape[0]
 
     @property
     def parameters(self) -> list[str]:
@@ -106,15 +124,112 @@ class OutputSize:
         )
 
 
+@dataclass(frozen=True)
+class LayerCosts:
+    """The costs of one layer.
+
+    Args:
+        layer: the layer.
+        held: those of its blocks that the Hessian has, by their names in the layer's closed form.
+        size: of its largest output in a pass.
+        batches: number of micro-batches.
+        weights: numbers of weights behind the layer, and of those in the whole model.
+        product_bytes: what a product with the whole Hessian moves.
+        itemsize: bytes of a number.
+    """
+
+    layer: ModelLayer
+    held: Mapping[str, Block]
+    size: OutputSize
+    batches: int
+    weights: tuple[int, int]
+    product_bytes: int
+    itemsize: int
+
+    @property
+    def _tokens(self) -> int:
+        return self.batches * self.size.tokens
+
+    @property
+    def _heads(self) -> int:
+        return self.layer.blocks["Q"].heads or 1 if self.layer.kind == "attn" else 1
+
+    @property
+    def _widest(self) -> int:
+        return max(max(block.shape) for block in self.layer.blocks.values())
+
+    # ---- from G alone
+
+    @property
+    def record_bytes(self) -> int:
+        """X and F of the passes that verify the layer, and G."""
+        return 4 * self._tokens * max(self.size.width, self.layer.input_width) * self.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What a closed form takes that needs G and no S."""
+        numbers = 0
+        if self.layer.kind == "attn":
+            scores = self._heads * self.size.length
+            numbers = scores * (_SCORES * self.size.tokens + _KEPT_SCORES * self._tokens)
+        else:
+            numbers = _HIDDEN * self._tokens * self._widest
+        return numbers * self.itemsize + self.record_bytes
+
+    # ---- with S
+
+    def products(self, coupled: int) -> int:
+        """Products that S takes when it couples so many tokens."""
+        return coupled * self.size.width
+
+    def curvature_bytes(self, coupled: int) -> int:
+        """What S and the cores made of it take, for all tokens."""
+        width = self._widest if coupled > 1 else self.size.width
+        return 2 * self._tokens * coupled * width**2 * self.itemsize
+
+    @property
+    def products_saved(self) -> int:
+        """Those of the usual questions to the blocks of the Hessian."""
+        return _QUESTIONS * sum(min(block.size, DEFAULT_MATVECS) for block in self.held.values())
+
+    @property
+    def saved(self) -> float:
+        """What those cost, in operations."""
+        own = sum(block.size for block in self.layer.blocks.values())
+        return self.products_saved * self._product(self.weights[0] + own)
+
+    def closed(self, coupled: int) -> float:
+        """What a closed form costs, in operations: the products for S, the cores and the norms."""
+        summands = self._tokens * coupled
+        made = 0
+        for name, block in self.held.items():
+            core = self._core_width(name, block)
+            made += 2 * summands * core * self.size.width * (core + self.size.width)
+            made += 2 * min((summands * core) ** 2, summands * block.size**2)
+        moved = _PER_BYTE * self.curvature_bytes(coupled)
+        return self.products(coupled) * self._product(self.weights[0]) + made + moved
+
+    def _product(self, weights: int) -> float:
+        """One product through so many weights, in operations."""
+        moved = self.product_bytes * weights / max(1, self.weights[1])
+        return _PER_WEIGHT * weights * self._tokens + _PER_BYTE * moved
+
+    def _core_width(self, name: str, block: Block) -> int:
+        """The cores of a block are square: of the outputs of its weight, or of the inputs for the keys of each head."""
+        if name.removeprefix("b_")[0] != "K":
+            return block.shape[1]
+        return block.shape[0] * (1 if "." in name else self._heads)
+
+
 class ClosedFormLayers:
     """The layers of a model that may have a closed form, and which blocks they hold."""
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         """`blocks`: all of the model's."""
-        self._model, self._all = model, layers_of(model, blocks)
-        self.sizes = {layer.name: OutputSize() for layer in self._all}
+        self._model, self.all = model, layers_of(model, blocks)
+        self.sizes = {layer.name: OutputSize() for layer in self.all}
         self._places: dict[tuple[Piece, ...], BlockPlace] = {}
-        for layer in self._all:
+        for layer in self.all:
             for role, block in layer.blocks.items():
                 parts = {layer.exact_name(role): block}
                 if (block.heads or 1) > 1:
@@ -123,12 +238,12 @@ class ClosedFormLayers:
 
     def mixed_after(self, layer: ModelLayer) -> bool:
         """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
-        return any(other.kind == "attn" for other in self._all[self._all.index(layer) + 1 :])
+        return any(other.kind == "attn" for other in self.all[self.all.index(layer) + 1 :])
 
     @property
     def sites(self) -> dict[str, Site]:
         """Where each layer ends, by the names of its parameters."""
-        return {name: layer.output for layer in self._all for name in layer.parameters}
+        return {name: layer.output for layer in self.all for name in layer.parameters}
 
     def place(self, block: Block) -> BlockPlace | str:
         """Where the block stands, or why it stands in no layer."""
@@ -141,7 +256,7 @@ class ClosedFormLayers:
     def measuring(self) -> Iterator[None]:
         """Inside, every pass of the model adds to `sizes`: no pass is made for them, and no tensor is kept."""
         with ExitStack() as stack:
-            hooks = {layer.name: ShapeHook(self._model, layer.output) for layer in self._all}
+            hooks = {layer.name: ShapeHook(self._model, layer.output) for layer in self.all}
             for hook in hooks.values():
                 stack.enter_context(hook)
             turned: set[str] = set()
@@ -151,7 +266,7 @@ class ClosedFormLayers:
                     hook.clear()
 
             def end(module: nn.Module, inputs: Any, output: Any) -> None:
-                for layer in self._all:
+                for layer in self.all:
                     size = OutputSize.of(layer, hooks[layer.name].shapes, layer.name in turned)
                     self.sizes[layer.name] = self.sizes[layer.name].joined(size)
 
@@ -163,7 +278,7 @@ class ClosedFormLayers:
                 self._model.register_forward_pre_hook(begin),
                 self._model.register_forward_hook(end),
             ]
-            for layer in self._all:
+            for layer in self.all:
                 caller = self._model.get_submodule(layer.caller)
                 handles.append(caller.register_forward_pre_hook(partial(note, layer.name), with_kwargs=True))
             for handle in handles:
@@ -218,21 +333,43 @@ def _arguments(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, A
     return {**bound, **bound.get("kwargs", {})}
 
 
+@dataclass(frozen=True)
+class LayerRecord:
+    """What one pass of the model tells of a layer, without its graph.
+
+    X and F (N, L, .); `size`: the largest entry of the tensor that holds F; `arguments`: masks and rotary tables that
+    `module` was called with; `with_keys`: it was called with keys of their own, as `nn.MultiheadAttention` is.
+    """
+
+    X: Tensor
+    F: Tensor
+    size: float
+    module: nn.Module
+    arguments: Mapping[str, Any]
+    with_keys: bool
+
+    @property
+    def rotary(self) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines, if the module was called with some."""
+        return self.arguments.get(_ROTARY)
+
+
 class LayerRecorder:
-    """What passes through a layer while the model runs inside: X and F (N, L, .), and the call's arguments."""
+    """Hooks that note what passes through a layer while the model runs inside."""
 
     def __init__(self, model: nn.Module, layer: ModelLayer) -> None:
-        self._layer, self.module = layer, model.get_submodule(layer.caller)
+        self._layer, self._module = layer, model.get_submodule(layer.caller)
         self._read, self._written = ActivationHook(model, layer.input), ActivationHook(model, layer.output)
         self._added = None if layer.added is None else ActivationHook(model, layer.added)
         self._taps = [tap for tap in (self._read, self._written, self._added) if tap is not None]
-        self.arguments: dict[str, Any] = {}
+        self._arguments: dict[str, Any] = {}
+        self._with_keys = False
 
     def __enter__(self) -> "LayerRecorder":
         self._stack = ExitStack()
         for tap in self._taps:
             self._stack.enter_context(tap)
-        handle = self.module.register_forward_pre_hook(self._call, with_kwargs=True)
+        handle = self._module.register_forward_pre_hook(self._call, with_kwargs=True)
         self._stack.callback(handle.remove)
         return self
 
@@ -240,12 +377,8 @@ class LayerRecorder:
         self._stack.close()
 
     def _call(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self.arguments = _arguments(module, inputs, keywords)
-
-    @property
-    def rotary(self) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines, where the module was called with some."""
-        return self.arguments.get(_ROTARY)
+        given = _arguments(module, inputs, keywords)
+        self._arguments, self._with_keys = {name: given[name] for name in _TOLD if name in given}, "key" in given
 
     @property
     def once(self) -> bool:
@@ -253,15 +386,17 @@ class LayerRecorder:
         return all(tap.once for tap in self._taps)
 
     @property
-    def X(self) -> Tensor:
-        """The input, (N, L, d)."""
-        return self.batched(self._read.tensor.detach())
-
-    @property
-    def F(self) -> Tensor:
-        """The output, (N, L, m)."""
-        written = self._written.tensor.detach()
-        return self.batched(written if self._added is None else written - self._added.tensor.detach())
+    def record(self) -> LayerRecord:
+        """What the last pass told."""
+        written = self.written.detach()
+        return LayerRecord(
+            self.batched(self._read.tensor.detach()),
+            self.batched(written if self._added is None else written - self._added.tensor.detach()),
+            float(written.abs().max()),
+            self._module,
+            self._arguments,
+            self._with_keys,
+        )
 
     @property
     def written(self) -> Tensor:

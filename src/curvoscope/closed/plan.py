@@ -14,7 +14,7 @@ _HEAD = ("block", "part", "method", "products", "memory", "reason")
 
 @dataclass(frozen=True)
 class Choice:
-    """Whether a block is computed in closed form, why (not), and what the loss Hessian at its layer's output takes."""
+    """Whether a part of a block is computed in closed form, why (not), and what that takes."""
 
     exact: bool
     reason: str
@@ -32,8 +32,10 @@ class PlannedBlock:
         method: "exact", "autodiff" or "difference".
         reason: why this method.
         products: products with the Hessian, each of them one pass over all batches. "exact": those that find the loss
-            Hessian at the layer's output, once for all blocks of the layer. Else: those of each estimate by default.
-        bytes: memory, by sizes. "exact": of the loss Hessian at the layer's output. Else: of the graph of a product.
+            Hessian at the layer's output, once for all blocks of the layer; none if the part needs the gradient there
+            alone. Otherwise: those of each estimate by default.
+        bytes: memory, by sizes. "exact": of the loss Hessian at the layer's output, or of the closed form if that needs
+            the gradient alone. Otherwise: of the graph of a product.
 
     Example:
         >>> import torch, curvoscope as cv

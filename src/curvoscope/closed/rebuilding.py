@@ -3,19 +3,26 @@
 What the blocks do not tell (masks, scale, activation) is read from the call where the module says it, and otherwise
 tried: a layer counts as rebuilt when it gives the module's output to rounding, at weights that are shaken, so that
 zeros and coincidences in the weights hide nothing.
+
+The same passes of the model serve all layers: for every micro-batch one forward and one backward pass give X, F and
+G = dl/dF at each of them, and one forward pass gives X and F at shaken weights. No second derivative is needed.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvoscope.closed.layers import LayerRecorder, ModelLayer
-from curvoscope.errors import CurvoscopeError
+from curvoscope.autodiff.batches import Batch
+from curvoscope.autodiff.engine import Autodiff, check_gradients
+from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer
+from curvoscope.errors import CurvoscopeError, ModelError
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.exact.attention.layer import Pass
@@ -25,6 +32,7 @@ from curvoscope.exact.feedforward import FeedForward
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
+NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
 _ROUNDING = 1000  # times epsilon: how far a rebuilt layer may be from the module
 
 
@@ -72,7 +80,7 @@ class Rebuilt:
         return replace(passed, A=A, head_output=heads, F=F if layer.b_O is None else F + layer.b_O)
 
 
-def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecorder, reading: Reading) -> Rebuilt:
+def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
     """The layer in closed form, at weights by parameter and at the recorded input."""
     W = {role: matrix if not role.startswith("b_") else matrix[0] for role, matrix in layer.matrices(weights).items()}
     if layer.kind == "mlp":
@@ -93,7 +101,7 @@ def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecor
     return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
 
 
-def readings(layer: ModelLayer, record: LayerRecorder) -> Iterator[Reading]:
+def readings(layer: ModelLayer, record: LayerRecord) -> Iterator[Reading]:
     """All ways in which the layer may be computed, the likeliest first."""
     if layer.kind == "mlp":
         yield from map(Reading, ACTIVATIONS)
@@ -107,15 +115,20 @@ def readings(layer: ModelLayer, record: LayerRecorder) -> Iterator[Reading]:
 
 
 def fitting(
-    layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecorder, among: Iterable[Reading] | None = None
+    layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, among: Iterable[Reading] | None = None
 ) -> tuple[list[Reading], str]:
-    """The readings that give the module's output, the nearest first; and what is wrong with the others."""
+    """The readings that give the module's output, the nearest first; and what is wrong with the others.
+
+    Of attention the first one that does is enough: no two of its readings are near each other.
+    """
     if layer.kind == "attn" and not all(layer.blocks[role].heads for role in "QKV"):
         return [], "the number of its heads is not known"
     errors: dict[Reading, float] = {}
     try:
         for reading in readings(layer, record) if among is None else among:
             errors[reading] = deviation(rebuild(layer, weights, record, reading), record)
+            if layer.kind == "attn" and errors[reading] <= 1:
+                break
     except CurvoscopeError as problem:
         if not errors:
             return [], str(problem)
@@ -126,27 +139,14 @@ def fitting(
     )
 
 
-def deviation(rebuilt: Rebuilt, record: LayerRecorder) -> float:
+def deviation(rebuilt: Rebuilt, record: LayerRecord) -> float:
     """Largest error of the rebuilt output, in units of what rounding allows."""
     found, expected = rebuilt.output(), record.F
     if found.shape != expected.shape:
         return math.inf
-    size = max(float(expected.abs().max()), float(record.written.detach().abs().max()))
+    size = max(float(expected.abs().max()), record.size)
     error = float((found - expected).abs().max()) / max(size, torch.finfo(found.dtype).tiny)
     return error / (_ROUNDING * torch.finfo(found.dtype).eps)
-
-
-def shaken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights moved by random amounts of about half their size, zeros as well."""
-    generator = torch.Generator().manual_seed(0)
-    moved = {}
-    for name, weight in weights.items():
-        moved[name] = weight.detach()
-        if weight.is_floating_point() and weight.numel():
-            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype).to(weight.device)
-            size = weight.detach().square().mean().sqrt() + weight.shape[-1] ** -0.5 if weight.ndim else 0.1
-            moved[name] = weight.detach() + 0.5 * size * noise
-    return moved
 
 
 class _Turned(Rotary):
@@ -174,12 +174,12 @@ def _heads(layer: ModelLayer, role: str) -> int:
     return layer.blocks[role].heads or 1
 
 
-def _mask(layer: ModelLayer, record: LayerRecorder) -> Tensor | None:
+def _mask(layer: ModelLayer, record: LayerRecord) -> Tensor | None:
     """What is added to the scores, (1 or N, 1 or heads, L, L), or True where a query may look; None if nothing is."""
     N, L = record.X.shape[:2]
-    given: dict[str, Any] = record.arguments
+    given = record.arguments
     mask, padding = given.get("attention_mask"), None
-    if "key" in given:  # nn.MultiheadAttention: booleans say where not to look
+    if record.with_keys:  # nn.MultiheadAttention: booleans say where not to look
         mask, padding = (_additive(given.get(name), record.X) for name in ("attn_mask", "key_padding_mask"))
         if mask is not None and mask.ndim == 3:
             mask = mask.view(N, -1, L, L)
@@ -198,3 +198,142 @@ def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask.bool(), -math.inf)
+
+
+# ---- passes that serve all layers
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One micro-batch at a layer: what passes through at the model's own weights and at shaken ones, and the loss and
+    G (N, L, m) at its output, times the weight of the micro-batch."""
+
+    own: LayerRecord
+    moved: LayerRecord
+    value: float
+    gradient: Tensor
+
+
+@dataclass
+class LayerPasses:
+    """All micro-batches at a layer, or a reason why the layer cannot be cut out of the model."""
+
+    reason: str | None = None
+    passes: list[LayerPass] = field(default_factory=list)
+
+
+def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, LayerPasses]:
+    """Run the model on all micro-batches, for all the layers at once: what is found, by their names."""
+    found = {layer.name: LayerPasses() for layer in layers}
+    moved: dict[str, Tensor] = {}  # the shaken weights: as large as the model, so made once
+
+    def visit(weight: float, batch: Batch) -> None:
+        moved.update({} if moved else shaken(engine.snapshot.weights))
+        with torch.no_grad():
+            records, _, _ = _recorded(engine, moved, batch, found, layers)
+        left = [layer for layer in layers if layer.name in records]
+        if left:
+            _add_passes(engine, left, weight, batch, records, found)
+
+    engine.walk(visit)
+    return found
+
+
+def _recorded(
+    engine: Autodiff,
+    weights: Mapping[str, Tensor],
+    batch: Batch,
+    found: Mapping[str, LayerPasses],
+    layers: Sequence[ModelLayer],
+) -> tuple[dict[str, LayerRecord], dict[str, LayerRecorder], Any]:
+    """Records and recorders of the layers that ran once, and the outputs."""
+    with ExitStack() as stack:
+        recorders = {
+            layer.name: stack.enter_context(LayerRecorder(engine.model, layer))
+            for layer in layers
+            if found[layer.name].reason is None
+        }
+        outputs = engine.snapshot(weights, batch)
+    for name, recorder in recorders.items():
+        if not recorder.once:
+            found[name].reason = NOT_ONCE
+    recorders = {name: recorder for name, recorder in recorders.items() if recorder.once}
+    return {name: recorder.record for name, recorder in recorders.items()}, recorders, outputs
+
+
+def _add_passes(
+    engine: Autodiff,
+    layers: Sequence[ModelLayer],
+    weight: float,
+    batch: Batch,
+    moved: Mapping[str, LayerRecord],
+    found: Mapping[str, LayerPasses],
+) -> None:
+    """Add a micro-batch: G at all layers by one backward pass. On the first one, weights must act through F alone."""
+    weights, leaves = engine.snapshot.leaves(sorted({name for layer in layers for name in layer.parameters}))
+    own, recorders, outputs = _recorded(engine, weights, batch, found, layers)
+    layers = [layer for layer in layers if layer.name in own]
+    if not layers:
+        return
+    value = weight * float(engine.objective(outputs, batch.targets).detach())
+    ends = list(zip(*engine.objective.gradient(outputs, batch.targets), strict=True))
+    cut, back = [F for F, _ in ends if F.requires_grad], [G.detach() for F, G in ends if F.requires_grad]
+    first = not any(found[layer.name].passes for layer in layers)
+    written = [recorders[layer.name].written for layer in layers]
+    wanted = [*written, *(leaves.values() if first else ())]
+    gradients = torch.autograd.grad(cut, wanted, back, retain_graph=first, materialize_grads=True)
+    whole = dict(zip(leaves, gradients[len(layers) :], strict=True)) if first else {}
+    for layer, F, G in zip(layers, written, gradients, strict=False):
+        at, recorder = found[layer.name], recorders[layer.name]
+        if first:
+            its = {name: leaves[name] for name in layer.parameters}
+            through = torch.autograd.grad(F, list(its.values()), G, retain_graph=True, materialize_grads=True)
+            try:
+                check_gradients(layer.output, its, [whole[name] for name in its], through)
+            except ModelError as problem:
+                at.reason = str(problem)
+        at.passes.append(LayerPass(own[layer.name], moved[layer.name], value, weight * recorder.batched(G)))
+
+
+def shaken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights moved by random amounts of about half their size, zeros as well; each always by the same."""
+    moved = {}
+    for name, weight in weights.items():
+        moved[name] = weight.detach()
+        if weight.is_floating_point() and weight.numel():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype).to(weight.device)
+            size = weight.detach().square().mean().sqrt() + weight.shape[-1] ** -0.5 if weight.ndim else 0.1
+            moved[name] = weight.detach() + 0.5 * size * noise
+    return moved
+
+
+@dataclass(frozen=True)
+class LayerAtBatch:
+    """A layer in closed form on one micro-batch, with the loss and G (N, L, m) at its output, times its weight."""
+
+    rebuilt: Rebuilt
+    value: float
+    gradient: Tensor
+
+
+def rebuilt_on(
+    layer: ModelLayer, weights: Mapping[str, Tensor], paths: Mapping[str, str], found: LayerPasses
+) -> tuple[str | None, list[LayerAtBatch]]:
+    """Why the layer has no closed form, or the layer on each micro-batch; `weights` by the path of the parameter."""
+    if found.reason is not None:
+        return found.reason, []
+    moved = shaken({paths[name]: weights[paths[name]] for name in layer.parameters})
+    at_shaken, at_own = (
+        {name: tensors[paths[name]].detach() for name in layer.parameters} for tensors in (moved, weights)
+    )
+    batches = []
+    for each in found.passes:
+        candidates, least = fitting(layer, at_shaken, each.moved)
+        if candidates:
+            candidates, least = fitting(layer, at_own, each.own, candidates)
+        if not candidates:
+            return least, []
+        rebuilt = rebuild(layer, at_own, each.own, candidates[0])
+        batches.append(LayerAtBatch(rebuilt, each.value, each.gradient))
+    return None, batches

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvoscope.operators.cores import Core
+from curvoscope.magnitudes import unit
+from curvoscope.operators.cores import Core, RowForm
 
 # φ, φ' and φ'' at h, elementwise; None for a second derivative that vanishes almost everywhere
 ActivationDerivatives = tuple[Tensor, Tensor, Tensor | None]
@@ -78,3 +79,27 @@ class DiagonalCore(Core):
     def diagonal(self, start: int, stop: int) -> Tensor:
         """The values."""
         return self._values[start:stop]
+
+    def row_form(self) -> RowForm:
+        """diag(s_t) itself."""
+        values, exponent = unit(self._values)
+        return RowForm(None, None, values[None], exponent=exponent)
+
+    @property
+    def kept(self) -> int:
+        """The values."""
+        return self.shape[0]
+
+    numbers_workspace = diagonal_workspace
+
+    def numbers(self, start: int, stop: int) -> Tensor:
+        """The values."""
+        return self._values[start:stop]
+
+    def times(self, numbers: Tensor, matrices: Tensor) -> Tensor:
+        """diag(s_t) M_t."""
+        return numbers[:, :, None] * matrices
+
+    def with_numbers(self, tokens: int) -> "DiagonalCore":
+        """The same."""
+        return self

@@ -3,11 +3,13 @@
 Tokens come in sequences of `period`: a range is either whole sequences or a part of one. Many cores have a second form,
 C_ni = f_n^T E_ni g_n with a small matrix E for each token and features f (F, p), g (F, q) shared by a group of tokens:
 the L tokens of the sequence in attention, the words in cross-entropy. It makes inner products cheap when F is small.
+Where E is a diagonal matrix plus a few outer products, as in a third moment of attention, inner products never need E
+itself: they cost F multiplications instead of F² for each pair of tokens.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from curvoscope import checks
 from curvoscope.magnitudes import ScaledNumber, unit
 
 _NEVER = 2**62  # the cost of a route that does not exist
+_ROW_GRAMS = 16  # matrices of pairs of tokens at once while `inner_by_rows` multiplies them
 _MIDDLES, _CARRIED = 4, 3  # tensors at once while the middles E are made, and while they are carried over
 
 
@@ -30,6 +33,22 @@ class TokenForm:
     right: Tensor
     inner: Callable[[int, int], Tensor]
     tokens: int
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """C_ni = 2^exponent f_n^T (diag(w_ni) + sum of c u_ni v_ni^T) g_n for the tokens i of each group n.
+
+    Features `left` f (groups, F, p) and `right` g (groups, F, q), both None for the identity; `diagonal` w (groups,
+    tokens, F). Each of the `outers` is a number c and the places of u and v among the `vectors`, shaped like w.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    diagonal: Tensor
+    vectors: tuple[Tensor, ...] = ()
+    outers: tuple[tuple[float, int, int], ...] = ()
+    exponent: int = 0
 
 
 class Core(ABC):
@@ -65,6 +84,34 @@ class Core(ABC):
     def token_form(self) -> TokenForm | None:
         """The token-space form where there is one."""
         return None
+
+    def row_form(self) -> RowForm | None:
+        """The form with E a diagonal matrix plus outer products where there is one."""
+        return None
+
+    # ---- what a product keeps for the next one
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token in `numbers`."""
+        return self.size
+
+    @property
+    def numbers_workspace(self) -> int:
+        """Numbers a token needs while `numbers` computes them."""
+        return self.workspace
+
+    def numbers(self, start: int, stop: int) -> Tensor:
+        """The cores of some tokens in the form that `times` takes."""
+        return self.dense(start, stop)
+
+    def times(self, numbers: Tensor, matrices: Tensor) -> Tensor:
+        """C_t M_t for matrices (t, q, n), with the `numbers` of the same tokens: (t, p, n)."""
+        return numbers @ matrices
+
+    def with_numbers(self, tokens: int) -> "Core":
+        """The same cores as numbers, which can be sent to another process."""
+        return DenseCore(self.dense(0, tokens), self.symmetric)
 
     @property
     def T(self) -> "Core":
@@ -161,6 +208,11 @@ class _TransposedCore(Core):
         form = self._core.token_form()
         return form and TokenForm(form.right, form.left, lambda start, stop: form.inner(start, stop).mT, form.tokens)
 
+    def row_form(self) -> RowForm | None:
+        form = self._core.row_form()
+        outers = tuple((number, v, u) for number, u, v in form.outers) if form else ()
+        return form and replace(form, left=form.right, right=form.left, outers=outers)
+
     @property
     def T(self) -> Core:
         return self._core
@@ -221,3 +273,90 @@ def _unit_features(form: TokenForm) -> tuple[tuple[Tensor, Tensor], int]:
     left, first = unit(form.left)
     right, second = (left, first) if form.right is form.left else unit(form.right)
     return (left, right), first + second
+
+
+def inner_by_rows_cost(x: Core, y: Core) -> int:
+    """Multiplications of `inner_by_rows`."""
+    first, second = x.row_form(), y.row_form()
+    if first is None or second is None or (first.left is None) != (second.left is None):
+        return _NEVER
+    (n, t, f), (m, u, g) = first.diagonal.shape, second.diagonal.shape
+    pairs = n * (n + 1) // 2 if x is y else n * m
+    if first.left is None:
+        return pairs * t * u * f
+    a, b = len(first.vectors), len(second.vectors)
+    return pairs * (f * g * (sum(x.shape) + u * (1 + 2 * b) + 2 * a * t) + t * u * (f + g + 2 * a * b * g))
+
+
+def inner_by_rows(x: Core, y: Core, weights: Callable[[slice, slice], Tensor], budget: int, same: bool) -> ScaledNumber:
+    """sum_tu w_tu <C_t, C'_u>, with <C_t, C'_u> = tr(E_t^T K E'_u K'^T), K = f f'^T and K' = g g'^T.
+
+    Of two diagonals that is w^T (K o K') w', of a diagonal and an outer product w . (K u' o K' v'), and of two outer
+    products (u . K u') (v . K' v'): products of matrices over tokens. `same`: both sums are one.
+    """
+    forms = x.row_form(), y.row_form()
+    assert forms[0] is not None and forms[1] is not None
+    (first, a), (second, b) = _unit_rows(forms[0]), _unit_rows(forms[1])
+    (groups, t, _), (others, u, _) = first.diagonal.shape, second.diagonal.shape
+    itemsize = first.diagonal.element_size()
+    side = max(1, int((max(budget, checks.LEAST_CHUNK) / (_ROW_GRAMS * itemsize)) ** 0.5))
+    checks.predict(_ROW_GRAMS * itemsize * min(side, t) * min(side, u))
+    total = 0.0
+    for n in range(groups):
+        for m in range(n if same else 0, others):  # <t, u> = <u, t>: of two groups each pair once
+            for last in range(0, u, side):
+                columns = slice(last, min(last + side, u))
+                carried = _Carried(first, second, n, m, columns)
+                for start in range(0, t, side):
+                    rows = slice(start, min(start + side, t))
+                    weight = weights(_shifted(rows, n * t), _shifted(columns, m * u))
+                    found = float((weight * carried.gram(first, n, rows)).sum(dtype=torch.float64))
+                    total += 2 * found if same and m > n else found
+    return total, a + b
+
+
+class _Carried:
+    """K E'_u K'^T for some tokens u of group m, for inner products with the tokens of group n."""
+
+    def __init__(self, first: RowForm, second: RowForm, n: int, m: int, tokens: slice) -> None:
+        self._diagonal, self._outers = second.diagonal[m, tokens].mT, second.outers
+        self._grams: list[Tensor] = []
+        for ours, theirs in ((first.left, second.left), (first.right, second.right)):
+            if ours is not None and theirs is not None:
+                self._grams.append(ours[n] @ theirs[m].mT)
+            if first.left is first.right and second.left is second.right:
+                break  # K' is K
+        self._vectors = [[gram @ vector[m, tokens].mT for vector in second.vectors] for gram in self._grams]
+        self._seen = self._diagonal
+        if self._grams:
+            self._seen = (self._grams[0] * self._grams[-1]) @ self._diagonal
+            for number, u, v in second.outers:
+                self._seen.addcmul_(self._vectors[0][u], self._vectors[-1][v], value=number)
+
+    def gram(self, first: RowForm, n: int, rows: slice) -> Tensor:
+        """<C_t, C'_u> for some tokens t of group n, (t, u)."""
+        found = first.diagonal[n, rows] @ self._seen
+        if not first.outers:
+            return found
+        vectors = [vector[n, rows] for vector in first.vectors]
+        back = [[vector @ gram for vector in vectors] for gram in self._grams]
+        pairs = [[[ours @ theirs for theirs in carried] for ours in vectors] for carried in self._vectors]
+        seen = torch.zeros_like(back[0][0])
+        for number, u, v in first.outers:
+            seen.addcmul_(back[0][u], back[-1][v], value=number)
+            for other, w, z in self._outers:
+                found.addcmul_(pairs[0][u][w], pairs[-1][v][z], value=number * other)
+        return found.addmm_(seen, self._diagonal)
+
+
+def _unit_rows(form: RowForm) -> tuple[RowForm, int]:
+    """The same cores, but for a power of two, with features near one; and its exponent."""
+    if form.left is None or form.right is None:
+        return form, form.exponent
+    left, first = unit(form.left)
+    right, second = (left, first) if form.right is form.left else unit(form.right)
+    return replace(form, left=left, right=right), form.exponent + first + second
+
+
+def _shifted(tokens: slice, by: int) -> slice:
+    return slice(tokens.start + by, tokens.stop + by)

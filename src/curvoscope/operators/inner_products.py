@@ -1,13 +1,14 @@
 """Inner products of terms, <B, B'> = sum of the products of their entries, without forming an entry.
 
-Routes: the Gram matrix of the cores, sum_tu (l_t . l'_u) (r_t . r'_u) <C_t, C'_u>; the same in the space of tokens; and
-a contraction of all factors when the vectors stand on different axes. Every factor is brought near one first.
+Routes: the Gram matrix of the cores, sum_tu (l_t . l'_u) (r_t . r'_u) <C_t, C'_u>; the same in the space of tokens, or
+row by row there; and a contraction of all factors when the vectors stand on different axes. Every factor is brought
+near one first.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import opt_einsum
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.magnitudes import ScaledNumber, total, unit
-from curvoscope.operators.cores import SumCore, inner_by_tokens, inner_by_tokens_cost, inner_by_tokens_fits
+from curvoscope.operators.cores import (
+    SumCore,
+    inner_by_rows,
+    inner_by_rows_cost,
+    inner_by_tokens,
+    inner_by_tokens_cost,
+    inner_by_tokens_fits,
+)
 from curvoscope.operators.terms import Axes, Single, Term
 
 _GRAMS = 3  # matrices of pairs of tokens at once: of the vectors, of the cores, and their product
@@ -47,7 +55,9 @@ def inner_cost(x: Term | Single, y: Term | Single) -> int:
         a, b, p, q = x.sizes if first is None else y.sizes
         return max(x.tokens, y.tokens) * (a * b + p * q)
     gram = _gram_cost(first, second)
-    return min(gram, inner_by_tokens_cost(first.core, second.core)) if x.axes == y.axes else gram
+    if x.axes != y.axes:
+        return gram
+    return min(gram, inner_by_tokens_cost(first.core, second.core), inner_by_rows_cost(first.core, second.core))
 
 
 def _gram_cost(x: Term, y: Term) -> int:
@@ -60,12 +70,17 @@ def inner(x: Term | Single, y: Term | Single, budget: int) -> ScaledNumber:
     first, second = x.summed, y.summed
     if first is None or second is None or x.axes != y.axes:
         return _crossed_inner(x, y, budget)
-    by_tokens = inner_by_tokens_cost(first.core, second.core) < _gram_cost(first, second)
+    gram, by_rows = _gram_cost(first, second), inner_by_rows_cost(first.core, second.core)
+    by_rows = by_rows < min(gram, inner_by_tokens_cost(first.core, second.core))
+    by_tokens = not by_rows and inner_by_tokens_cost(first.core, second.core) < gram
     by_tokens = by_tokens and inner_by_tokens_fits(first.core, second.core, first.left.element_size(), budget)
     by_tokens = by_tokens and (x is y or first.core is not second.core)  # there one core stands for one term
     near, left = _with_unit_vectors(first)
     other, right = (near, left) if x is y else _with_unit_vectors(second)
-    if by_tokens:
+    if by_rows:
+        weights = partial(_weights, near, other)
+        value, exponent = inner_by_rows(first.core, second.core, weights, budget, same=x is y)
+    elif by_tokens:
         value, exponent = inner_by_tokens(first.core, second.core, lambda i, j: _weights(near, other, i, j))
     else:
         value, exponent = _gram_inner(near, other, budget)

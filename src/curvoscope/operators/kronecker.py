@@ -16,6 +16,8 @@ from curvoscope.operators.inner_products import inner, inner_cost, merged
 from curvoscope.operators.terms import Single, Term
 from curvoscope.settings import settings
 
+_MOST_KEPT = 2**28  # bytes of cores that are kept for the next product, if there is another way to multiply
+
 
 class KroneckerSum(LinearOperator):
     """A sum of `Term`s and `Single`s: exact trace, diagonal, norms, eigenvalues, products and entries.
@@ -85,8 +87,8 @@ class KroneckerSum(LinearOperator):
         return workspace(self._parts, self.symmetric, room)
 
     def _matmat(self, columns: Tensor) -> Tensor:
-        kept = sum(term.kept for term in self.terms)
-        if self._products is not None and kept * columns.element_size() > checks.memory_budget() // 4:
+        kept = sum(term.kept for term in self.terms) * columns.element_size()
+        if self._products is not None and kept > min(_MOST_KEPT, checks.memory_budget() // 4):
             return self._products[0](columns)
         n = columns.shape[1]
         result = columns.new_zeros(*self.row_shape, n)

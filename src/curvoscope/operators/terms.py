@@ -81,8 +81,8 @@ class Term:
 
     @property
     def kept(self) -> int:
-        """Numbers in the cores of all tokens."""
-        return self.tokens * self.core.size
+        """Numbers that `cores` has."""
+        return self.tokens * self.core.kept
 
     @classmethod
     def over_pairs(cls, left: Tensor, right: Tensor, blocks: Tensor, axes: Axes = (0, 0)) -> "Term":
@@ -107,22 +107,25 @@ class Term:
         return token + on[0], token + on[1], token + off
 
     def cores(self) -> Tensor:
-        """The cores of all tokens, (T, p, q)."""
+        """The cores of all tokens, as `multiply` takes them."""
         needed = self.kept * self.left.element_size()
         checks.fits(needed, None, "keeping the cores of a block", "use fewer tokens or smaller heads")
-        parts = [self.core.dense(*chunk) for chunk in self.chunks(checks.memory_budget() // 4)]
+        parts = [
+            self.core.numbers(*chunk)
+            for chunk in self.chunks(checks.memory_budget() // 4, core=self.core.numbers_workspace)
+        ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def with_numbers(self) -> "Term":
         """The same term with its cores as numbers, which can be sent to another process."""
-        return replace(self, core=DenseCore(self.core.dense(0, self.tokens), self.core.symmetric))
+        return replace(self, core=self.core.with_numbers(self.tokens))
 
     # ---- answers
 
     def multiply(self, columns: Tensor, cores: Tensor) -> Tensor:
         """(b, q, n) -> (a, p, n), with `cores()`."""
         seen = (self.right @ columns.reshape(columns.shape[0], -1)).view(-1, *columns.shape[1:])
-        answered = cores @ seen  # (T, p, n)
+        answered = self.core.times(cores, seen)  # (T, p, n)
         return (self.left.T @ answered.flatten(1)).view(self.left.shape[1], *answered.shape[1:])
 
     def trace(self) -> float:

@@ -8,7 +8,7 @@ from torch import nn
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.closed.layers import LayerRecorder, ModelLayer, layers_of
+from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer, layers_of
 from curvoscope.closed.rebuilding import Reading, fitting, rebuild
 from curvoscope.exact.attention.moments import Moments
 from curvoscope.exact.attention.self_attention import SelfAttention
@@ -45,18 +45,18 @@ class AttentionRows:
         weights = {name: snapshot.weights[path] for name, path in snapshot.paths.items()}
         with torch.no_grad():
             with ExitStack() as stack:
-                records = [(layer, stack.enter_context(LayerRecorder(self._model, layer))) for layer in self._layers]
+                recorders = [(layer, stack.enter_context(LayerRecorder(self._model, layer))) for layer in self._layers]
                 snapshot(snapshot.weights, batch)
             if self._readings is None:
                 self._readings = {}
-                for layer, record in records:
-                    found = fitting(layer, weights, record)[0] if record.once else []
+                for layer, recorder in recorders:
+                    found = fitting(layer, weights, recorder.record)[0] if recorder.once else []
                     if found and found[0].activation == "softmax":  # the rows of others are no distributions
                         self._readings[layer.name] = found[0]
-            known = [(layer, record) for layer, record in records if layer.name in self._readings]
+            known = [(layer, recorder.record) for layer, recorder in recorders if layer.name in self._readings]
             return {layer.name: self._summary(layer, weights, record) for layer, record in known}
 
-    def _summary(self, layer: ModelLayer, weights: dict[str, torch.Tensor], record: LayerRecorder) -> AttentionSummary:
+    def _summary(self, layer: ModelLayer, weights: dict[str, torch.Tensor], record: LayerRecord) -> AttentionSummary:
         assert self._readings is not None
         rebuilt = rebuild(layer, weights, record, self._readings[layer.name])
         assert isinstance(rebuilt.layer, SelfAttention)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvoscope.operators.cores import Core, TokenForm
+from curvoscope.magnitudes import unit
+from curvoscope.operators.cores import Core, RowForm, TokenForm
 
 _KEPT_NUMBERS = 2**23
 _SHARP = 2.0**-10  # δ below which a covariance taken about the mean of the sequence loses more than ten bits
@@ -64,6 +65,11 @@ class Rows:
     def softmax(self) -> bool:
         """Whether a softmax was taken over the keys."""
         return self.open_keys is None
+
+    @property
+    def any_sharp(self) -> bool:
+        """Whether a token attends to almost one key alone, but not to it alone."""
+        return len(self._sharp) > 0
 
     def sharp(self, start: int, stop: int) -> Tensor:
         """The indices of those tokens from start to stop that attend almost to a single key."""
@@ -199,6 +205,15 @@ class Covariance(Core):
         """f^T D_i g."""
         return TokenForm(self._f.values, self._g.values, self._rows.inner_derivative, self._rows.length)
 
+    def row_form(self) -> RowForm | None:
+        """f^T (diag(a) - a a^T) g. Of rows that attend to almost one key alone the difference has no digits left."""
+        rows = self._rows
+        if rows.open_keys is not None:
+            return RowForm(self._f.values, self._g.values, rows.open_keys.expand_as(rows.A))
+        if rows.any_sharp:
+            return None
+        return RowForm(self._f.values, self._g.values, rows.A, (rows.A,), ((-1.0, 0, 0),))
+
 
 class Third(Core):
     """C_i = the third central moment of f and g, contracted with the gradient through P."""
@@ -232,6 +247,12 @@ class Third(Core):
             lambda start, stop: self._rows.inner_third(self._P, start, stop),
             self._rows.length,
         )
+
+    def row_form(self) -> RowForm:
+        """f^T (diag(p) - p a^T - a p^T) g, all of it of the size of p."""
+        P, exponent = unit(self._P)
+        outers = (-1.0, 0, 1), (-1.0, 1, 0)
+        return RowForm(self._f.values, self._g.values, P, (P, self._rows.A), outers, exponent)
 
 
 def _workspace(rows: Rows, f: Feature, g: Feature) -> int:
