@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.autodiff.matrix import AutodiffBlock, AutodiffMatrix
+from curvoscope.autodiff.matrix import AutodiffBlock, AutodiffMatrix, AutodiffParts
 from curvoscope.blocks import Block, Blocks
 from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import RankError
@@ -204,6 +204,16 @@ class ShardedBlock(SpreadOperator, AutodiffBlock):
 
     def _transposed(self) -> LinearOperator:
         return ShardedBlock(self._sharded, self._part, self._column, self._row)
+
+
+class ShardedParts(SpreadOperator, AutodiffParts):
+    """Outer and functional part of a column of blocks of a sharded model, one below the other."""
+
+    def __init__(self, engine: Sharded, rows: Sequence[Block], column: Block) -> None:
+        AutodiffParts.__init__(self, engine, rows, column)
+        size, numbers = self.shape[0] // 2, engine.numbers(rows)
+        twice = Spread(2 * size, torch.cat([numbers, size + numbers]), engine.ranks)
+        self.spaces, self._ranks = (twice, _space(engine, [column])), engine.ranks
 
 
 class ShardedMatrix(SpreadOperator, AutodiffMatrix):
