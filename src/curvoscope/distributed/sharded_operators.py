@@ -33,20 +33,16 @@ class Spread(Space):
         """One all-reduce."""
         return self._ranks.add(sums)
 
-    def norm(self, vectors: Tensor, dim: int) -> Tensor:
-        """From the lengths of the parts."""
-        return self.total(vectors.norm(dim=dim).double().square()).sqrt().to(vectors.dtype)
-
-    def factor(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def _qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Q R of each part, and of the R of all parts one below the other."""
         own, triangle = torch.linalg.qr(columns)
         outer, R = torch.linalg.qr(self._stacked(triangle))
         start = self._ranks.rank * columns.shape[1]
-        return own @ outer[start : start + own.shape[1]], R
+        return own @ outer[start : start + own.shape[1]], R.double()
 
-    def triangle(self, columns: Tensor) -> Tensor:
+    def _qr_triangle(self, columns: Tensor) -> Tensor:
         """R of the R of all parts."""
-        return torch.linalg.qr(self._stacked(torch.linalg.qr(columns, mode="r").R), mode="r").R
+        return torch.linalg.qr(self._stacked(torch.linalg.qr(columns, mode="r").R), mode="r").R.double()
 
     def _stacked(self, triangle: Tensor) -> Tensor:
         """All parts' R (k, k), those of parts with fewer rows filled with zeros."""

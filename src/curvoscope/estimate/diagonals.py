@@ -95,7 +95,7 @@ class _Samples:
 
     def __init__(self, products: Products, sketch: Sketch | None = None) -> None:
         self._products, self._sketch = products, sketch
-        self._known = torch.zeros(products.size, dtype=torch.float64, device=products.device)
+        self._known = torch.zeros(products.size, dtype=products.dtype, device=products.device)
         if sketch is not None:
             self._known = (sketch.Q * (2 * sketch.Z - sketch.Q @ (sketch.Q.T @ sketch.Z))).sum(1)
         self._mean, self._spread = torch.zeros_like(self._known), torch.zeros_like(self._known)
@@ -103,13 +103,11 @@ class _Samples:
 
     def add(self, samples: Tensor) -> None:
         """(n, c) more."""
-        more = samples.shape[1]
-        total = self._count + more
-        block = samples.mean(1)
-        change = block - self._mean
-        self._spread += (samples - block[:, None]).square().sum(1) + change.square() * (self._count * more / total)
-        self._mean += change * (more / total)
-        self._count = total
+        for sample in samples.T:
+            self._count += 1
+            change = sample - self._mean
+            self._mean.add_(change, alpha=1 / self._count)
+            self._spread.addcmul_(change, change, value=(self._count - 1) / self._count)
 
     def collect(self, probes: Probes, budget: int | None, tolerance: float | None) -> DiagonalEstimate:
         """Sample until the budget is spent, the tolerance met, or the exact answer cheaper."""
@@ -118,7 +116,8 @@ class _Samples:
             z = probes.signs(min(products.columns, most - products.matvecs))
             self.add(z * self._outside(products(self._outside(z))))
             if tolerance is not None and self._count >= look:
-                error = float(self._stderr().norm() / (self._known + self._mean).norm().clamp_min(1e-300))
+                lengths = [float(part.double().norm()) for part in (self._stderr(), self._known + self._mean)]
+                error = lengths[0] / max(lengths[1], 1e-300)
                 if error <= tolerance:
                     break
                 if self._count * (min(1e6, error / tolerance) ** 2 - 1) > products.size <= MOST:

@@ -14,22 +14,27 @@ where sum_i C_ii² is the mean over pairs of the inner products of z_i * C z_i a
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(x, Bx, y, By) -> x^T A y, for columns x (n, c) and y (n, c'): (c, c')."""
+Inner = Callable[[Any, Any], Tensor]
+"""(x, y) -> x^T y, for columns x (n, c) and y (n, c'), or several groups of them: (c, c'), in float64."""
+
+Form = Callable[[Inner, Any, Any], Tensor]
+"""(inner, x, Bx) -> x^T A x, for columns x (n, c): (c, c)."""
 
 
-def trace_form(x: Tensor, bx: Tensor, y: Tensor, by: Tensor) -> Tensor:
+def trace_form(inner: Inner, x: Any, bx: Any) -> Tensor:
     """A = (B + B^T) / 2, whose trace is that of B."""
-    return (x.T @ by + bx.T @ y) / 2
+    found = inner(x, bx)
+    return (found + found.T) / 2
 
 
-def norm_form(x: Tensor, bx: Tensor, y: Tensor, by: Tensor) -> Tensor:
+def norm_form(inner: Inner, x: Any, bx: Any) -> Tensor:
     """A = B^T B, whose trace is |B|_F²."""
-    return bx.T @ by
+    return inner(bx, bx)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Tally:
     """Collects the Gram matrices of groups of probes, and summarises them.
 
     `dimension` is that of the space that the probes are drawn from. With `diagonals`, the Gram matrices of z * Az, the
-    probes are signs; without, they are uniform on the sphere of radius sqrt(dimension).
+    probes are signs; without, their directions are uniform, and they are scaled to the sphere |z|² = dimension.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -87,6 +92,9 @@ class Tally:
 
     def add(self, grams: Tensor, inner: Tensor, diagonals: Tensor | None = None) -> None:
         """A group: z_i^T A z_j, z_i^T z_j and, for signs, sum (z_i * Az_i)(z_j * Az_j), each (c, c)."""
+        if diagonals is None:
+            scale = (self._dimension / inner.diagonal()).sqrt()
+            grams, inner = (found * scale * scale[:, None] for found in (grams, inner))
         self._groups.setdefault(grams.shape[0], []).append((grams, inner, diagonals))
         self.count += grams.shape[0]
 
