@@ -143,8 +143,10 @@ class ModelHessian(BlockHessian):
         missing = next((name for name in [column, *names] if name not in self._blocks), None)
         if missing is not None:
             raise BlockNameError("block", f"there is no {missing!r} among {', '.join(self._blocks)}")
-        kind = ShardedParts if isinstance(self._engine, Sharded) else AutodiffParts
-        return kind(self._engine, [self._blocks[name] for name in names], self._blocks[column])
+        several, engine = [self._blocks[name] for name in names], self._engine
+        if isinstance(engine, Sharded):
+            return ShardedParts(engine, several, self._blocks[column])
+        return AutodiffParts(engine, several, self._blocks[column])
 
     @property
     def difference_error(self) -> float | None:

@@ -18,7 +18,7 @@ from curvoscope.estimate.space import Space
 from curvoscope.operators.base import LinearOperator, ProductPair
 from curvoscope.operators.matrix_free import MatrixFree
 
-_CHUNK = 2**20  # random numbers drawn at once; a multiple of 16, which is how many torch makes at a time
+_CHUNK = 2**20  # random numbers drawn at once; a multiple of 64, so that none is drawn and not used
 
 
 class Spread(Space):
