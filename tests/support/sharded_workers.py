@@ -192,7 +192,7 @@ def sharded_vanishing(rank, how):
 
 def random_numbers(rank, size):
     """The probes of a space whose even and odd entries lie on two ranks."""
-    sharded_operators._CHUNK = 32
+    sharded_operators._CHUNK = 64
     space = sharded_operators.Spread(size, torch.arange(rank, size, 2), Mesh(dist.group.WORLD))
     return probes_of(space)
 

@@ -79,7 +79,7 @@ class Sketch:
 
     def solve(self) -> None:
         """Q and Z for the columns of Y; fewer, when they already span the range of B to rounding."""
-        fresh = _beyond(self.space, self.Q, self.Y)
+        fresh = basis_beyond(self.space, self.Q, self.Y[:, self.Q.shape[1] :])
         count = fresh.shape[1]
         if count:
             self._Q.more(count).T.copy_(fresh.T)
@@ -109,7 +109,7 @@ class Sketch:
     def outside(self, columns: Tensor) -> Tensor:
         """P applied to columns (n, c), twice for rounding."""
         for _ in range(2):
-            columns = _projected(self.space, self.Q, columns)
+            columns = projected(self.space, self.Q, columns)
         return columns
 
 
@@ -120,7 +120,7 @@ def _rank(R: Tensor) -> int:
     return int(small[0]) if small.numel() else R.shape[1]
 
 
-def _projected(space: Space, Q: Tensor, columns: Tensor) -> Tensor:
+def projected(space: Space, Q: Tensor, columns: Tensor) -> Tensor:
     """(I - Q Q^T) applied to columns (n, c)."""
     if not Q.shape[1]:
         return columns
@@ -128,11 +128,11 @@ def _projected(space: Space, Q: Tensor, columns: Tensor) -> Tensor:
     return (columns.T - inside.T @ Q.T).T
 
 
-def _beyond(space: Space, Q: Tensor, Y: Tensor) -> Tensor:
-    """Orthonormal columns that make Q, the basis of the first columns of Y (n, k), one of all of them."""
-    fresh = Y[:, Q.shape[1] :]
-    for scale in (float(space.norm(Y, 0).max()), 1.0):  # the second time the columns are orthonormal already
-        fresh, R = space.factor(_projected(space, Q, fresh))
+def basis_beyond(space: Space, Q: Tensor, columns: Tensor) -> Tensor:
+    """An orthonormal basis of what columns (n, k) add to the span of Q."""
+    fresh = columns
+    for scale in (float(space.norm(columns, 0).max()), 1.0):  # the second time the columns are orthonormal already
+        fresh, R = space.factor(projected(space, Q, fresh))
         if float(R.diagonal().abs().max()) <= _CAPTURED * scale:
             return fresh[:, :0]
         fresh = fresh[:, : _rank(R)]

@@ -86,27 +86,30 @@ class Products:
     ) -> None:
         self._ticker.close()
 
-    def __call__(self, columns: Tensor, out: Tensor | None = None) -> Tensor:
-        """(size, c) -> (rows, c), in the memory of `out` if it is given."""
+    def __call__(self, columns: Tensor, out: Tensor | None = None, taller: Matrix | None = None) -> Tensor:
+        """(size, c) -> (rows, c), in the memory of `out` if it is given; with `taller`, another operator with the same
+        columns, the products with that one."""
         count = columns.shape[1]
+        operator = self.operator if taller is None else taller
         if out is None and count <= self._together:
-            return self._at_once(columns).to(self.device, self.dtype)
-        found = self.memory(count, self.row_space) if out is None else out
+            return self._at_once(operator, columns).to(self.device, self.dtype)
+        space = self.row_space if taller is None else Space(taller.shape[0])
+        found = self.memory(count, space) if out is None else out
         for start in range(0, count, self._together):
             part = slice(start, start + self._together)
-            found.T[part] = self._at_once(columns[:, part]).T
+            found.T[part] = self._at_once(operator, columns[:, part]).T
         return found
 
     def memory(self, count: int, space: Space | None = None) -> Tensor:
         """Columns (size, count), or of another space, that are not written yet."""
         return empty(count, (space or self.space).length, self.dtype, self.device).T
 
-    def _at_once(self, columns: Tensor) -> Tensor:
+    def _at_once(self, operator: Matrix, columns: Tensor) -> Tensor:
         """(size, c) -> (rows, c) in one product, in the operator's precision."""
-        operator, count = self.operator, columns.shape[1]
+        count = columns.shape[1]
+        expected = (self.row_space.length if operator is self.operator else operator.shape[0], count)
         product = operator @ columns.to(operator.device, operator.dtype)
-        if product.shape != (self.row_space.length, count):
-            expected = (self.row_space.length, count)
+        if product.shape != expected:
             raise ShapeError("operator", f"gave shape {tuple(product.shape)}, expected {expected}")
         if not checks.all_finite(product):
             bad = int((~torch.isfinite(product)).sum())
@@ -135,13 +138,13 @@ class Products:
         """The rounding of the operator's precision."""
         return float(torch.finfo(self.operator.dtype).eps)
 
-    def identity(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def identity(self, taller: Matrix | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The entries of B, a few columns at a time: unit vectors (size, c), and their columns of B (rows, c), in
-        float64."""
+        float64; `taller` as for products."""
         for start in range(0, self.size, self.columns):
             stop = min(start + self.columns, self.size)
             unit = self.space.units(start, stop, self.device)
-            yield unit, self(unit).double()
+            yield unit, self(unit, taller=taller).double()
 
     def bytes(self, columns: int) -> int:
         """What so many vectors of the operator's size take."""

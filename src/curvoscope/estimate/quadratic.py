@@ -192,7 +192,7 @@ class _Question:
                 sample = tally.summary()
                 if sample.meets(tolerance):
                     break
-                if _forecast(sample, tally.count, tolerance) - tally.count > self._products.size <= MOST:
+                if sample.needed(tally.count, tolerance) - tally.count > self._products.size <= MOST:
                     return self._exact()
                 look = math.ceil(1.1 * tally.count)
         return self._estimate(tally.summary(), "hutchinson")
@@ -225,7 +225,7 @@ class _Question:
                     estimate = self._exchanged()
                 else:
                     estimate = self._estimate(plain, "hutchinson")
-                    needed = _forecast(plain, columns, tolerance)
+                    needed = plain.needed(columns, tolerance)
             if estimate.stderr <= tolerance * abs(estimate.value) and estimate.matvecs >= LEAST:
                 return estimate
             if needed - columns > size <= MOST:
@@ -302,10 +302,3 @@ class _Question:
         rounding = _ROUNDING * self._products.epsilon * max(abs(sample.value), captured)
         stderr = max(sample.stderr, rounding)
         return Estimate(sample.value, stderr, self._products.matvecs, method, sample.degrees, sample.skewness)
-
-
-def _forecast(sample: Sample, count: int, tolerance: float) -> int:
-    """How many probes the tolerance will need, from the error of the first `count`."""
-    if not sample.value:
-        return 2 * count
-    return math.ceil(count * min(1e6, (sample.stderr / (tolerance * abs(sample.value))) ** 2))

@@ -51,9 +51,20 @@ class Sample:
         """The standard error of the mean."""
         return math.sqrt(self.variance)
 
+    @property
+    def relative(self) -> float:
+        """The relative standard error."""
+        return self.stderr / abs(self.value) if self.value else math.inf * bool(self.stderr)
+
     def shifted(self, amount: float) -> "Sample":
         """The same with a known number added."""
         return Sample(self.value + amount, self.variance, self.skewness, self.degrees)
+
+    def needed(self, count: int, tolerance: float) -> int:
+        """How many probes the tolerance will need, from the error of the first `count`."""
+        if not self.value:
+            return 2 * count
+        return math.ceil(count * min(1e6, (self.stderr / (tolerance * abs(self.value))) ** 2))
 
     def meets(self, tolerance: float | None) -> bool:
         """Whether the relative standard error is at most `tolerance`."""
@@ -86,22 +97,32 @@ class Tally:
     """
 
     def __init__(self, dimension: int) -> None:
-        self._dimension = dimension
+        self.dimension = dimension
         self._groups: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         self.count = 0
 
     def add(self, grams: Tensor, inner: Tensor, diagonals: Tensor | None = None) -> None:
         """A group: z_i^T A z_j, z_i^T z_j and, for signs, sum (z_i * Az_i)(z_j * Az_j), each (c, c)."""
         if diagonals is None:
-            scale = (self._dimension / inner.diagonal()).sqrt()
+            scale = (self.dimension / inner.diagonal()).sqrt()
             grams, inner = (found * scale * scale[:, None] for found in (grams, inner))
         self._groups.setdefault(grams.shape[0], []).append((grams, inner, diagonals))
         self.count += grams.shape[0]
 
+    def participation(self) -> float:
+        """(tr A)² / |A|_F²: how many eigenvalues hold the trace of a positive form."""
+        stacks = [torch.stack([gram for gram, _, _ in group]) for size, group in self._groups.items() if size > 1]
+        found = [pairs(grams) for grams in stacks]
+        square = sum(one * count for one, _, count in found) / max(1, sum(count for _, _, count in found))
+        mean = (
+            float(torch.cat([grams.diagonal(dim1=1, dim2=2).flatten() for grams in stacks]).mean()) if stacks else 0.0
+        )
+        return mean**2 / square if square else math.inf
+
     def summary(self) -> Sample:
         """The mean over the probes so far."""
         values = torch.cat([gram.diagonal() for group in self._groups.values() for gram, _, _ in group])
-        mean, n = float(values.mean()), self._dimension
+        mean, n = float(values.mean()), self.dimension
         square = cube = fixed = weight = 0.0
         for size, group in self._groups.items():
             if size == 1:
