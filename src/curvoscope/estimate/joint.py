@@ -7,8 +7,12 @@ and those with their sums cost nothing more. For random signs z and symmetric B
 
 and if B is the top of a taller matrix, a column of blocks, E |(B z)_c|² = |B(c, b)|_F² for the rows c. Error bars are
 those of `sampling`; in the variance of |B z|², sum_i (B²)_ii² is the mean over pairs of the inner products of (B z)²
-and (B z')². When few eigenvectors hold a norm, the products so far make a sketch Q, and what it leaves over is sampled
-by probes orthogonal to Q, as in Hutch++ (see `deflation`).
+and (B z')². When few eigenvectors hold a norm, the products so far make a sketch Q (see `deflation`). With Z = B Q and
+P = I - Q Q^T,
+
+    tr B = tr Q^T Z + tr P B P,    |B|_F² = 2 |Z|_F² - |Q^T Z|_F² + |P B P|_F²,
+
+and only P B P is sampled.
 """
 
 import math
@@ -108,7 +112,7 @@ class _Part:
 
     def __init__(self, members: tuple[int, ...], dimension: int, rows: Mapping[str, slice]) -> None:
         self.members, self.rows = members, {name: Tally(dimension) for name in rows}
-        self.held_trace = self.held_square = self.length = 0.0  # tr Q^T B Q, |B Q|_F², and the lengths of B Q
+        self.held_trace = self.held_square = self.length = 0.0  # what Q holds, and the lengths of the columns of B Q
         self.restart(dimension)
 
     def restart(self, dimension: int) -> None:
@@ -189,17 +193,12 @@ class _Joint:
             several = min(products.columns, count - start)
             z, place = probes[:, :several], start if keeps else 0
             product = memory[:, place : place + several]
-            if self._Q.shape[1]:
-                self._probes.normal(several, z)
-                for _ in range(2):
-                    z.T.copy_(projected(self._space, self._Q, z).T)
-            else:
-                self._probes.signs(several, z)
+            self._probes.signs(several, z)
             inner = self._space.inner(z, z)
             if striped and self._stripe is not None:
                 self._tally_rows(products(z, taller=self._stripe), inner, product)
             else:
-                products(z, out=product)
+                products(self._outside(self._outside(z)), out=product)
             self._tally(z, product, inner)
         return memory if keeps else None
 
@@ -212,18 +211,22 @@ class _Joint:
                 part.rows[name].add(self._space.inner(product[where], product[where]), inner)
 
     def _tally(self, z: Tensor, product: Tensor, inner: Tensor) -> None:
-        """Probes (n, c), their products (p n, c) with the stack, and z^T z."""
-        space, signs = self._space, not self._Q.shape[1]
+        """Probes (n, c), the products (p n, c) of the stack with P z, and z^T z."""
+        dot = self._space.inner
         for part, found in self._by_part(product):
-            traces, norms = (form(space.inner, z, found) for form in (trace_form, norm_form))
-            own, squares = (space.inner(x, x) for x in (z * found, found.square())) if signs else (None, None)
-            part.traces.add(traces, inner, own)
-            part.norms.add(norms, inner, squares)
+            found = self._outside(found)
+            traces, norms = (form(dot, z, found) for form in (trace_form, norm_form))
+            along, squares = z * found, found.square()
+            part.traces.add(traces, inner, dot(along, along))
+            part.norms.add(norms, inner, dot(squares, squares))
             if self._diagonal:
                 if part.samples is None:
                     part.samples = DiagonalSamples(self._products)
-                scale = (part.traces.dimension / inner.diagonal()).to(z.dtype)  # one for signs
-                part.samples.add(z * projected(space, self._Q, found) * scale)
+                part.samples.add(along)
+
+    def _outside(self, columns: Tensor) -> Tensor:
+        """P applied to columns (n, c)."""
+        return projected(self._space, self._Q, columns)
 
     def _by_part(self, product: Tensor) -> Iterator[tuple[_Part, Tensor]]:
         """Each part with its own products (R, c), from those of the stack (p R, c)."""
@@ -248,10 +251,10 @@ class _Joint:
         self._Z = torch.cat([self._Z.T, self._products(fresh).T]).T
         self._Q = torch.cat([self._Q.T, fresh.T]).T
         for part, Z in self._by_part(self._Z):
-            part.restart(self._products.size - self._Q.shape[1])
-            part.held_trace, part.held_square = (
-                float(form(space.inner, self._Q, Z).trace()) for form in (trace_form, norm_form)
-            )
+            part.restart(self._products.size)
+            inside = space.inner(self._Q, Z)
+            part.held_trace = float(inside.trace())
+            part.held_square = 2 * float(space.inner(Z, Z).trace()) - float(inside.square().sum())
             part.length = float(space.norm(Z, 0).sum())
             part.samples = DiagonalSamples(self._products, self._Q, Z) if self._diagonal else None
 
