@@ -25,7 +25,7 @@ def pair_norms(H: ModelHessian, probes: int = 8, seed: int = 0) -> Iterator[list
     """The pairs of each block with those before it, as they are computed.
 
     With v of random signs in block b and zero elsewhere, H v has H(a, b) v in block a, and E|H(a, b) v|² =
-    |H(a, b)|_F². The same v serve outer and functional part and their sum: 2 `probes` products per block. The error of
+    |H(a, b)|_F². The same v serve outer and functional part and their sum, from one pass. The error of
     the norm is that of its square by the delta method.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -35,9 +35,7 @@ def pair_norms(H: ModelHessian, probes: int = 8, seed: int = 0) -> Iterator[list
         signs = torch.randint(0, 2, (block.stop - block.start, probes), generator=generator) * 2 - 1
         if not place:
             continue
-        v = torch.zeros(H.shape[0], probes, dtype=H.total.dtype, device=H.total.device)
-        v[block] = signs.to(v)
-        outer, functional = H.outer @ v, H.functional @ v
+        outer, functional = (H.stacked(column, H.names) @ signs.to(H.total.like)).chunk(2)
         found = dict(zip(PARTS, (outer, functional, outer + functional), strict=True))
         yield [
             PairNorm(row, column, part, _norm(product[ranges[row]].double().square().sum(0)))
