@@ -50,6 +50,8 @@ def test_its_parts_are_those_of_the_whole():
     whole, cut = (cv.hessian(model, loss, [batch()], micro_batch=rows) for rows in (None, 3))
     for part in ("outer", "functional"):
         assert relative(getattr(cut, part).dense(), getattr(whole, part).dense()) < 1e-12
+    v = normal(8)(cut["up"].shape[0])
+    assert relative(cut.stacked("up") @ v, torch.cat([whole.outer["up"] @ v, whole.functional["up"] @ v])) < 1e-12
     block = cut["up"].dense()
     assert relative(block, whole["up"].dense()) < 1e-12
 

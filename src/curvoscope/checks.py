@@ -37,10 +37,15 @@ def floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> Tenso
         raise DeviceError(argument, f"is on {tensor.device}, the other tensors on {like.device}")
     if tensor.numel() == 0:
         raise EmptyError(argument, f"is empty, shape {tuple(tensor.shape)}")
-    if not bool(torch.isfinite(tensor).all()):
+    if not all_finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise NonFiniteError(argument, f"{bad} of {tensor.numel()} entries are NaN or infinite")
     return tensor
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite. The sum tells for less; but it may overflow alone."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 Answer = TypeVar("Answer", float, Tensor)
@@ -48,12 +53,7 @@ Answer = TypeVar("Answer", float, Tensor)
 
 def finite(question: str, answer: Answer) -> Answer:
     """Check that `answer` is finite and return it; every computed answer passes through here."""
-    if isinstance(answer, Tensor):
-        # the sum costs less, and may overflow alone
-        held = bool(torch.isfinite(answer.sum())) or bool(torch.isfinite(answer).all())
-    else:
-        held = math.isfinite(answer)
-    if not held:
+    if not (all_finite(answer) if isinstance(answer, Tensor) else math.isfinite(answer)):
         raise NonFiniteError(question, "overflows; scale the weights and inputs down, or convert them to float64")
     return answer
 

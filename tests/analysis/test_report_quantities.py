@@ -9,7 +9,7 @@ from torch import nn
 
 from curvoscope.analysis.attention_heads import head_moments, of_moments
 from curvoscope.analysis.entries import entry_histograms
-from curvoscope.analysis.pair_norms import pair_norms
+from curvoscope.analysis.measurements import Effort, measured_columns
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.curvature import CrossEntropy, hessian
 from curvoscope.exact.attention.moments import Moments
@@ -86,7 +86,8 @@ class TestHeads:
 
 class TestPairs:
     def test_within_their_errors(self, H):
-        found = [pair for column in pair_norms(H, probes=64, seed=1) for pair in column]
+        columns = measured_columns(H, Effort(tolerance=0.2), seed=1, pairs=True)
+        found = [pair for _, pairs in columns for pair in pairs]
         assert len({(one.row, one.column) for one in found}) == 10 and len(found) == 30
         inside = 0
         for one in found:
@@ -97,7 +98,7 @@ class TestPairs:
         assert inside >= 28  # of 30 at three standard errors
 
     def test_the_same_for_the_same_seed(self, H):
-        first, again = (list(pair_norms(H, probes=2, seed=5)) for _ in range(2))
+        first, again = (list(measured_columns(H, Effort(matvecs=6), seed=5, pairs=True)) for _ in range(2))
         assert first == again
 
 

@@ -44,6 +44,17 @@ def case(request):
     return *CASES[name](dtype), dtype
 
 
+def test_both_parts(case):
+    H, dense, dtype = case
+    name = H.names[1]
+    v = normal(2)(H[name].shape[0])
+    columns = H.total.ranges[name]
+    outer, functional = (H.stacked(name) @ v.to(dtype)).double().chunk(2)
+    scale = dense.total[columns, columns] @ v
+    assert relative(outer, dense.outer[columns, columns] @ v, scale) < PRECISION[dtype]
+    assert relative(functional, dense.functional[columns, columns] @ v, scale) < PRECISION[dtype]
+
+
 @pytest.mark.parametrize("part", PARTS)
 class TestAgainstDense:
     def test_products_whatever_the_length_of_the_vector(self, case, part):

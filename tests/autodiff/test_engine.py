@@ -13,6 +13,7 @@ from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth
 from curvoscope import curvature
 from curvoscope.autodiff import engine
 from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, blocks_of
+from curvoscope.errors import BlockNameError
 from reference import normal, relative
 
 PARTS = ("total", "outer", "functional")
@@ -98,6 +99,23 @@ class TestAgainstDense:
             v = r(entries.shape[1])
             assert relative(block @ v, entries @ v, dense.total) < 1e-9
             assert relative(block.T.dense(), entries.T, dense.total) < 1e-9
+
+    def test_both_parts_from_one_pass(self, case):
+        """One below the other, of the diagonal block and of a whole column; several vectors at a time or one."""
+        H, dense, _ = case
+        name = H.names[1]
+        columns = normal(5)(H[name].shape[0], 3)
+        for rows in (None, H.names):
+            places = torch.cat([torch.arange(H.total.shape[0])[H.total.ranges[row]] for row in rows or [name]])
+            stacked = H.stacked(name, rows)
+            assert stacked.shape == (2 * len(places), len(columns))
+            halves = (stacked @ columns).chunk(2)
+            for half, part in zip(halves, ("outer", "functional"), strict=True):
+                expected = getattr(dense, part)[places][:, H.total.ranges[name]] @ columns
+                assert relative(half, expected, dense.total) < 1e-9
+            assert relative(stacked @ columns[:, 0], (stacked @ columns)[:, 0]) < 1e-13
+        with pytest.raises(BlockNameError, match="there is no 'nowhere'"):
+            H.stacked(name, ["nowhere"])
 
     def test_parts_add_up_to_rounding(self, case):
         H, _, _ = case

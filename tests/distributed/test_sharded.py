@@ -95,7 +95,7 @@ def alone():
     return estimates(hessian(GPT(), CrossEntropy(), [tokens(ROWS)], method="autodiff"))
 
 
-@pytest.mark.parametrize("size", [5, 33, 100])
+@pytest.mark.parametrize("size", [5, 133, 400])
 def test_probes_are_the_numbers_of_one_process(tmp_path, size):
     whole = probes_of(Space(size))
     for rank, found in enumerate(launch(random_numbers, 2, tmp_path, size)):

@@ -134,8 +134,12 @@ class TestBound:
     def test_more_starts_bound_more(self):
         """The quantiles of χ²: with one start a small overlap is likely, with several it is not."""
         operator = Dense(rotated(flat(300)))
-        one, four = (lanczos(operator, 1, "LA", matvecs=24 * block, block=block) for block in (1, 4))
-        assert four[0].stderr < one[0].stderr
+        bars = {
+            block: [lanczos(operator, 1, "LA", matvecs=24 * block, block=block, seed=seed)[0] for seed in range(16)]
+            for block in (1, 4)
+        }
+        one, four = (sum(bar.stderr for bar in several) for several in bars.values())
+        assert four < one  # a single run may have had luck
 
     def test_budget(self):
         """What a budget leaves open is in the error bar, and nothing is left open at the end."""

@@ -110,6 +110,7 @@ def estimates(H):
         "pair": _numbers(pair.frobenius_norm(matvecs=4)),
         "singular": _numbers(pair.spectral_norm(matvecs=4)),
         "multiple": _numbers((pair * 2.0).spectral_norm(matvecs=4)),
+        "both parts": _numbers(H.stacked("h.0.mlp.up", ["h.0.attn.Q", "h.0.mlp.up"]).frobenius_norm(matvecs=4)),
         "sum": _numbers(both.trace(matvecs=4)),
         "selected": _numbers(H.total.select(["h.0.attn.V", "h.0.norm1"]).trace(matvecs=4)),
     }
@@ -191,7 +192,7 @@ def sharded_vanishing(rank, how):
 
 def random_numbers(rank, size):
     """The probes of a space whose even and odd entries lie on two ranks."""
-    sharded_operators._CHUNK = 32
+    sharded_operators._CHUNK = 64
     space = sharded_operators.Spread(size, torch.arange(rank, size, 2), Mesh(dist.group.WORLD))
     return probes_of(space)
 

@@ -2,19 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from curvoscope import checks, estimate
 from curvoscope.analysis.heterogeneity import PARTS, Part, times
+from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.curvature import ModelHessian
 from curvoscope.errors import RangeError
-from curvoscope.estimate import Estimate
+from curvoscope.estimate import Estimate, JointEstimate
 from curvoscope.operators import LinearOperator
 
 DEFAULT_TOLERANCE = 0.05
 _ALL_EIGENVALUES = 2048  # size of a closed form up to which its eigenvalues are exact
-_LEAST = 16  # products that a trace gets, however few its norm took
+_MEMBERS: dict[Part, tuple[int, ...]] = {"outer": (0,), "functional": (1,), "total": (0, 1)}  # of `H.stacked`
 _EIGENVALUE = 0.1  # of the tolerance: Lanczos converges at once where it converges
 
 
@@ -39,6 +41,9 @@ class Effort:
     def eigenvalue_tolerance(self) -> float | None:
         """The error bar of an eigenvalue, relative to the largest one, at which Lanczos stops."""
         return None if self.tolerance is None else _EIGENVALUE * self.tolerance
+
+
+_FIRST = Effort(tolerance=0.99)  # the first probes are enough, if only pairs are wanted
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,59 @@ class Extremes:
 def measurements(H: ModelHessian, effort: Effort, seed: int | None = None) -> Iterator[Measurement]:
     """Rows for all blocks of `H` and all parts, as they are computed.
 
-    The tolerance applies to the norm. The trace of an indefinite part can be much smaller than its norm, so that a
-    relative error would be unaffordable: it gets as many products as the norm took, and has its own error bar.
+    The tolerance applies to the norms. The trace of an indefinite part can be much smaller than its norm, so that a
+    relative error would be unaffordable: it comes from the products that the norms took, and has its own error bar.
     """
-    for name in H.names:
+    for rows, _ in measured_columns(H, effort, seed):
+        yield from rows
+
+
+def measured_columns(
+    H: ModelHessian, effort: Effort, seed: int | None = None, pairs: bool = False
+) -> Iterator[tuple[list[Measurement], list[PairNorm]]]:
+    """The rows of one block after the other and, with `pairs`, its pairs with the blocks before it.
+
+    All that is not exact comes from one set of products with outer and functional part at once, but for the
+    eigenvalues. Pairs take the first of them over all rows; the parts must be split at the model's output.
+    """
+    for place, name in enumerate(H.names):
+        methods = {part: H.method_of(name, part) for part in PARTS}
+        before = H.names[:place] if pairs else []
+        known = all(method == "exact" for method in methods.values())
+        asked = [part for part in PARTS if before or methods[part] != "exact"]
+        found = _measured(H, name, before, asked, _FIRST if known else effort, seed) if asked else {}
+        rows = []
         for part in PARTS:
-            yield _measure(H, name, part, effort, seed)
+            operator, exact = getattr(H, part)[name], methods[part] == "exact"
+            norm = operator.frobenius_norm() if exact else found[part].frobenius_norm
+            trace = operator.trace() if exact else found[part].trace
+            top = _eigenvalue(operator, "LA", effort, seed, exact)
+            rows.append(Measurement(name, part, H.shapes[name], methods[part], norm, trace, top))
+        yield rows, [PairNorm(other, name, part, found[part].rows[other]) for other in before for part in PARTS]
+
+
+def _measured(
+    H: ModelHessian,
+    name: str,
+    before: Sequence[str],
+    parts: Sequence[Part],
+    effort: Effort,
+    seed: int | None,
+) -> dict[str, JointEstimate]:
+    """All parts of a block, and the norms of its pairs with the blocks before it."""
+    heights = [H[other].shape[0] for other in (name, *before)]
+    ends = list(accumulate(heights))
+    rows = {other: slice(start, end) for other, start, end in zip(before, ends, ends[1:], strict=False)}
+    stripe = H.stacked(name, [name, *before]) if before else None
+    return estimate.measure(
+        H.stacked(name),
+        {part: _MEMBERS[part] for part in parts},
+        stripe=stripe,
+        rows=rows,
+        matvecs=effort.matvecs,
+        tolerance=effort.tolerance,
+        seed=seed,
+    )
 
 
 def extremes(H: ModelHessian, effort: Effort, seed: int | None = None) -> Extremes:
@@ -102,17 +154,6 @@ def headline_of(rows: Sequence[Measurement], rounding: float) -> str:
     low, high = total[0], total[-1]
     ratio = times(high.frobenius_norm.value / low.frobenius_norm.value)
     return f"{high.block} is {ratio} {low.block} (Frobenius norm)"
-
-
-def _measure(H: ModelHessian, name: str, part: Part, effort: Effort, seed: int | None) -> Measurement:
-    operator, method = getattr(H, part)[name], H.method_of(name, part)
-    if method != "exact":
-        norm = operator.frobenius_norm(tolerance=effort.tolerance, matvecs=effort.matvecs, seed=seed)
-        trace = operator.trace(matvecs=effort.matvecs or max(_LEAST, norm.matvecs), seed=seed)
-    else:
-        norm, trace = operator.frobenius_norm(), operator.trace()
-    top = _eigenvalue(operator, "LA", effort, seed, exact=method == "exact")
-    return Measurement(name, part, H.shapes[name], method, norm, trace, top)
 
 
 def _eigenvalue(

@@ -69,6 +69,8 @@ class Coupled(Autodiff):
         return [leaves[i] for i in loss.read], [G[rows].detach() for G in loss.gradient]
 
     def _own_product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
+        if part == "both":
+            return torch.cat([self._own_product(one, rows, columns, vectors) for one in ("outer", "functional")], 1)
         spread = self._spread(columns, vectors)
         wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
         names = frozenset(spread).union(wanted)

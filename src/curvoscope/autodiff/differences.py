@@ -48,6 +48,8 @@ class Differences(Autodiff):
 
     def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
         """As that of `Autodiff`, from six gradients a vector, or more where the search goes on."""
+        if part == "both":
+            return torch.cat([self.product(one, rows, columns, vectors) for one in ("outer", "functional")], 1)
         lengths = self._lengths(vectors)
         moving = lengths.nonzero().flatten().tolist()
         products = vectors.new_zeros(len(vectors), self.length(rows))

@@ -131,6 +131,9 @@ class Autodiff:
     def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
         """Rows of the Hessian ("total") or a part of it times vectors (n, C) that live in the blocks `columns`: (n, R).
 
+        With "both" for the part, the rows of the outer and then those of the functional part, (n, 2R), for less than
+        two products cost.
+
         Only what lies between the blocks and the loss is run through: a block in a late layer costs the tail alone.
         """
         question = part, [block.name for block in rows], [block.name for block in columns]
@@ -155,7 +158,8 @@ class Autodiff:
             totals[:] = [totals[0].add_(found) if totals else found]
 
         self._visit(names, layer, add)
-        return totals[0] if totals else vectors.new_zeros(len(vectors), self.length(rows))
+        height = self.length(rows) * (2 if part == "both" else 1)
+        return totals[0] if totals else vectors.new_zeros(len(vectors), height)
 
     @property
     def product_bytes(self) -> int:
@@ -240,16 +244,31 @@ class Autodiff:
             try:
                 for start in range(0, count, step):
                     some = {name: vector[start : start + step] for name, vector in vectors.items()}
-                    products = graph.product(part, some, wanted, many=True)
-                    found.append(self._flat(rows, wanted, products, (min(step, count - start),)))
+                    found.append(self._multiplied(graph, part, rows, wanted, some, (min(step, count - start),)))
                 return torch.cat(found)
             except (RuntimeError, NotImplementedError):  # an operation that torch cannot batch
                 self._can_batch = False
         singles = []
         for i in range(count):
             one = {name: vector[i] for name, vector in vectors.items()}
-            singles.append(self._flat(rows, wanted, graph.product(part, one, wanted, many=False), ()))
+            singles.append(self._multiplied(graph, part, rows, wanted, one, ()))
         return singles[0][None] if count == 1 else torch.stack(singles)
+
+    def _multiplied(
+        self,
+        graph: Graph,
+        part: str,
+        rows: Sequence[Block],
+        wanted: Sequence[str],
+        vectors: Mapping[str, Tensor],
+        lead: tuple[int, ...],
+    ) -> Tensor:
+        """The products (*lead, R) with vectors that have the leading axes `lead`, in one call."""
+        many = bool(lead)
+        if part == "both":
+            both = graph.parts(vectors, wanted, many)
+            return torch.cat([self._flat(rows, wanted, found, lead) for found in both], -1)
+        return self._flat(rows, wanted, graph.product(part, vectors, wanted, many), lead)
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
         """Vectors (n, C) as tensors (n, *shape) like the parameters."""

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ class AutodiffBlock(MatrixFree):
 
     def _transposed(self) -> LinearOperator:
         return AutodiffBlock(self._engine, self._part, self._column, self._row)
+
+
+class AutodiffParts(MatrixFree):
+    """Outer and functional part of a column of blocks, one below the other: (2R, C), both from one pass."""
+
+    def __init__(self, engine: Autodiff, rows: Sequence[Block], column: Block) -> None:
+        like = torch.empty(0, dtype=engine.dtype, device=engine.device)
+        height = sum(block.size for block in rows)
+        super().__init__((2 * height, 1), column.shape, like)
+        self._engine, self._rows, self._column = engine, rows, column
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._engine.product("both", self._rows, [self._column], columns.T).T
 
 
 class LazyBlock(LinearOperator):

@@ -17,10 +17,10 @@ from curvoscope.analysis.measurements import (
     Measurement,
     extremes,
     headline_of,
-    measurements,
+    measured_columns,
     rounding_of,
 )
-from curvoscope.analysis.pair_norms import PairNorm, pair_norms
+from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.analysis.propagation import Propagation, propagation
 from curvoscope.analysis.scales import input_scales
 from curvoscope.analysis.spectra import BlockSpectrum
@@ -116,12 +116,14 @@ def run(request: Request, options: AnalyzeOptions, out: Path, as_json: bool) -> 
         H = hessian(subject.model, subject.loss, [subject.batch], chosen, options.method, options.split)
         labels = (f"{name}, {part}" for name in chosen for part in PARTS)
         step(next(labels))
-        rows = []
-        for row in measurements(H, effort, request.seed):
-            rows.append(row)
-            step(next(labels, "pairs of blocks"))
+        rows, pairs = [], []
+        for several, found_pairs in measured_columns(H, effort, request.seed, pairs=options.split == "model"):
+            rows += several
+            pairs += found_pairs
+            for _ in several:
+                step(next(labels, "entries"))
         loss, rounding = H.loss, rounding_of(rows, H.total.dtype)
-        pairs, histograms, missing = _whole_products(H, options, request.seed)
+        histograms, missing = _whole_products(H, options, request.seed)
         step("all entries")
         dense = _dense_blocks(_small_hessian(subject, H, options))
         step("the whole Hessian")
@@ -159,22 +161,19 @@ def _is_swept(subject: Subject, options: AnalyzeOptions) -> bool:
     return options.parts == "outer"
 
 
-def _whole_products(
-    H: ModelHessian, options: AnalyzeOptions, seed: int
-) -> tuple[list[PairNorm], list[EntryHistogram], list[str]]:
-    """What takes products with the matrix of all chosen blocks: off-diagonal norms, entries, and why not."""
+def _whole_products(H: ModelHessian, options: AnalyzeOptions, seed: int) -> tuple[list[EntryHistogram], list[str]]:
+    """Entries, which take products with the matrix of all chosen blocks; and why there are none, also of pairs."""
     if options.split == "layer":
-        return [], [], ["Off-diagonal blocks and entries: split at the layers, the parts exist within one layer only."]
+        return [], ["Off-diagonal blocks and entries: split at the layers, the parts exist within one layer only."]
     missing = []
-    pairs = [pair for column in pair_norms(H, seed=seed) for pair in column]
-    if not pairs:
+    if len(H.names) == 1:
         missing.append("Off-diagonal blocks: only one block was asked for.")
     roles = {name: found[1] for name in H.names if (found := layer_and_role(name)) is not None}
     sampled = [next((name for name in roles if roles[name] == role), None) for role in ("attn.Q", "attn.V")]
     histograms = entry_histograms(H, [name for name in sampled if name is not None], _SAMPLED, seed)
     if not histograms:
         missing.append("Histograms of the entries: no query or value block is among those that were asked for.")
-    return pairs, histograms, missing
+    return histograms, missing
 
 
 def _is_whole(options: AnalyzeOptions) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.autodiff.matrix import AutodiffBlock, AutodiffMatrix
+from curvoscope.autodiff.matrix import AutodiffBlock, AutodiffMatrix, AutodiffParts
 from curvoscope.blocks import Block, Blocks
 from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import RankError
@@ -18,7 +18,7 @@ from curvoscope.estimate.space import Space
 from curvoscope.operators.base import LinearOperator, ProductPair
 from curvoscope.operators.matrix_free import MatrixFree
 
-_CHUNK = 2**20  # random numbers drawn at once; a multiple of 16, which is how many torch makes at a time
+_CHUNK = 2**20  # random numbers drawn at once; a multiple of 64, so that none is drawn and not used
 
 
 class Spread(Space):
@@ -33,20 +33,16 @@ class Spread(Space):
         """One all-reduce."""
         return self._ranks.add(sums)
 
-    def norm(self, vectors: Tensor, dim: int) -> Tensor:
-        """From the lengths of the parts."""
-        return self.total(vectors.norm(dim=dim).double().square()).sqrt().to(vectors.dtype)
-
-    def factor(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def _qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Q R of each part, and of the R of all parts one below the other."""
         own, triangle = torch.linalg.qr(columns)
         outer, R = torch.linalg.qr(self._stacked(triangle))
         start = self._ranks.rank * columns.shape[1]
-        return own @ outer[start : start + own.shape[1]], R
+        return own @ outer[start : start + own.shape[1]], R.double()
 
-    def triangle(self, columns: Tensor) -> Tensor:
+    def _qr_triangle(self, columns: Tensor) -> Tensor:
         """R of the R of all parts."""
-        return torch.linalg.qr(self._stacked(torch.linalg.qr(columns, mode="r").R), mode="r").R
+        return torch.linalg.qr(self._stacked(torch.linalg.qr(columns, mode="r").R), mode="r").R.double()
 
     def _stacked(self, triangle: Tensor) -> Tensor:
         """All parts' R (k, k), those of parts with fewer rows filled with zeros."""
@@ -204,6 +200,16 @@ class ShardedBlock(SpreadOperator, AutodiffBlock):
 
     def _transposed(self) -> LinearOperator:
         return ShardedBlock(self._sharded, self._part, self._column, self._row)
+
+
+class ShardedParts(SpreadOperator, AutodiffParts):
+    """Outer and functional part of a column of blocks of a sharded model, one below the other."""
+
+    def __init__(self, engine: Sharded, rows: Sequence[Block], column: Block) -> None:
+        AutodiffParts.__init__(self, engine, rows, column)
+        size, numbers = self.shape[0] // 2, engine.numbers(rows)
+        twice = Spread(2 * size, torch.cat([numbers, size + numbers]), engine.ranks)
+        self.spaces, self._ranks = (twice, _space(engine, [column])), engine.ranks
 
 
 class ShardedMatrix(SpreadOperator, AutodiffMatrix):

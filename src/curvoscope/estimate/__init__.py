@@ -2,6 +2,7 @@
 
 from curvoscope.estimate.diagonals import diagonal
 from curvoscope.estimate.extremes import eigenvalues
+from curvoscope.estimate.joint import JointEstimate, measure
 from curvoscope.estimate.krylov import Eigenvalues, lanczos
 from curvoscope.estimate.products import Matrix
 from curvoscope.estimate.quadratic import frobenius_norm, squared_frobenius_norm, trace
@@ -15,6 +16,7 @@ __all__ = [
     "DiagonalEstimate",
     "Eigenvalues",
     "Estimate",
+    "JointEstimate",
     "LogSpectrum",
     "Matrix",
     "density",
@@ -22,6 +24,7 @@ __all__ = [
     "eigenvalues",
     "frobenius_norm",
     "lanczos",
+    "measure",
     "squared_frobenius_norm",
     "trace",
 ]

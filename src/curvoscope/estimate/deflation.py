@@ -9,6 +9,7 @@ the second is small when the columns of Q span the large eigenvectors. Here Q is
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,15 +21,51 @@ from curvoscope.estimate.space import Space
 _CAPTURED = 1e-13  # a sketch whose last column is this much smaller than its first holds the whole range
 
 
+class _Columns:
+    """Columns (n, k) that grow in place, in memory for twice as many."""
+
+    def __init__(self, products: Products, space: Space) -> None:
+        self._products, self._space = products, space
+        self._memory = self.all = products.memory(0, space)
+
+    def more(self, columns: int) -> Tensor:
+        """Append so many columns, to be written by the caller."""
+        count = self.all.shape[1]
+        total = count + columns
+        if total > self._memory.shape[1]:
+            self._memory = self._products.memory(2 * total, self._space)
+            self._memory.T[:count] = self.all.T
+        self.all = self._memory[:, :total]
+        return self.all[:, count:]
+
+
 class Sketch:
     """W, Y = B W, and on demand Q R = Y and Z = B Q. It can grow; no product is made twice."""
 
-    def __init__(self, products: Products, draw: Callable[[int], Tensor]) -> None:
-        self._products, self._draw = products, draw
-        self.space, rows = products.space, products.row_space.length
-        empty = torch.empty(max(rows, self.space.length), 0, dtype=torch.float64, device=products.device)
-        self.W, self.Y = empty[: self.space.length], empty[:rows]
-        self.Q, self.Z = self.W, self.Y
+    def __init__(self, products: Products, draw: Callable[[int, Tensor], Tensor]) -> None:
+        self._products, self._draw, self.space = products, draw, products.space
+        self._W, self._Q = (_Columns(products, products.space) for _ in range(2))
+        self._Y, self._Z = (_Columns(products, products.row_space) for _ in range(2))
+
+    @property
+    def W(self) -> Tensor:
+        """Random columns (n, k)."""
+        return self._W.all
+
+    @property
+    def Y(self) -> Tensor:
+        """B W."""
+        return self._Y.all
+
+    @property
+    def Q(self) -> Tensor:
+        """An orthonormal basis of Y, if `solve` has been called."""
+        return self._Q.all
+
+    @property
+    def Z(self) -> Tensor:
+        """B Q."""
+        return self._Z.all
 
     @property
     def columns(self) -> int:
@@ -37,15 +74,16 @@ class Sketch:
 
     def grow(self, columns: int) -> None:
         """W and Y with so many columns."""
-        more = self._draw(columns - self.columns)
-        self.W = torch.cat([self.W, more], 1)
-        self.Y = torch.cat([self.Y, self._products(more)], 1)
+        count = columns - self.columns
+        self._products(self._draw(count, self._W.more(count)), out=self._Y.more(count))
 
     def solve(self) -> None:
         """Q and Z for the columns of Y; fewer, when they already span the range of B to rounding."""
-        self.Q = _extended(self.space, self.Q, self.Y)
-        fresh = self.Q[:, self.Z.shape[1] :]
-        self.Z = torch.cat([self.Z, self._products(fresh)], 1)
+        fresh = basis_beyond(self.space, self.Q, self.Y[:, self.Q.shape[1] :])
+        count = fresh.shape[1]
+        if count:
+            self._Q.more(count).T.copy_(fresh.T)
+            self._products(fresh, out=self._Z.more(count))
 
     @property
     def complete(self) -> bool:
@@ -62,18 +100,17 @@ class Sketch:
             return 0.0
         inverse = torch.linalg.solve_triangular(R, torch.eye(self.columns, dtype=R.dtype, device=R.device), upper=True)
         outside = inverse.square().sum(1).reciprocal()
-        return float(outside.mean() / self.space.total(self.Y.square().sum(0)).mean())
+        return float(outside.mean() / R.square().sum(0).mean())
 
     def captured(self, form: Form) -> float:
         """tr Q^T A Q."""
-        return float(form(self.Q, self.Z, self.Q, self.Z).trace())
+        return float(form(self.space.inner, self.Q, self.Z).trace())
 
     def outside(self, columns: Tensor) -> Tensor:
-        """P applied to columns (n, c), twice for rounding, scaled to the sphere |z|² = n - k."""
+        """P applied to columns (n, c), twice for rounding."""
         for _ in range(2):
-            columns = columns - self.Q @ self.space.total(self.Q.T @ columns)
-        dimension = self.space.size - self.Q.shape[1]
-        return columns * (dimension**0.5 / self.space.norm(columns, 0))
+            columns = projected(self.space, self.Q, columns)
+        return columns
 
 
 def _rank(R: Tensor) -> int:
@@ -83,17 +120,28 @@ def _rank(R: Tensor) -> int:
     return int(small[0]) if small.numel() else R.shape[1]
 
 
-def _extended(space: Space, Q: Tensor, Y: Tensor) -> Tensor:
-    """An orthonormal basis of Y (n, k) whose first columns are Q, the basis of the first columns of Y."""
-    known = Q.shape[1]
-    fresh = Y[:, known:]
-    for scale in (float(space.norm(Y, 0).max()), 1.0):  # the second time the columns are orthonormal already
-        fresh = fresh - Q @ space.total(Q.T @ fresh)
-        fresh, R = space.factor(fresh)
+def projected(space: Space, Q: Tensor, columns: Tensor) -> Tensor:
+    """(I - Q Q^T) applied to columns (n, c)."""
+    if not Q.shape[1]:
+        return columns
+    inside = space.inner(Q, columns).to(Q.dtype)
+    return (columns.T - inside.T @ Q.T).T
+
+
+def basis_beyond(space: Space, Q: Tensor, columns: Tensor) -> Tensor:
+    """An orthonormal basis of what columns (n, k) add to the span of Q."""
+    fresh = columns
+    for scale in (float(space.norm(columns, 0).max()), 1.0):  # the second time the columns are orthonormal already
+        fresh, R = space.factor(projected(space, Q, fresh))
         if float(R.diagonal().abs().max()) <= _CAPTURED * scale:
-            return Q
+            return fresh[:, :0]
         fresh = fresh[:, : _rank(R)]
-    return torch.cat([Q, fresh], 1)
+    return fresh
+
+
+def _joint_inner(space: Space, x: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> Tensor:
+    """<x_i, y_j> of groups of columns, as if those of each tuple stood side by side."""
+    return torch.cat([torch.cat([space.inner(some, others) for others in y], 1) for some in x])
 
 
 def leave_one_out(sketch: Sketch, form: Form) -> Sample:
@@ -108,19 +156,21 @@ def leave_one_out(sketch: Sketch, form: Form) -> Sample:
       on w_i alone or on w_j alone averages out, since both have the mean tr A whatever the other columns are.
     - P_ij w_i and P_ij w_j are independent given P_ij: their pair matrix gives |P A P|_F², and so Var(t).
     """
-    W, Y, Q, Z = sketch.W, sketch.Y, sketch.Q, sketch.Z
-    n, k, total = sketch.space.size, sketch.columns, sketch.space.total
-    eye = torch.eye(k, dtype=W.dtype, device=W.device)
-    S = torch.linalg.solve_triangular(total(Q.T @ Y), eye, upper=True).T  # Q^T Y = R
+    n, k, space = sketch.space.size, sketch.columns, sketch.space
+    eye = torch.eye(k, dtype=torch.float64, device=sketch.W.device)
+    S = torch.linalg.solve_triangular(space.inner(sketch.Q, sketch.Y), eye, upper=True).T  # Q^T Y = R
     S = S / S.norm(dim=0)
-    inside = total(Q.T @ W)
+    inside = space.inner(sketch.Q, sketch.W)
     kept = inside - S * (S * inside).sum(0)  # Q kept_i = Q_i Q_i^T w_i
-    N, BN = W - Q @ kept, Y - Z @ kept  # columns ν_i and B ν_i
-    E, BE = Q @ S, Z @ S  # columns: the directions that are left out
+    # columns of N: ν_i = w_i - Q kept_i; of E = Q S: the directions that are left out
+    X, BX = (sketch.W, sketch.Q), (sketch.Y, sketch.Z)
+    turn = torch.cat([torch.cat([eye, 0 * S], 1), torch.cat([-kept, S], 1)])  # X turn = [N, E]
+    inner = partial(_joint_inner, space)
+    a, i = (turn.T @ found @ turn for found in (form(inner, X, BX), inner(X, X)))
     whole = sketch.captured(form)
 
-    aNN, aEN, aEE = form(N, BN, N, BN), form(E, BE, N, BN), form(E, BE, E, BE)
-    iNN, iEN, iEE = total(N.T @ N), total(E.T @ N), S.T @ S
+    aNN, aEN, aEE = a[:k, :k], a[k:, :k], a[k:, k:]
+    iNN, iEN, iEE = i[:k, :k], i[k:, :k], S.T @ S
     lost, form_1, length_1 = aEE.diagonal(), aNN.diagonal(), iNN.diagonal()
     sampled = form_1 * (n - k + 1) / length_1
     t = whole - lost + sampled

@@ -1,13 +1,15 @@
 """The diagonal of an operator: E[z * B z] = diag B for random signs z."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
-from curvoscope.estimate.deflation import Sketch
+from curvoscope.estimate.deflation import Sketch, projected
 from curvoscope.estimate.products import (
     COLUMNS,
     DEFAULT_MATVECS,
@@ -76,7 +78,8 @@ def diagonal(
             return _exact(products)
         probes = Probes(products, seed)
         columns = LEAST if budget is None else budget // 3
-        samples = _Samples(products)
+        samples = DiagonalSamples(products)
+        outside: Callable[[Tensor], Tensor] | None = None
         if method == "deflated" or (
             method == "auto" and symmetric and columns >= COLUMNS and products.fits(_COPIES * columns)
         ):
@@ -84,66 +87,80 @@ def diagonal(
             sketch.grow(columns)
             if method == "deflated" or sketch.left_over() < 1 / 3:  # a third of the probes, a third of the variance
                 sketch.solve()
-                samples = _Samples(products, sketch)
+                samples = DiagonalSamples(products, sketch.Q, sketch.Z)
+                outside = partial(projected, products.space, sketch.Q)
             else:
                 samples.add(sketch.W * sketch.Y)
-        return samples.collect(probes, budget, tolerance)
+        return _collected(products, samples, outside, probes, budget, tolerance)
 
 
-class _Samples:
-    """The mean and spread of z * P B P z by Welford's updates, on top of what the sketch holds."""
+class DiagonalSamples:
+    """The mean and spread of z * P B P z by Welford's updates, on top of what is known from Q and Z = B Q."""
 
-    def __init__(self, products: Products, sketch: Sketch | None = None) -> None:
-        self._products, self._sketch = products, sketch
-        self._known = torch.zeros(products.size, dtype=torch.float64, device=products.device)
-        if sketch is not None:
-            self._known = (sketch.Q * (2 * sketch.Z - sketch.Q @ (sketch.Q.T @ sketch.Z))).sum(1)
+    def __init__(self, products: Products, Q: Tensor | None = None, Z: Tensor | None = None) -> None:
+        self._products = products
+        self._known = torch.zeros(products.size, dtype=products.dtype, device=products.device)
+        self._method = "hutchinson"
+        if Q is not None and Z is not None:
+            self._known = (Q * (2 * Z - Q @ products.space.inner(Q, Z).to(Q.dtype))).sum(1)
+            self._method = "deflated"
         self._mean, self._spread = torch.zeros_like(self._known), torch.zeros_like(self._known)
-        self._count = 0
+        self.count = 0
 
     def add(self, samples: Tensor) -> None:
         """(n, c) more."""
-        more = samples.shape[1]
-        total = self._count + more
-        block = samples.mean(1)
-        change = block - self._mean
-        self._spread += (samples - block[:, None]).square().sum(1) + change.square() * (self._count * more / total)
-        self._mean += change * (more / total)
-        self._count = total
+        for sample in samples.T:
+            self.count += 1
+            change = sample - self._mean
+            self._mean.add_(change, alpha=1 / self.count)
+            self._spread.addcmul_(change, change, value=(self.count - 1) / self.count)
 
-    def collect(self, probes: Probes, budget: int | None, tolerance: float | None) -> DiagonalEstimate:
-        """Sample until the budget is spent, the tolerance met, or the exact answer cheaper."""
-        products, look, most = self._products, LEAST, budget or MOST
-        while products.matvecs < most:
-            z = probes.signs(min(products.columns, most - products.matvecs))
-            self.add(z * self._outside(products(self._outside(z))))
-            if tolerance is not None and self._count >= look:
-                error = float(self._stderr().norm() / (self._known + self._mean).norm().clamp_min(1e-300))
-                if error <= tolerance:
-                    break
-                if self._count * (min(1e6, error / tolerance) ** 2 - 1) > products.size <= MOST:
-                    return _exact(products)
-                look = math.ceil(1.1 * self._count)
-        method = "hutchinson" if self._sketch is None else "deflated"
-        return _result(products, self._known + self._mean, self._stderr(), method, self._count - 1.0)
+    def error(self) -> float:
+        """The relative standard error of the diagonal as a whole."""
+        lengths = [float(part.double().norm()) for part in (self._stderr(), self._known + self._mean)]
+        return lengths[0] / max(lengths[1], 1e-300)
+
+    def result(self) -> DiagonalEstimate:
+        """The diagonal from the samples so far."""
+        return diagonal_of(self._products, self._known + self._mean, self._stderr(), self._method, self.count - 1.0)
 
     def _stderr(self) -> Tensor:
-        stderr = (self._spread / (self._count * (self._count - 1))).sqrt()
+        stderr = (self._spread / (self.count * (self.count - 1))).sqrt()
         return torch.maximum(stderr, self._products.epsilon * self._known.abs())  # never below rounding
 
-    def _outside(self, columns: Tensor) -> Tensor:
-        """P applied to columns (n, c)."""
-        return columns if self._sketch is None else columns - self._sketch.Q @ (self._sketch.Q.T @ columns)
+
+def _collected(
+    products: Products,
+    samples: DiagonalSamples,
+    outside: Callable[[Tensor], Tensor] | None,
+    probes: Probes,
+    budget: int | None,
+    tolerance: float | None,
+) -> DiagonalEstimate:
+    """Sample until the budget is spent, the tolerance met, or the exact answer cheaper; `outside` is P."""
+    look, most = LEAST, budget or MOST
+    while products.matvecs < most:
+        z = probes.signs(min(products.columns, most - products.matvecs))
+        samples.add(z * (products(z) if outside is None else outside(products(outside(z)))))
+        if tolerance is not None and samples.count >= look:
+            error = samples.error()
+            if error <= tolerance:
+                break
+            if samples.count * (min(1e6, error / tolerance) ** 2 - 1) > products.size <= MOST:
+                return _exact(products)
+            look = math.ceil(1.1 * samples.count)
+    return samples.result()
 
 
 def _exact(products: Products) -> DiagonalEstimate:
     values = torch.zeros(products.size, dtype=torch.float64, device=products.device)
     for unit, columns in products.identity():
         values += (unit * columns).sum(1)
-    return _result(products, values, torch.zeros_like(values), "exact", math.inf)
+    return diagonal_of(products, values, torch.zeros_like(values), "exact", math.inf)
 
 
-def _result(products: Products, values: Tensor, stderr: Tensor, method: str, degrees: float) -> DiagonalEstimate:
+def diagonal_of(products: Products, values: Tensor, stderr: Tensor, method: str, degrees: float) -> DiagonalEstimate:
+    """The diagonal in the operator's precision, from values and errors in the unit of its products."""
     device, dtype = products.operator.device, products.operator.dtype
     values, stderr = (checks.finite("diagonal", (part * products.unit).to(device, dtype)) for part in (values, stderr))
     return DiagonalEstimate(values, stderr, products.matvecs, method, degrees)

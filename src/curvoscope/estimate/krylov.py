@@ -10,14 +10,17 @@ from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.missed import Projection, Starts
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.result import EstimatedVector
+from curvoscope.estimate.space import empty
 
 DEFAULT_TOLERANCE = 1e-6
 WHICH = ("LM", "LA", "SA")
 _STRAY = 0.1  # the random part of a warm start
 _CHUNK = 2**16  # columns of the basis rotated at once in a restart
 _ROUNDING = 16  # units of rounding below which a vector is no new direction
+_INDEPENDENT = 1e-8  # the length of what a random vector adds, at least
 _SHRUNK = 0.1  # of its length, below which a vector is made orthogonal again
 _ENOUGH = 4  # random vectors, after which an invariant subspace is believed to hold the ends
+_TINY = 1e-30  # a length that no random vector has
 _RECORDS = 2**26  # bytes of records of restarts, if the basis itself does not take more
 _SIGNS = {"LM": (1, -1), "LA": (1,), "SA": (-1,)}
 
@@ -137,12 +140,12 @@ def _first_block(products: Products, probes: Probes, start: Tensor | None, block
         checks.floating("start", start)
         if start.ndim not in (1, 2) or start.shape[0] != length or start.numel() > length * products.size:
             raise ShapeError("start", f"got {tuple(start.shape)}, expected ({length},) or ({length}, p)")
-        known = start.reshape(length, -1).T.to(products.device, torch.float64)
-        known = known / space.norm(known, 1)[:, None].clamp_min(1e-300)
+        known = start.reshape(length, -1).T.to(products.device, products.dtype)
+        known = known / space.norm(known, 1)[:, None].clamp_min(_TINY)
         stray = probes.normal(len(known)).T
         rows = torch.cat([products.size**0.5 / _STRAY * known + stray, rows[len(known) :]])
     lengths = space.norm(rows, 1)
-    return rows / lengths[:, None].clamp_min(1e-300), lengths
+    return rows / lengths[:, None].clamp_min(_TINY), lengths
 
 
 class _Run:
@@ -161,27 +164,25 @@ class _Run:
         self._products, self._probes, self._k, self._which = products, probes, k, which
         self._size, self._block, self._space = products.size, len(first), products.space
         wanted = min(self._size, matvecs or max(256, 8 * (k + self._block)))
-        self._limit, dtype = self._room(wanted)
+        self._limit = self._room(wanted)
         rows = self._limit + 2 * self._block
-        self._V = torch.empty(rows, self._space.length, dtype=dtype, device=products.device)
+        self._V = empty(rows, self._space.length, products.dtype, products.device)
         self._H = torch.zeros(rows, rows, dtype=torch.float64, device=products.device)
         self._done = self._joined = 0  # rows that have been multiplied, and rows
         self._scale = 0.0  # the largest |B v| so far
         self._settled: Tensor | None = None
         self._starts = Starts()
-        self._starts.add(self._join(first.to(dtype), 1e-8)[0].T * lengths[:, None])
+        self._starts.add(self._join(first, _INDEPENDENT)[0].T * lengths[:, None])
         self._last_bars: Tensor | None = None  # once there were too many restarts for all to be recorded
         # B V_last = (H V)_last + coupling^T V_new: the rows of V not yet multiplied, against the last that were
         self._coupling = self._H[:0, :0]
 
-    def _room(self, wanted: int) -> tuple[int, torch.dtype]:
-        """Rows that V may have, and in which precision: float64, unless the operator has less and memory is short."""
+    def _room(self, wanted: int) -> int:
+        """Rows that V may have."""
         length, budget = self._space.longest, self._products.budget()
         beside = 4 * self._block  # new rows, their products and projections
         least = min(self._size, self._k + 2 * self._block + 2)
-        short = 8 * length * (4 * least + beside) > budget
-        dtype = torch.float32 if short and self._products.operator.dtype != torch.float64 else torch.float64
-        one = dtype.itemsize * length
+        one = self._products.dtype.itemsize * length
         rows = max(least, min(budget // one - beside, wanted))
         checks.fits(
             one * (rows + beside),
@@ -189,7 +190,7 @@ class _Run:
             f"a basis of {rows} vectors of length {length}",
             "ask for fewer eigenvalues, or give a smaller block",
         )
-        return rows, dtype
+        return rows
 
     def go(self, matvecs: int, tolerance: float) -> None:
         """Multiply and extend, until the error bars are within the tolerance or the budget is spent."""
@@ -221,20 +222,24 @@ class _Run:
     def _step(self) -> None:
         """Multiply the new rows; their projections go to H, what is outside V becomes the next rows."""
         basis, fresh = self._V[: self._joined], self._V[self._done : self._joined]
-        products = self._products if self._V.dtype == torch.float64 else self._products.at_once  # memory is short
-        outside = products(fresh.T).T.to(self._V.device, self._V.dtype).contiguous()
+        outside = self._products(fresh.T).T
         self._scale = max(self._scale, float(self._space.norm(outside, 1).max()))
-        inside = torch.zeros(self._joined, len(fresh), dtype=torch.float64, device=self._V.device)
-        for _ in range(2):
-            part = self._space.total(basis @ outside.T)
-            outside -= part.T @ basis
-            inside += part
+        outside, inside = self._outside(basis, outside)
         inside[self._done :] = (inside[self._done :] + inside[self._done :].T) / 2
         self._H[: self._joined, self._done : self._joined] = inside
         self._H[self._done : self._joined, : self._joined] = inside.T
         self._done = self._joined
         self._coupling, lost = self._join(outside, _ROUNDING * self._products.epsilon * self._scale)
         self._starts.lost += lost
+
+    def _outside(self, basis: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows (b, n) without their part in the span of the basis (j, n), taken twice; and that part, (j, b)."""
+        inside = torch.zeros(len(basis), len(rows), dtype=torch.float64, device=rows.device)
+        for _ in range(2 if len(basis) else 0):
+            part = self._space.inner(basis.T, rows.T)
+            rows = rows - part.T.to(basis.dtype) @ basis
+            inside += part
+        return rows, inside
 
     def _join(self, rows: Tensor, least: float) -> tuple[Tensor, float]:
         """Append rows (b, n), made orthonormal among themselves, unless shorter than `least`.
@@ -245,20 +250,17 @@ class _Run:
         factor = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
         for i, row in enumerate(rows):
             others, count = self._V[first : self._joined], self._joined - first
-            before = float(self._space.norm(row, 0))
-            for _ in range(2):
-                part = self._space.total(others @ row)
-                row = row - part @ others
-                factor[:count, i] += part
-            length = float(self._space.norm(row, 0))
+            length = before = float(self._space.norm(row, 0))
+            if count:
+                (row,), part = self._outside(others, row[None])
+                factor[:count, i] = part[:, 0]
+                length = float(self._space.norm(row, 0))
             if least < length < _SHRUNK * before:  # its rounding errors have grown with it, also along older rows
-                for _ in range(2):
-                    part = self._space.total(self._V[: self._joined] @ row)
-                    row = row - part @ self._V[: self._joined]
-                    factor[:count, i] += part[first:]
+                (row,), part = self._outside(self._V[: self._joined], row[None])
+                factor[:count, i] += part[first:, 0]
                 length = float(self._space.norm(row, 0))
             if length > least and self._joined < self._size:
-                self._V[self._joined] = row / length
+                torch.div(row, length, out=self._V[self._joined])
                 factor[count, i] = length
                 self._joined += 1
             else:
@@ -279,14 +281,9 @@ class _Run:
                     return False
             self._settled = values
         basis = self._V[: self._done]
-        rows = self._probes.normal(self._block).T.to(self._V.dtype)
-        inside = torch.zeros(len(rows), self._done, dtype=torch.float64, device=rows.device)
-        for _ in range(2):
-            part = self._space.total(rows @ basis.T)
-            rows -= part @ basis
-            inside += part
-        factor, _ = self._join(rows, 1e-8)
-        self._starts.add(torch.cat([inside, factor.T], 1))
+        rows, inside = self._outside(basis, self._probes.normal(self._block).T)
+        factor, _ = self._join(rows, _INDEPENDENT)
+        self._starts.add(torch.cat([inside.T, factor.T], 1))
         self._coupling = self._coupling.new_zeros(self._joined - self._done, self._coupling.shape[1])
         return self._joined > self._done
 
@@ -354,7 +351,7 @@ class _Run:
         if vectors:
             operator = self._products.operator
             found = (turn.T.to(basis.dtype) @ basis).T.to(operator.device, operator.dtype)
-        loss = self._space.total(basis @ basis.T) - torch.eye(self._done, dtype=basis.dtype, device=basis.device)
+        loss = self._space.inner(basis.T, basis.T) - torch.eye(self._done, dtype=torch.float64, device=basis.device)
         return Eigenvalues(
             checks.finite("eigenvalues", values.cpu() * unit),
             checks.finite("eigenvalues", stderr * unit),

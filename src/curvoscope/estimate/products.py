@@ -1,6 +1,7 @@
 """Products with an operator, counted and checked, and the arguments that all estimators share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -11,17 +12,19 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
-from curvoscope.estimate.space import Space
+from curvoscope.estimate.space import Space, empty
 from curvoscope.magnitudes import exponent_of
 from curvoscope.settings import current
 
-COLUMNS = 8  # vectors a product, at most
+COLUMNS = 8  # vectors that are drawn and compared with each other
 LEAST = 16  # products before a tolerance may end the work
 MOST = 100_000  # products before the work ends without meeting its tolerance
 DEFAULT_MATVECS = 64
-_ORDINARY = 100  # binary exponents whose sixfold a float64 still has
+_ORDINARY = {torch.float64: 100, torch.float32: 20}  # binary exponents whose sixfold the precision still has
 _ZERO = 2000  # the exponent of zero is below that of all numbers
 _COPIES = 6  # of the columns and their products, in memory at once
+_ENTRIES = 2**21  # in the vectors of one product: if they are long, several at once are no faster
+_BITS = 64  # of a random word
 
 
 @runtime_checkable
@@ -46,7 +49,10 @@ class Matrix(Protocol):
 
 
 class Products:
-    """B / unit applied to columns in float64, a few at a time in the operator's own precision, counted and checked.
+    """B / unit applied to columns, a few at a time in the operator's own precision, counted and checked.
+
+    Vectors are columns (n, c) whose entries lie one after the other in memory, in float64 for operators in float64 and
+    in float32 for all others.
 
     The unit is one, unless the entries of the first product that is not zero are so large or small that their squares
     and cubes would leave the range of float64: then it is the power of two nearest to them, and answers are in units.
@@ -60,12 +66,14 @@ class Products:
         spaces: tuple[Space, Space] | None = getattr(operator, "spaces", None)
         self.row_space, self.space = spaces or (Space(self.rows), Space(self.size))
         self._longest = max(self.row_space.longest, self.space.longest)
-        # float64 where the device has it: the algebra around the products is done in it
+        self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
+        # sums over entries are float64, where the device has it
         self.device = torch.device("cpu") if operator.device.type == "mps" else operator.device
         self.matvecs = 0
         self._exponent: int | None = None  # that of the unit, once known
-        needed = _COPIES * 8 * max(1, self._longest)
-        self.columns = max(1, min(COLUMNS, self.budget() // needed))  # vectors a product
+        needed = _COPIES * self.dtype.itemsize * max(1, self._longest)
+        self.columns = max(1, min(COLUMNS, self.budget() // needed))  # vectors in memory at once
+        self._together = max(1, min(self.columns, _ENTRIES // max(1, self._longest)))  # vectors a product
         what = f"a product with a vector of length {self._longest}"
         checks.fits(self.columns * needed, self.budget(), what, "give a larger memory_limit")
         self._ticker = Ticker(label, total)
@@ -78,22 +86,32 @@ class Products:
     ) -> None:
         self._ticker.close()
 
-    def __call__(self, columns: Tensor) -> Tensor:
-        """(size, c) -> (rows, c), both float64."""
-        out = torch.empty(self.row_space.length, columns.shape[1], dtype=torch.float64, device=self.device)
-        for start in range(0, columns.shape[1], self.columns):
-            part = slice(start, start + self.columns)
-            out[:, part] = self.at_once(columns[:, part]).to(self.device, torch.float64)
-        return out
+    def __call__(self, columns: Tensor, out: Tensor | None = None, taller: Matrix | None = None) -> Tensor:
+        """(size, c) -> (rows, c), in the memory of `out` if it is given; with `taller`, another operator with the same
+        columns, the products with that one."""
+        count = columns.shape[1]
+        operator = self.operator if taller is None else taller
+        if out is None and count <= self._together:
+            return self._at_once(operator, columns).to(self.device, self.dtype)
+        space = self.row_space if taller is None else Space(taller.shape[0])
+        found = self.memory(count, space) if out is None else out
+        for start in range(0, count, self._together):
+            part = slice(start, start + self._together)
+            found.T[part] = self._at_once(operator, columns[:, part]).T
+        return found
 
-    def at_once(self, columns: Tensor) -> Tensor:
+    def memory(self, count: int, space: Space | None = None) -> Tensor:
+        """Columns (size, count), or of another space, that are not written yet."""
+        return empty(count, (space or self.space).length, self.dtype, self.device).T
+
+    def _at_once(self, operator: Matrix, columns: Tensor) -> Tensor:
         """(size, c) -> (rows, c) in one product, in the operator's precision."""
-        operator, count = self.operator, columns.shape[1]
+        count = columns.shape[1]
+        expected = (self.row_space.length if operator is self.operator else operator.shape[0], count)
         product = operator @ columns.to(operator.device, operator.dtype)
-        if product.shape != (self.row_space.length, count):
-            expected = (self.row_space.length, count)
+        if product.shape != expected:
             raise ShapeError("operator", f"gave shape {tuple(product.shape)}, expected {expected}")
-        if not bool(torch.isfinite(product).all()):
+        if not checks.all_finite(product):
             bad = int((~torch.isfinite(product)).sum())
             raise NonFiniteError("operator", f"{bad} of {product.numel()} entries of a product are NaN or infinite")
         self.matvecs += count
@@ -113,24 +131,29 @@ class Products:
         exponent = -self.row_space.least(_ZERO if mine is None else -mine)
         if exponent == -_ZERO:
             return None
-        return exponent if abs(exponent) > _ORDINARY else 0
+        return exponent if abs(exponent) > _ORDINARY[self.dtype] else 0
 
     @property
     def epsilon(self) -> float:
         """The rounding of the operator's precision."""
         return float(torch.finfo(self.operator.dtype).eps)
 
-    def identity(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The entries of B, a few columns at a time: unit vectors (size, c), and their columns of B (rows, c)."""
+    def identity(self, taller: Matrix | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The entries of B, a few columns at a time: unit vectors (size, c), and their columns of B (rows, c), in
+        float64; `taller` as for products."""
         for start in range(0, self.size, self.columns):
             stop = min(start + self.columns, self.size)
             unit = self.space.units(start, stop, self.device)
-            yield unit, self(unit)
+            yield unit, self(unit, taller=taller).double()
+
+    def bytes(self, columns: int) -> int:
+        """What so many vectors of the operator's size take."""
+        return self.dtype.itemsize * self._longest * columns
 
     def fits(self, columns: int) -> bool:
-        """Whether so many float64 vectors of the operator's size fit in the memory at hand."""
-        fit = 8 * self._longest * columns <= self.budget()
-        checks.predict(8 * self._longest * columns if fit else 0)
+        """Whether so many vectors fit in the memory at hand."""
+        fit = self.bytes(columns) <= self.budget()
+        checks.predict(self.bytes(columns) if fit else 0)
         return fit
 
     def budget(self) -> int:
@@ -139,28 +162,44 @@ class Products:
 
 
 class Probes:
-    """Random columns from a generator of one's own, so that torch's global one is neither read nor moved."""
+    """Random columns from a generator of one's own, so that torch's global one is neither read nor moved.
+
+    They are drawn in single precision for all operators: 24 bits of a normal number are enough for its law.
+    """
 
     def __init__(self, products: Products, seed: int | None) -> None:
-        self._space, self._device = products.space, products.device
+        self._products = products
         # mixed, so that the probes of seeds 0, 1, 2, ... have nothing in common
         chosen = current().seed if seed is None else seed
         mixed = int(np.random.SeedSequence(chosen % 2**64).generate_state(1)[0])
         self._generator = torch.Generator(device="cpu").manual_seed(mixed)
 
-    def signs(self, count: int) -> Tensor:
-        """(size, count) of +1 and -1."""
-        generator = self._generator
-        drawn = self._space.random(
-            lambda rows: torch.randint(0, 2, (rows, count), generator=generator, dtype=torch.int8)
-        )
-        return drawn.mul_(2).sub_(1).to(self._device, torch.float64)
+    def signs(self, count: int, out: Tensor | None = None) -> Tensor:
+        """(size, count) of +1 and -1, in the memory of `out` if it is given."""
+        return self._columns(count, out, self._signs)
 
-    def normal(self, count: int) -> Tensor:
-        """(size, count) of standard normals."""
-        generator = self._generator
-        drawn = self._space.random(lambda rows: torch.randn(rows, count, generator=generator, dtype=torch.float64))
-        return drawn.to(self._device)
+    def normal(self, count: int, out: Tensor | None = None) -> Tensor:
+        """(size, count) of standard normals, in the memory of `out` if it is given."""
+        return self._columns(count, out, lambda rows: torch.randn(rows, generator=self._generator, dtype=torch.float32))
+
+    def _columns(self, count: int, out: Tensor | None, draw: Callable[[int], Tensor]) -> Tensor:
+        drawn = self._products.memory(count) if out is None else out
+        for row in drawn.T:
+            row.copy_(self._products.space.random(draw))
+        return drawn
+
+    def _signs(self, rows: int) -> Tensor:
+        """Eight signs for each byte of random words."""
+        words = torch.empty(-(-rows // _BITS), dtype=torch.int64)
+        words.random_(-(2 ** (_BITS - 1)), None, generator=self._generator)
+        octets = words.view(torch.uint8).int()
+        return torch.nn.functional.embedding(octets, _signs_of_octets()).flatten()[:rows]
+
+
+@lru_cache(maxsize=1)
+def _signs_of_octets() -> Tensor:
+    """(256, 8): the bits of a byte as signs."""
+    return ((torch.arange(256)[:, None] >> torch.arange(8)) % 2 * 2 - 1).float()
 
 
 def check_budget(matvecs: int | None, tolerance: float | None, least: int = 2) -> None:

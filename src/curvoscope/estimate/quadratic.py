@@ -19,7 +19,6 @@ from curvoscope.estimate.products import (
 )
 from curvoscope.estimate.result import Estimate
 from curvoscope.estimate.sampling import Form, Sample, Tally, norm_form, pairs, trace_form
-from curvoscope.estimate.space import Space
 
 METHODS = ("auto", "hutchinson", "hutch++", "xtrace")
 _LEAST_DEFLATED = 6  # products for which a sketch and its error bar make sense
@@ -155,6 +154,7 @@ class _Question:
             self._space = self._products.space
             self._probes = Probes(self._products, seed)
             self._sketch = Sketch(self._products, self._probes.normal)
+            self._memory: tuple[Tensor, Tensor] | None = None  # for probes and their products
             literal = method == "hutchinson" and not self._of_trace and matvecs is not None
             if self._products.size <= (LEAST if budget is None else budget) and not literal:
                 return self._exact()
@@ -162,7 +162,7 @@ class _Question:
                 raise RangeError("matvecs", f"got {budget}, expected at least {_LEAST_DEFLATED} for {method!r}")
             if deflated and budget is not None:
                 checks.fits(
-                    8 * _COPIES * self._space.longest * (budget // 2),
+                    self._products.bytes(_COPIES * (budget // 2)),
                     self._products.budget(),
                     f"a sketch of {budget // 2} columns of length {self._space.longest}",
                     "give fewer matvecs, or method='hutchinson', which keeps none",
@@ -179,7 +179,7 @@ class _Question:
         """The form of all unit vectors."""
         total = 0.0
         for unit, columns in self._products.identity():
-            total += float(self._form(unit, columns, unit, columns).trace())
+            total += float(self._form(unit, columns).trace())
         return Estimate(total, 0.0, self._products.matvecs, "exact")
 
     def _sampled(self, budget: int | None, tolerance: float | None) -> Estimate:
@@ -192,7 +192,7 @@ class _Question:
                 sample = tally.summary()
                 if sample.meets(tolerance):
                     break
-                if _forecast(sample, tally.count, tolerance) - tally.count > self._products.size <= MOST:
+                if sample.needed(tally.count, tolerance) - tally.count > self._products.size <= MOST:
                     return self._exact()
                 look = math.ceil(1.1 * tally.count)
         return self._estimate(tally.summary(), "hutchinson")
@@ -225,7 +225,7 @@ class _Question:
                     estimate = self._exchanged()
                 else:
                     estimate = self._estimate(plain, "hutchinson")
-                    needed = _forecast(plain, columns, tolerance)
+                    needed = plain.needed(columns, tolerance)
             if estimate.stderr <= tolerance * abs(estimate.value) and estimate.matvecs >= LEAST:
                 return estimate
             if needed - columns > size <= MOST:
@@ -246,36 +246,42 @@ class _Question:
         while tally.count < count:
             z = sketch.outside(self._probes.normal(min(self._products.columns, count - tally.count)))
             product = self._products(z)
-            tally.add(self._form(z, product, z, product), self._space.total(z.T @ z))
-        return self._estimate(tally.summary().shifted(sketch.captured(self._form)), "hutch++")
+            tally.add(self._form(z, product), self._space.inner(z, z))
+        return self._estimate(tally.summary().shifted(sketch.captured(self._of_entries)), "hutch++")
 
     def _exchanged(self) -> Estimate:
         self._sketch.solve()
         if self._sketch.complete:
             return self._captured("xtrace")
-        return self._estimate(leave_one_out(self._sketch, self._form), "xtrace")
+        return self._estimate(leave_one_out(self._sketch, self._of_entries), "xtrace")
 
     def _captured(self, method: str) -> Estimate:
         """The sketch holds the whole range: what is left over is rounding."""
-        return self._estimate(Sample(self._sketch.captured(self._form), 0.0, 0.0, math.inf), method)
+        return self._estimate(Sample(self._sketch.captured(self._of_entries), 0.0, 0.0, math.inf), method)
 
     # ---- their parts
 
-    def _form(self, x: Tensor, bx: Tensor, y: Tensor, by: Tensor) -> Tensor:
-        return self._space.total(self._of_entries(x, bx, y, by))
+    def _form(self, x: Tensor, bx: Tensor) -> Tensor:
+        return self._of_entries(self._space.inner, x, bx)
 
     def _probe(self, tally: Tally, count: int) -> None:
-        z = self._probes.signs(count) if self._signs else _sphere(self._space, self._probes.normal(count))
-        product = self._products(z)
-        on_diagonal = self._space.total((z * product).T @ (z * product)) if self._signs else None
-        tally.add(self._form(z, product, z, product), self._space.total(z.T @ z), on_diagonal)
+        if self._memory is None:
+            products, columns = self._products, self._products.columns
+            self._memory = products.memory(columns), products.memory(columns, products.row_space)
+        z, product = (memory[:, :count] for memory in self._memory)
+        (self._probes.signs if self._signs else self._probes.normal)(count, z)
+        self._products(z, out=product)
+        form, inner, on_diagonal = self._form(z, product), self._space.inner(z, z), None
+        if self._signs:
+            z *= product
+            on_diagonal = self._space.inner(z, z)
+        tally.add(form, inner, on_diagonal)
 
     def _plain(self) -> Sample:
-        """Hutchinson's estimate from the columns of the sketch, scaled to the sphere."""
-        scale = self._products.size**0.5 / self._space.norm(self._sketch.W, 0)
-        W, Y = self._sketch.W * scale, self._sketch.Y * scale
+        """Hutchinson's estimate from the columns of the sketch."""
+        W, Y = self._sketch.W, self._sketch.Y
         tally = Tally(self._products.size)
-        tally.add(self._form(W, Y, W, Y), self._space.total(W.T @ W))
+        tally.add(self._form(W, Y), self._space.inner(W, W))
         return tally.summary()
 
     def _pays(self) -> bool:
@@ -286,7 +292,7 @@ class _Question:
         """
         if self._of_trace:
             return self._sketch.left_over() < 0.5
-        grams = self._space.total(self._sketch.Y.T @ self._sketch.Y)
+        grams = self._space.inner(self._sketch.Y, self._sketch.Y)
         square, _, _ = pairs(grams[None])
         return square * self._sketch.columns > float(grams.diagonal().mean()) ** 2
 
@@ -296,15 +302,3 @@ class _Question:
         rounding = _ROUNDING * self._products.epsilon * max(abs(sample.value), captured)
         stderr = max(sample.stderr, rounding)
         return Estimate(sample.value, stderr, self._products.matvecs, method, sample.degrees, sample.skewness)
-
-
-def _sphere(space: Space, columns: Tensor) -> Tensor:
-    """Columns (n, c) scaled to |z|² = n."""
-    return columns * (space.size**0.5 / space.norm(columns, 0))
-
-
-def _forecast(sample: Sample, count: int, tolerance: float) -> int:
-    """How many probes the tolerance will need, from the error of the first `count`."""
-    if not sample.value:
-        return 2 * count
-    return math.ceil(count * min(1e6, (sample.stderr / (tolerance * abs(sample.value))) ** 2))

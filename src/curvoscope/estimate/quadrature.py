@@ -81,7 +81,7 @@ def _collect(products: Products, probes: Probes, steps: int, most: int, toleranc
     rule: _Rule | None = None
     while True:
         count = 0 if rule is None else len(rule.nodes)
-        new = _rule(products, probes.signs(min(together, most - count)), steps, dtype)
+        new = _rule(products, probes.signs(min(together, most - count)).double(), steps, dtype)
         rule = new if rule is None else rule.joined(new)
         count = len(rule.nodes)
         nodes, residuals = (
@@ -125,7 +125,7 @@ def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> 
     lost = start.new_zeros(count)
     scale = 0.0
     for j in range(steps):
-        w = products(V[:, j].T.double()).T  # (p, n)
+        w = products(V[:, j].T).T.double()  # (p, n)
         scale = max(scale, float(space.norm(w, 1).max()))
         diagonal[:, j] = space.total((V[:, j] * w).sum(1))
         past = V[:, : j + 1]

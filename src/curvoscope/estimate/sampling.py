@@ -14,22 +14,27 @@ where sum_i C_ii² is the mean over pairs of the inner products of z_i * C z_i a
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(x, Bx, y, By) -> x^T A y, for columns x (n, c) and y (n, c'): (c, c')."""
+Inner = Callable[[Any, Any], Tensor]
+"""(x, y) -> x^T y, for columns x (n, c) and y (n, c'), or several groups of them: (c, c'), in float64."""
+
+Form = Callable[[Inner, Any, Any], Tensor]
+"""(inner, x, Bx) -> x^T A x, for columns x (n, c): (c, c)."""
 
 
-def trace_form(x: Tensor, bx: Tensor, y: Tensor, by: Tensor) -> Tensor:
+def trace_form(inner: Inner, x: Any, bx: Any) -> Tensor:
     """A = (B + B^T) / 2, whose trace is that of B."""
-    return (x.T @ by + bx.T @ y) / 2
+    found = inner(x, bx)
+    return (found + found.T) / 2
 
 
-def norm_form(x: Tensor, bx: Tensor, y: Tensor, by: Tensor) -> Tensor:
+def norm_form(inner: Inner, x: Any, bx: Any) -> Tensor:
     """A = B^T B, whose trace is |B|_F²."""
-    return bx.T @ by
+    return inner(bx, bx)
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,20 @@ class Sample:
         """The standard error of the mean."""
         return math.sqrt(self.variance)
 
+    @property
+    def relative(self) -> float:
+        """The relative standard error."""
+        return self.stderr / abs(self.value) if self.value else math.inf * bool(self.stderr)
+
     def shifted(self, amount: float) -> "Sample":
         """The same with a known number added."""
         return Sample(self.value + amount, self.variance, self.skewness, self.degrees)
+
+    def needed(self, count: int, tolerance: float) -> int:
+        """How many probes the tolerance will need, from the error of the first `count`."""
+        if not self.value:
+            return 2 * count
+        return math.ceil(count * min(1e6, (self.stderr / (tolerance * abs(self.value))) ** 2))
 
     def meets(self, tolerance: float | None) -> bool:
         """Whether the relative standard error is at most `tolerance`."""
@@ -77,23 +93,36 @@ class Tally:
     """Collects the Gram matrices of groups of probes, and summarises them.
 
     `dimension` is that of the space that the probes are drawn from. With `diagonals`, the Gram matrices of z * Az, the
-    probes are signs; without, they are uniform on the sphere of radius sqrt(dimension).
+    probes are signs; without, their directions are uniform, and they are scaled to the sphere |z|² = dimension.
     """
 
     def __init__(self, dimension: int) -> None:
-        self._dimension = dimension
+        self.dimension = dimension
         self._groups: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         self.count = 0
 
     def add(self, grams: Tensor, inner: Tensor, diagonals: Tensor | None = None) -> None:
         """A group: z_i^T A z_j, z_i^T z_j and, for signs, sum (z_i * Az_i)(z_j * Az_j), each (c, c)."""
+        if diagonals is None:
+            scale = (self.dimension / inner.diagonal()).sqrt()
+            grams, inner = (found * scale * scale[:, None] for found in (grams, inner))
         self._groups.setdefault(grams.shape[0], []).append((grams, inner, diagonals))
         self.count += grams.shape[0]
+
+    def participation(self) -> float:
+        """(tr A)² / |A|_F²: how many eigenvalues hold the trace of a positive form."""
+        stacks = [torch.stack([gram for gram, _, _ in group]) for size, group in self._groups.items() if size > 1]
+        found = [pairs(grams) for grams in stacks]
+        square = sum(one * count for one, _, count in found) / max(1, sum(count for _, _, count in found))
+        mean = (
+            float(torch.cat([grams.diagonal(dim1=1, dim2=2).flatten() for grams in stacks]).mean()) if stacks else 0.0
+        )
+        return mean**2 / square if square else math.inf
 
     def summary(self) -> Sample:
         """The mean over the probes so far."""
         values = torch.cat([gram.diagonal() for group in self._groups.values() for gram, _, _ in group])
-        mean, n = float(values.mean()), self._dimension
+        mean, n = float(values.mean()), self.dimension
         square = cube = fixed = weight = 0.0
         for size, group in self._groups.items():
             if size == 1:

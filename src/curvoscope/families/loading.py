@@ -1,6 +1,8 @@
 """Models from a local Hugging Face folder: its weights and nothing else, no code of the folder's and no network."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import warnings
 from collections.abc import Iterator
@@ -254,7 +256,7 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> Loaded:
     package = transformers()
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError("model", f'to read {path.name} install gguf: pip install "curvoscope[gguf]"')
-    with quiet(package):
+    with quiet(package), contextlib.redirect_stderr(io.StringIO()):  # its bar comes from tqdm
         try:
             model = package.AutoModelForCausalLM.from_pretrained(  # nosec B615
                 path.parent, gguf_file=path.name, dtype=dtype, local_files_only=True, attn_implementation="sdpa"

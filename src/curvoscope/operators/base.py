@@ -17,6 +17,7 @@ from torch import Tensor
 from curvoscope import checks, estimate
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Density, DiagonalEstimate, Eigenvalues, Estimate
+from curvoscope.estimate.space import empty
 from curvoscope.magnitudes import norm, power_of_two
 from curvoscope.settings import settings
 
@@ -24,7 +25,6 @@ Shape = tuple[int, int]
 Multiplication = Callable[[Tensor], Tensor]  # columns (C, n) -> (R, n)
 ProductPair = tuple[Multiplication, Multiplication]  # with an operator and with its transpose
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
 _BESIDE = 6  # vectors beside a Lanczos basis
 _FACTORED = 2  # matrices in memory while LAPACK finds eigenvalues or singular values: the entries, and its copy
@@ -171,7 +171,7 @@ class LinearOperator(ABC):
         """All entries, (R, C)."""
         rows, columns = self.shape
         room = self._fits(1)
-        out = _empty(rows, columns, self.dtype, self.device)
+        out = empty(rows, columns, self.dtype, self.device)
         with settings(memory_limit=max(1, room)):
             self._write(out.view(*self.row_shape, *self.column_shape))
         return checks.finite("dense", out)
@@ -446,10 +446,3 @@ def _answered(question: str, compute: Callable[[], checks.Answer]) -> checks.Ans
         raise NonFiniteError(
             question, "the entries overflow; scale the weights and inputs down, or convert them to float64"
         ) from error
-
-
-def _empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised matrix. On the CPU from numpy, which asks for huge pages: large results are written faster."""
-    if device.type == "cpu" and dtype in _NUMPY:
-        return torch.from_numpy(np.empty((rows, columns), _NUMPY[dtype]))
-    return torch.empty(rows, columns, dtype=dtype, device=device)
