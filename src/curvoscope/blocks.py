@@ -25,7 +25,8 @@ def _attention_roles(kind: str) -> tuple[str, ...]:
     weights = ("Q", "K", "V", "O")
     around = ("q_norm", "k_norm", "v_norm", "o_norm", "positions", "temperature", "sinks", "scale")
     latent = ("Q_latent", "q_latent_norm", "KV_latent", "kv_latent_norm", "reduction", "b_reduction", "reduction_norm")
-    names = (*weights, *(f"b_{name}" for name in weights), *latent, *around, "gate", "b_gate")
+    positions = ("Q_positions", "K_positions", "b_Q_positions", "b_K_positions")
+    names = (*weights, *(f"b_{name}" for name in weights), *latent, *around, *positions, "gate", "b_gate", "inner", "b_inner")
     return tuple(f"{kind}.{name}" for name in names)
 
 

@@ -1,15 +1,19 @@
 """`blocks_of`: the named parameter blocks of any torch model."""
 
+from typing import Any
+
 from torch import nn
 
 from curvoscope.blocks import Blocks
 from curvoscope.families import direct, huggingface, torch_nn, transformer_lens
-from curvoscope.families.assembly import assemble
+from curvoscope.families.assembly import assemble, assemble_recognised
+from curvoscope.families.recognition import Recognition
+from curvoscope.families.tracing import traced
 
 _FAMILIES = (*direct.FAMILIES, *transformer_lens.FAMILIES, *huggingface.FAMILIES, *torch_nn.FAMILIES)
 
 
-def blocks_of(model: nn.Module) -> Blocks:
+def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
     """The blocks of a model, by name: "h.0.attn.Q" is the query weight of layer 0, (d, heads*d_k) as in `X @ W`.
 
     A layer has "attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down" (and "mlp.gate"), their biases "attn.b_Q",
@@ -39,4 +43,7 @@ def blocks_of(model: nn.Module) -> Blocks:
         >>> cv.blocks_of(torch.nn.Linear(3, 2)).names
         ['weight', 'bias']
     """
-    return assemble(model, _FAMILIES)
+    if batch is None:
+        return assemble(model, _FAMILIES)
+    with traced(model, batch) as flow:
+        return assemble_recognised(model, Recognition(flow))

@@ -1,78 +1,23 @@
 """Roles by structure: which weight is the query of which layer, read off one forward pass.
 
 No names and no classes decide. Attention is a product of two activations, a softmax and a second product; its weights
-are those behind the operands. What reads and feeds the same stream as attention is a feed-forward layer; a norm is named
-after its place. Paths of parameters serve for numbers of layers and to tell stacks apart.
+are those behind the operands. What reads and feeds the same stream is a feed-forward layer; a norm is named after its
+place. Which columns of a fused weight make which head is found by vector-Jacobian products.
 """
 
-import os
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from torch.autograd.graph import GradientEdge
 
-from curvoscope.blocks import ROW, STORED, Block, Layout, Piece
-from curvoscope.families.tracing import LOOKUPS, SOFTMAX, DataFlow, Node, Product, Use
+from curvoscope.blocks import ROW, Block, Layout, Piece
+from curvoscope.families.attention_calls import AttentionCall, attention_calls
+from curvoscope.families.norm_places import Norm, NormPlaces
+from curvoscope.families.stacks import ACTIVATION, FeedForwardPath, StackLayer, Stacks
+from curvoscope.families.tracing import DataFlow, Node, Product, Use
 
-_ACTIVATIONS = re.compile(
-    "^(Gelu|Relu|Silu|Sigmoid|Tanh|Erf|LeakyRelu|Elu|Threshold|Hardtanh|Mish|Softplus|Hardswish|HardtanhBackward|Prelu)"
-)
-_NORMALISING = re.compile("^(Rsqrt|Sqrt|Reciprocal|LinalgVectorNorm|Norm|NativeLayerNorm|FusedRmsNorm|Var|Std)")
-_CHOOSING = re.compile("^(Index|Gather|Topk|GroupedMm|Scatter)")
 _MANY_PIECES = 256
-
-
-@dataclass(eq=False)
-class AttentionCall:
-    """One attention in the graph: the products of scores and of values, and the weights by role."""
-
-    scores: Node
-    softmax: Node
-    mixed: Node
-    operands: dict[str, tuple[Node, int]]  # role -> product and number of the operand
-    weights: dict[str, Product]
-    latent: dict[str, Product] = field(default_factory=dict)
-    sources: frozenset[Node] = frozenset()
-    cross: bool = False
-
-    @property
-    def order(self) -> int:
-        """When it happened."""
-        return int(self.mixed._sequence_nr())
-
-    @property
-    def end(self) -> Node:
-        """What it gives to the stream."""
-        return self.weights["O"].node if "O" in self.weights else self.mixed
-
-
-@dataclass(eq=False)
-class FeedForwardPath:
-    """Two or three products: down, and those that it reads."""
-
-    down: Product
-    ups: list[Product]
-    gate: Product | None = None
-    routed: bool = False
-
-
-@dataclass(eq=False)
-class Layer:
-    """A layer of a stack: its attention, cross-attention and feed-forward paths."""
-
-    number: int
-    attention: AttentionCall | None = None
-    crossed: AttentionCall | None = None
-    paths: list[FeedForwardPath] = field(default_factory=list)
-    routers: list[Product] = field(default_factory=list)
-    front: str = ""
-    post: bool = False
-
-    @property
-    def name(self) -> str:
-        """Such as "encoder.h.0"."""
-        return f"{self.front}h.{self.number}"
+_TABLES = {"tokens": "embed", "positions": "positions", "types": "token_types", "table": "positions"}
 
 
 @dataclass(frozen=True)
@@ -90,356 +35,113 @@ class Role:
 
 
 class Recognition:
-    """The roles of all parameters of a traced model: `roles` by name, and in `notes` why a parameter has none."""
+    """The roles of all parameters of a traced model.
+
+    `roles`: by the names of their blocks, `homes`: the layers that these stand in, `fronts`: the names of stacks before
+    those outside of layers, `notes`: why a parameter has no role.
+    """
 
     def __init__(self, flow: DataFlow) -> None:
         self._flow = flow
         self.roles: dict[str, Role] = {}
-        self.homes: dict[str, str] = {}  # block -> its layer
+        self.homes: dict[str, str] = {}
+        self.fronts: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self._taken: dict[str, list[Piece]] = {}
-        self._used: set[Node] = set()
-        calls = self._calls()
-        self._layers = self._stacked(calls)
-        self._by_call = {id(call): layer for layer in self._layers for call in (layer.attention, layer.crossed) if call}
-        if not self._layers:
-            self._say_why()
-            return
-        self._find_feedforward()
-        self._number()
-        for layer in self._layers:
-            self._name_attention(layer)
-            self._name_feedforward(layer)
-        self._name_norms()
-        self._name_around()
+        self._stacks = Stacks(flow, attention_calls(flow))
+        if self._stacks.layers:
+            self._without_attention = self._other_layers()
+            for layer in self._stacks.layers:
+                self._name_attention(layer)
+                self._name_feedforward(layer)
+            self._name_inside()
+            self._name_around()
         self._say_why()
 
-    # ---- attention
-
-    def _calls(self) -> list[AttentionCall]:
-        flow = self._flow
-        found = []
-        for softmax in (node for node in flow.nodes if node.name() in SOFTMAX):
-            call = self._call(softmax)
-            if call is not None:
-                found.append(call)
-        for call in found:
-            self._used |= {product.node for product in (*call.weights.values(), *call.latent.values())}
-        del flow
+    @property
+    def layer_parameters(self) -> dict[str, set[str]]:
+        """The parameters of each layer, by its name."""
+        found: dict[str, set[str]] = {}
+        for name, home in self.homes.items():
+            found.setdefault(home, set()).update(piece.parameter for piece in self.roles[name].pieces)
         return found
 
-    def _call(self, softmax: Node) -> AttentionCall | None:
-        flow = self._flow
-        scores = [
-            node
-            for node in flow.behind([softmax.next_functions[0][0]], lambda n: self._stops(n) or flow.is_plain(n))
-            if flow.is_plain(node)
-        ]
-        values = [n for n in flow.ahead(softmax, lambda n: self._stops(n) or flow.is_plain(n)) if flow.is_plain(n)]
-        if not scores or not values:
-            return None
-        both = [n for n in scores if all(b in flow.from_data for b, _ in n.next_functions[-2:])]
-        score, mixed = (both or scores)[0], min(values, key=lambda node: node._sequence_nr())
-        first, second = (0, 1) if self._rows_are_queries(softmax, score) else (1, 0)
-        reached = flow.behind([mixed.next_functions[-2][0]], self._stops)
-        operands = {"Q": (score, first), "K": (score, second), "V": (mixed, 1 if softmax in reached else 0)}
-        weights: dict[str, Product] = {}
-        latent: dict[str, Product] = {}
-        for role, (node, operand) in operands.items():
-            several = self._products_behind(node.next_functions[operand - 2][0])
-            main = [p for p in several if not any(p.node in self._sources(q) for q in several if q is not p)]
-            main = [p for p in main if p.node in flow.from_data] or main
-            if len(main) != 1:
-                return None
-            weights[role] = main[0]
-            latent |= {"KV_latent" if role != "Q" else "Q_latent": p for p in several if p not in main}
-        call = AttentionCall(score, softmax, mixed, operands, weights, latent)
-        self._place(call)
-        output = self._output_weight(call)
-        if output is not None:
-            weights["O"] = output
-        return call
+    # ---- blocks
 
-    def _stops(self, node: Node) -> bool:
-        return node in self._flow.products or node.name() in SOFTMAX
-
-    def _rows_are_queries(self, softmax: Node, scores: Node) -> bool:
-        """Whether a row of the scores is what the softmax normalises."""
-        flow = self._flow
-        result = softmax._saved_result
-        cotangent = result.new_zeros(result.shape)
-        place: list[int | slice] = [0] * result.ndim
-        place[softmax._saved_dim % result.ndim if softmax._saved_dim < result.ndim else -1] = slice(None)
-        cotangent[tuple(place)] = 1
-        before, number = softmax.next_functions[0]
-        gradient = flow.gradient(GradientEdge(before, number), GradientEdge(scores, 0), cotangent)
-        if gradient is None:
-            return True
-        rows, columns = ((gradient != 0).any(axis).any(0).sum() for axis in (2, 1))
-        return bool(rows <= columns)
-
-    def _products_behind(self, node: Node) -> list[Product]:
-        flow = self._flow
-        found = flow.behind([node], lambda n: self._stops(n) or flow.is_plain(n))
-        return [flow.products[one] for one in found if one in flow.products]
-
-    def _sources(self, product: Product) -> frozenset[Node]:
-        return self._sources_of(product.before)
-
-    def _sources_of(self, node: Node | None) -> frozenset[Node]:
-        """What a tensor is made of: the nearest products, mixed values, tables and inputs before it."""
-        if node not in self.__dict__.setdefault("_known_sources", {}):
-            flow = self._flow
-
-            def stop(one: Node) -> bool:
-                return one in flow.products or flow.is_plain(one) or flow.is_constant(one) or one.name() in LOOKUPS and bool(flow.at(one)) or one.name().endswith("AccumulateGrad")
-
-            found = flow.behind([node], stop)
-            self.__dict__["_known_sources"][node] = frozenset(n for n in found if not flow.is_constant(n))
-        return self.__dict__["_known_sources"][node]
-
-    def _place(self, call: AttentionCall) -> None:
-        """What the call reads, and whether queries and keys read different streams."""
-        query, key = (self._sources(call.weights[role]) for role in "QK")
-        if query != key:
-            deeper = {}
-            for role, found in (("Q", query), ("K", key)):
-                alone = [self._flow.products[n] for n in found if n in self._flow.products]
-                if len(found) == 1 and alone:
-                    deeper[role] = alone[0]
-            wider = {role: self._sources(product) for role, product in deeper.items()}
-            pairs = [(wider.get("Q", query), key, ("Q",)), (query, wider.get("K", key), ("K",))]
-            pairs.append((wider.get("Q", query), wider.get("K", key), ("Q", "K")))
-            for one, other, roles in pairs:
-                if one == other and one and all(role in deeper for role in roles):
-                    names = {"Q": "Q_latent", "K": "KV_latent"}
-                    for role in roles:
-                        product = deeper[role]
-                        reduced = product.is_convolution
-                        call.latent["reduction" if reduced else names[role]] = product
-                    query = key = one
-                    break
-        call.sources, call.cross = query, query != key
-
-    def _output_weight(self, call: AttentionCall) -> Product | None:
-        """W_O: the next product, if nothing of the stream is added before."""
-        flow = self._flow
-        after = [n for n in flow.ahead(call.mixed, lambda n: self._stops(n) or flow.is_plain(n)) if n in flow.products]
-        if not after:
-            return None
-        product = flow.products[min(after, key=lambda node: node._sequence_nr())]
-        for source in self._sources(product):
-            if flow.is_plain(source):
-                continue
-            gates = source in flow.products and self._sources(flow.products[source]) == call.sources
-            if not gates:
-                return None
-        return product
-
-    # ---- stacks and layers
-
-    def _stacked(self, calls: Sequence[AttentionCall]) -> list[Layer]:
-        """Calls that read each other's outputs from one stream, as layers; shared weights are one layer."""
-        stacks: list[list[AttentionCall]] = []
-        for call in sorted(calls, key=lambda one: one.order):
-            home = next((s for s in stacks if any(other.end in call.sources for other in s)), None)
-            if home is None:
-                stacks.append([call])
-            else:
-                home.append(call)
-        self._stacks: list[list[Layer]] = []
-        for stack in stacks:
-            layers: list[Layer] = []
-            only_crossed = all(call.cross for call in stack)
-            seen: set[str] = set()
-            for call in stack:
-                key = call.weights["Q"].parameter + str(self._flow.operand(call.weights["Q"].weight))
-                if key in seen:
-                    continue
-                seen.add(key)
-                if call.cross and not only_crossed and layers and layers[-1].crossed is None:
-                    layers[-1].crossed = call
-                else:
-                    layers.append(Layer(len(layers), call))
-            if layers:
-                self._stacks.append(layers)
-        return [layer for stack in self._stacks for layer in stack]
-
-    def _number(self) -> None:
-        """Numbers of layers from the paths of their weights, if these count them; and names of stacks."""
-        fronts = []
-        for stack in self._stacks:
-            paths = [self._path(layer).split(".") for layer in stack]
-            places = [i for i, part in enumerate(paths[0]) if part.isdigit()]
-            if len(stack) > 1:
-                places = [i for i in places if all(len(p) > i and p[i].isdigit() for p in paths)]
-                places = [i for i in places if len({p[i] for p in paths}) == len(paths)]
-            numbers = [int(path[places[-1 if len(stack) == 1 else 0]]) for path in paths] if places else []
-            if numbers and numbers == sorted(numbers):
-                for layer, number in zip(stack, numbers, strict=True):
-                    layer.number = number
-                parts = paths[0][: places[-1 if len(stack) == 1 else 0]]
-            else:
-                parts = os.path.commonprefix(paths) if len(stack) > 1 else paths[0]
-            fronts.append(".".join(parts))
-        for stack, front in zip(self._stacks, _fronts(fronts), strict=True):
-            for layer in stack:
-                layer.front = front
-        self._whole_fronts = dict(zip((id(stack) for stack in self._stacks), fronts, strict=True))
-
-    def _path(self, layer: Layer) -> str:
-        """The path of the module that holds the queries and the output."""
-        call = layer.attention or layer.crossed
-        if call is None:
-            return ""
-        names = [call.weights[role].parameter.split(".")[:-1] for role in ("Q", "O") if role in call.weights]
-        return ".".join(os.path.commonprefix(names))
-
-    # ---- feed-forward layers
-
-    def _find_feedforward(self) -> None:
-        flow = self._flow
-        ends = {call.end: call for layer in self._layers for call in (layer.attention, layer.crossed) if call}
-        for product in sorted(flow.products.values(), key=lambda one: one.order):
-            if product.node in self._used:
-                continue
-            sources = self._sources(product)
-            ups = [flow.products[n] for n in sources if n in flow.products]
-            if not ups or len(ups) != len(sources) or any(up.node in ends for up in ups):
-                continue
-            between = flow.passed([product.before], lambda node: node in flow.products)
-            if not any(_ACTIVATIONS.match(node.name()) for node in between) and len(ups) < 2:
-                continue
-            stream = frozenset[Node]().union(*(self._sources(up) for up in ups))
-            routers = [up for up in ups if up.node in stream]
-            ups = [up for up in ups if up not in routers]
-            if not self._joins(product, stream, ends):
-                continue
-            layer = self._layer_of(stream, ends)
-            if layer is None:
-                continue
-            layer.paths.append(FeedForwardPath(product, sorted(ups, key=lambda one: one.order)))
-            self._used |= {product.node, *(up.node for up in ups)}
-        for layer in self._layers:
-            for path in layer.paths:
-                self._split_gate(path)
-                stream = self._sources(path.ups[0])
-                reached = flow.passed([up.before for up in path.ups], lambda node: node in flow.products)
-                inside = {n for up in path.ups for n in self._until_sum(up.before)}
-                path.routed = any(_CHOOSING.match(node.name()) for node in inside & reached)
-            self._find_routers(layer)
-
-    def _until_sum(self, node: Node | None) -> set[Node]:
-        flow = self._flow
-        return flow.passed([node], lambda one: one in flow.products or flow.is_sum(one) or bool(flow.at(one)))
-
-    def _joins(self, product: Product, stream: frozenset[Node], ends: Iterable[Node]) -> bool:
-        """Whether the output of a product is added to the stream that it came from."""
-        flow = self._flow
-        after = {product.node, *flow.followed(product.node, lambda node: self._stops(node) or flow.is_plain(node))}
-        wanted = stream | set(ends)
-        for node in after:
-            if flow.is_sum(node):
-                for before, _ in node.next_functions:
-                    if before not in after and self._sources_of(before) & wanted:
-                        return True
-        return False
-
-    def _layer_of(self, stream: frozenset[Node], ends: dict[Node, AttentionCall]) -> Layer | None:
-        beside = [layer for layer in self._layers if layer.attention and layer.attention.sources == stream]
-        if beside:
-            return beside[0]
-        before = [ends[node] for node in stream if node in ends]
-        return self._by_call.get(id(max(before, key=lambda call: call.order))) if before else None
-
-    def _split_gate(self, path: FeedForwardPath) -> None:
-        """Of two products that meet in a product entry by entry, the one that passes the activation is the gate."""
-        flow = self._flow
-        if len(path.ups) != 2:
-            return
-        between = flow.passed([path.down.before], lambda node: node in flow.products)
-        bent = []
-        for up in path.ups:
-            own = flow.followed(up.node, lambda node: node in flow.products) & between
-            other = next(one for one in path.ups if one is not up)
-            own -= flow.followed(other.node, lambda node: node in flow.products)
-            bent.append(any(_ACTIVATIONS.match(node.name()) or node.name().startswith("Pow") for node in own))
-        if bent[0] != bent[1]:
-            path.gate = path.ups.pop(bent.index(True))
-
-    def _find_routers(self, layer: Layer) -> None:
-        flow = self._flow
-        for path in layer.paths:
-            stream = self._sources(path.ups[0])
-            after = {path.down.node, *flow.followed(path.down.node, lambda n: n in flow.products)}
-            for product in flow.products.values():
-                if product.node in self._used or self._sources(product) != stream:
-                    continue
-                beyond = flow.followed(product.node, lambda n: n in flow.products)
-                if any(n.name().startswith("Mul") for n in beyond & after) or any(
-                    _CHOOSING.match(n.name()) for n in beyond
-                ):
-                    layer.routers.append(product)
-                    self._used.add(product.node)
-
-    # ---- names
-
-    def _add(self, layer: Layer | None, name: str, role: Role) -> bool:
+    def _add(self, layer: StackLayer | None, name: str, role: Role, front: str = "") -> bool:
         """Take the pieces for a block, unless they are in one already."""
-        full = f"{layer.name}.{name}" if layer is not None else name
-        for piece in role.pieces:
-            if any(piece.overlaps(other) for other in self._taken.get(piece.parameter, ())):
-                return False
-        if full in self.roles:
+        full = f"{layer.name}.{name}" if layer is not None else f"{front}{name}"
+        taken = (piece.overlaps(other) for piece in role.pieces for other in self._taken.get(piece.parameter, ()))
+        if full in self.roles or any(taken):
             return False
         self.roles[full] = role
         if layer is not None:
             self.homes[full] = layer.name
+        else:
+            self.fronts[full] = front
         for piece in role.pieces:
             self._taken.setdefault(piece.parameter, []).append(piece)
         return True
 
-    def _whole(self, parameter: str, layout: Layout | None = None) -> Piece:
+    def _add_next(self, layer: StackLayer | None, name: str, role: Role, front: str = "") -> None:
+        """Under the name, or with the next free number behind it."""
+        before = f"{layer.name}." if layer is not None else front
+        number = next(i for i in range(len(self.roles) + 1) if f"{before}{name}{f'.{i}' if i else ''}" not in self.roles)
+        self._add(layer, f"{name}.{number}" if number else name, role, front)
+
+    def _row(self, parameter: str) -> Piece:
+        """All entries of a parameter, as one row."""
         shape = self._flow.parameters[parameter].shape
-        return Piece.whole(parameter, shape, layout or Layout((), tuple(range(len(shape)))))
+        return Piece.whole(parameter, shape, Layout((), tuple(range(len(shape)))))
+
+    def _table(self, parameter: str) -> Piece:
+        """All entries of a parameter, with its last axis as columns."""
+        shape = self._flow.parameters[parameter].shape
+        last = len(shape) - 1
+        return Piece.whole(parameter, shape, Layout(tuple(range(last)), (last,)) if last > 0 else self._row(parameter).layout)
 
     def _add_product(
-        self, layer: Layer | None, name: str, product: Product, columns: list[list[int]] | None = None, heads: bool = False
+        self,
+        layer: StackLayer | None,
+        name: str,
+        product: Product,
+        columns: Sequence[Sequence[int]] | None = None,
+        heads: bool = False,
+        front: str = "",
     ) -> None:
         """A weight and its bias; of some columns alone, in groups that are heads."""
         piece = self._flow.operand(product.weight)
-        group, dot, leaf = name.rpartition(".")
         if piece is None:
-            self.notes.setdefault(product.parameter, f"is {name}, in an order of entries that is not a block's")
+            self.notes.setdefault(product.parameter, f"acts as {name}, but its entries are not in the order of a matrix")
             return
-        bias = None
-        if product.bias is not None:
-            bias = self._bias(product, piece)
+        group, dot, leaf = name.rpartition(".")
+        bias = None if product.bias is None else self._bias(product.bias.parameter, piece)
         for one, key in ((piece, name), (bias, f"{group}{dot}b_{leaf}")):
-            if one is not None:
-                role = _columns(one, columns, heads)
-                if role is None:
-                    self.notes.setdefault(product.parameter, f"holds {name} in columns that interleave too often")
-                else:
-                    self._add(layer, key, role)
+            if one is None:
+                continue
+            role = _columns(one, columns, heads)
+            if role is None:
+                self.notes.setdefault(product.parameter, f"holds {name} in more than {_MANY_PIECES} places")
+            else:
+                self._add(layer, key, role, front)
 
-    def _bias(self, product: Product, piece: Piece) -> Piece | None:
-        assert product.bias is not None
-        name = product.bias.parameter
-        stored = self._flow.parameters[name].shape
-        layout = Layout((), tuple(range(len(stored))))
-        if stored.numel() == piece.shape[1]:
-            return Piece.whole(name, stored, layout)
-        if len(stored) == len(piece.stored) == 1 or len(stored) == 1:  # a part of a fused bias, as of its weight
-            axis = piece.layout.columns[0]
-            return Piece(name, tuple(stored), (piece.index[axis],), ROW) if piece.stored[axis] == stored[0] else None
-        if len(stored) == 2 and len(piece.stored) == 3:  # of experts, one row each
-            inside = next((a for a in piece.layout.columns if piece.stored[a] == stored[1] and a), None)
-            if inside is not None and piece.stored[0] == stored[0]:
-                return Piece(name, tuple(stored), (piece.index[0], piece.index[inside]), layout)
+    def _bias(self, name: str, piece: Piece) -> Piece | None:
+        """The part of a bias that goes with a part of a weight."""
+        stored = tuple(self._flow.parameters[name].shape)
+        if self._flow.parameters[name].numel() == piece.shape[1]:
+            return self._row(name)
+        axes = [axis for axis in piece.layout.columns if piece.index[axis].stop - piece.index[axis].start > 1]
+        if len(axes) != 1:
+            return None
+        if len(stored) == 1 and stored[0] == piece.stored[axes[0]]:  # a fused bias
+            return Piece(name, stored, (piece.index[axes[0]],), ROW)
+        if len(piece.stored) == 3 and stored == (piece.stored[0], piece.stored[axes[0]]):  # of experts, a row for each
+            return Piece(name, stored, (piece.index[0], piece.index[axes[0]]), Layout((), (0, 1)))
         return None
 
-    def _name_attention(self, layer: Layer) -> None:
+    # ---- attention
+
+    def _name_attention(self, layer: StackLayer) -> None:
         for kind, call in (("attn", layer.attention), ("cross", layer.crossed)):
             if call is None:
                 continue
@@ -448,22 +150,22 @@ class Recognition:
                 uses.setdefault(call.weights[role].node, []).append(role)
             for node, roles in uses.items():
                 self._name_projections(layer, kind, call, self._flow.products[node], roles)
+            self._name_shifts(layer, kind, call)
             if "O" in call.weights:
                 self._name_output(layer, kind, call)
-            for name, product in call.latent.items():
+            for name, product in (*call.latent.items(), *call.positions.items()):
                 self._add_product(layer, f"{kind}.{name}", product)
+            self._name_inner_products(layer, kind, call)
 
     def _name_projections(
-        self, layer: Layer, kind: str, call: AttentionCall, product: Product, roles: Sequence[str]
+        self, layer: StackLayer, kind: str, call: AttentionCall, product: Product, roles: Sequence[str]
     ) -> None:
         width = self._flow.width(product)
-        found: dict[str, list[list[int]] | None] = {
-            role: self._flow.heads(*call.operands[role], product) for role in roles
-        }
+        found = {role: self._flow.heads(*call.operands[role], product) for role in roles}
         if len(roles) == 1 and sum(map(len, found[roles[0]] or ())) in (0, width):
             self._add_product(layer, f"{kind}.{roles[0]}", product, found[roles[0]], heads=True)
             return
-        columns = [c for heads in found.values() for head in heads or () for c in head]
+        columns = [column for heads in found.values() for head in heads or () for column in head]
         if any(not heads for heads in found.values()) or len(set(columns)) != len(columns):
             self.notes.setdefault(product.parameter, f"holds {', '.join(roles)} in columns that cannot be told apart")
             return
@@ -473,66 +175,102 @@ class Recognition:
         if rest:
             self._add_product(layer, f"{kind}.gate", product, [rest])
 
-    def _name_output(self, layer: Layer, kind: str, call: AttentionCall) -> None:
-        product = call.weights["O"]
+    def _name_shifts(self, layer: StackLayer, kind: str, call: AttentionCall) -> None:
+        """Biases that are added after heads are cut."""
+        flow = self._flow
+        for role in "QKV":
+            weight = self.roles.get(f"{layer.name}.{kind}.{role}")
+            between = flow.passed([call.operand(role)], flow.stops)
+            for use in (use for node in between for use in flow.at(node) if use.kind == "shift"):
+                piece = self._row(use.parameter)
+                if weight is not None and piece.size == sum(one.shape[1] for one in weight.pieces):
+                    heads = None if weight.heads is None else (weight.heads, 1)
+                    self._add(layer, f"{kind}.b_{role}", Role((piece,), *(heads or ())))
+
+    def _name_output(self, layer: StackLayer, kind: str, call: AttentionCall) -> None:
+        product, queries = call.weights["O"], self.roles.get(f"{layer.name}.{kind}.Q")
         piece = self._flow.operand(product.weight)
-        count = None
-        queries = self.roles.get(f"{layer.name}.{kind}.Q")
-        if piece is not None and queries is not None and queries.heads and piece.shape[0] % queries.heads == 0:
-            count = queries.heads if self._rows_are_heads(call, product, piece, queries.heads) else None
         if piece is None:
-            self.notes.setdefault(product.parameter, f"is {kind}.O, in an order of entries that is not a block's")
+            self.notes.setdefault(product.parameter, f"acts as {kind}.O, but its entries are not in the order of a matrix")
             return
-        role = Role((piece,), count, None if count is None else 0)
-        self._add(layer, f"{kind}.O", role)
-        if product.bias is not None:
-            bias = self._bias(product, piece)
-            if bias is not None:
-                self._add(layer, f"{kind}.b_O", Role((bias,)))
+        heads = None if queries is None else queries.heads
+        known = heads is not None and self._rows_are_heads(call, product, piece, heads)
+        self._add(layer, f"{kind}.O", Role((piece,), heads if known else None, 0 if known else None))
+        bias = None if product.bias is None else self._bias(product.bias.parameter, piece)
+        if bias is not None:
+            self._add(layer, f"{kind}.b_O", Role((bias,)))
 
     def _rows_are_heads(self, call: AttentionCall, product: Product, piece: Piece, heads: int) -> bool:
         """Whether equal parts of the rows of W_O read one head each, in the order of the heads."""
-        flow = self._flow
-        place = 1 if product.node.name() == "AddmmBackward0" else 0
-        before, number = product.node.next_functions[place]
-        saved = getattr(product.node, "_saved_mat1", None) if place else getattr(product.node, "_saved_self", None)
-        if saved is None or saved.shape[-1] != piece.shape[0]:
+        saved, edge = self._flow.input_of(product)
+        if saved is None or saved.shape[-1] != piece.shape[0] or piece.shape[0] % heads:
             return False
-        width, seen = piece.shape[0] // heads, []
+        seen = []
         for head in range(heads):
             cotangent = saved.new_zeros(saved.shape)
-            cotangent[..., head * width : (head + 1) * width] = 1
-            gradient = flow.gradient(GradientEdge(before, number), GradientEdge(call.mixed, 0), cotangent)
-            if gradient is None:
+            cotangent.unflatten(-1, (heads, -1))[..., head, :] = 1
+            gradient = self._flow.gradient(edge, GradientEdge(call.mixed, 0), cotangent)
+            if gradient is None or not bool(gradient.any()):
                 return False
-            seen.append(set((gradient.flatten(1) != 0).any(1).nonzero().flatten().tolist()))
-        firsts = [min(one, default=-1) for one in seen]
-        disjoint = sum(map(len, seen)) == len(set().union(*seen))
-        return disjoint and -1 not in firsts and firsts == sorted(firsts)
+            seen.append((gradient.flatten(1) != 0).any(1).nonzero().flatten().tolist())
+        apart = sum(map(len, seen)) == len(set().union(*seen))
+        return apart and [min(one) for one in seen] == sorted(min(one) for one in seen)
 
-    def _name_feedforward(self, layer: Layer) -> None:
+    def _name_inner_products(self, layer: StackLayer, kind: str, call: AttentionCall) -> None:
+        """What else stands between the stream and the output weight."""
+        flow, start = self._flow, call.weights.get("O")
+        if start is None:
+            return
+        inside = flow.passed([start.before], lambda n: n in call.sources or n in self._stacks.ends or n in self._stacks.downs)
+        others = [flow.products[n] for n in inside if n in flow.products and n not in self._stacks.used]
+        for product in sorted(others, key=lambda one: one.order):
+            if product.node in flow.from_data and not call.cross:
+                piece = flow.operand(product.weight)
+                if piece is not None:
+                    self._add_next(layer, f"{kind}.inner", Role((piece,)))
+                    bias = None if product.bias is None else self._bias(product.bias.parameter, piece)
+                    if bias is not None:
+                        self._add_next(layer, f"{kind}.b_inner", Role((bias,)))
+                self._stacks.used.add(product.node)
+
+    # ---- feed-forward layers
+
+    def _name_feedforward(self, layer: StackLayer) -> None:
         routed = [path for path in layer.paths if path.routed]
-        dense = [path for path in layer.paths if not path.routed]
-        experts: dict[str, list[FeedForwardPath]] = {}
+        separate = list(dict.fromkeys(path.down.parameter for path in routed))
         for path in routed:
-            experts.setdefault(path.down.parameter, []).append(path)
-        for number, paths in enumerate(experts.values()):
-            for path in paths:
-                piece = self._flow.operand(path.down.weight)
-                place = piece.index[0].start if piece is not None and len(piece.stored) == 3 else number
-                self._name_path(layer, f"mlp.experts.{place}.", path)
-        for path in dense:
-            self._name_path(layer, "mlp.shared." if routed else "mlp.", path)
+            piece = self._flow.operand(path.down.weight)
+            stacked = piece is not None and len(piece.stored) == 3
+            number = piece.index[0].start if piece is not None and stacked else separate.index(path.down.parameter)
+            self._name_path(layer, f"mlp.experts.{number}.", path)
+        self._name_other_experts(layer)
+        for path in layer.paths:
+            if not path.routed:
+                self._name_path(layer, "mlp.shared." if routed else "mlp.", path)
         for product in layer.routers:
-            narrow = self._flow.width(product) == 1
-            self._add_product(layer, "mlp.shared.router" if narrow else "mlp.router", product)
+            shared = self._flow.width(product) == 1 and len(layer.routers) > 1
+            self._add_product(layer, "mlp.shared.router" if shared else "mlp.router", product)
 
-    def _name_path(self, layer: Layer, front: str, path: FeedForwardPath) -> None:
-        flow = self._flow
-        down = flow.operand(path.down.weight)
+    def _name_other_experts(self, layer: StackLayer) -> None:
+        """Experts that no token of the batch has reached, in tensors that hold all of them."""
+        front = f"{layer.name}.mlp.experts."
+        for name, role in [(name, role) for name, role in self.roles.items() if name.startswith(front)]:
+            number, _, leaf = name.removeprefix(front).partition(".")
+            first = role.pieces[0]
+            if first.index[0] != slice(int(number), int(number) + 1):
+                continue
+            for other in range(first.stored[0]):
+                place = slice(other, other + 1)
+                pieces = tuple(replace(piece, index=(place, *piece.index[1:])) for piece in role.pieces)
+                self._add(layer, f"mlp.experts.{other}.{leaf}", replace(role, pieces=pieces))
+
+    def _name_path(self, layer: StackLayer, front: str, path: FeedForwardPath) -> None:
+        down = self._flow.operand(path.down.weight)
         up = path.ups[0]
-        width = flow.width(up)
-        if path.gate is None and down is not None and len(path.ups) == 1 and width == 2 * down.shape[0]:
+        if len(path.ups) > 1:
+            for one in path.ups:
+                self.notes.setdefault(one.parameter, "is one of several weights of a feed-forward layer, in no clear order")
+        elif path.gate is None and down is not None and self._flow.width(up) == 2 * down.shape[0]:
             columns = self._gate_columns(path)
             if columns is None:
                 self._add_product(layer, f"{front}gate_up", up)
@@ -540,419 +278,230 @@ class Recognition:
                 self._add_product(layer, f"{front}gate", up, [columns[0]])
                 self._add_product(layer, f"{front}up", up, [columns[1]])
         else:
-            if path.gate is not None:
-                self._add_product(layer, f"{front}gate", path.gate)
-            if len(path.ups) == 1:
-                self._add_product(layer, f"{front}up", up)
-            else:
-                for one in path.ups:
-                    self.notes.setdefault(one.parameter, "is one of several weights of a feed-forward layer, in no order")
+            self._add_product(layer, f"{front}up", up)
+        if path.gate is not None:
+            self._add_product(layer, f"{front}gate", path.gate)
         self._add_product(layer, f"{front}down", path.down)
 
     def _gate_columns(self, path: FeedForwardPath) -> tuple[list[int], list[int]] | None:
         """Columns of a fused weight that pass the activation, and those that do not; None if they interleave."""
         flow, up = self._flow, path.ups[0]
-        between = flow.passed([path.down.before], lambda node: node in flow.products)
-        for node in sorted(between, key=lambda one: -one._sequence_nr()):
-            befores = node.next_functions
-            if not node.name().startswith("Mul") or len(befores) != 2 or any(b is None for b, _ in befores):
-                continue
+        between = flow.passed([path.down.before], flow.stops)
+        products = [n for n in between if n.name() == "MulBackward0" and all(before for before, _ in n.next_functions)]
+        for node in sorted(products, key=lambda one: -one._sequence_nr()):
             sides = []
-            for before, number in befores:
-                inside = flow.passed([before], lambda one: one in flow.products)
-                bent = any(_ACTIVATIONS.match(one.name()) for one in inside)
-                saved = node._saved_self if len(sides) == 0 else node._saved_other
-                gradient = flow.gradient(GradientEdge(before, number), GradientEdge(up.node, 0), saved.new_ones(saved.shape))
-                if gradient is None:
-                    break
-                sides.append((bent, sorted((gradient.flatten(0, -2) != 0).any(0).nonzero().flatten().tolist())))
-            if len(sides) == 2 and sides[0][0] != sides[1][0] and not set(sides[0][1]) & set(sides[1][1]):
-                gate, linear = (columns for _, columns in sorted(sides, key=lambda side: not side[0]))
-                total = len(gate) + len(linear)
-                if total == flow.width(up) and len(_runs(gate)) == len(_runs(linear)) == 1:
-                    return gate, linear
+            for edge, saved in zip(node.next_functions, (node._saved_other, node._saved_self), strict=True):
+                inside = flow.passed([edge[0]], flow.stops)
+                gradient = flow.gradient(GradientEdge(*edge), GradientEdge(up.node, 0), saved.new_ones(saved.shape))
+                if gradient is not None:
+                    reached = (gradient.flatten(0, -2) != 0).any(0).nonzero().flatten().tolist()
+                    sides.append((any(ACTIVATION.match(one.name()) for one in inside), reached))
+            if len(sides) == 2 and sides[0][0] != sides[1][0]:
+                gate, linear = (columns for _, columns in sorted(sides, reverse=True))
+                whole = sorted(gate + linear) == list(range(flow.width(up)))
+                return (gate, linear) if whole and len(_runs(gate)) == len(_runs(linear)) == 1 else None
         return None
 
-    # ---- norms, scales and what else acts inside a layer
+    # ---- norms, factors and positions inside of layers
 
-    def _name_norms(self) -> None:
-        flow = self._flow
-        self._ends = {call.end: call for layer in self._layers for call in (layer.attention, layer.crossed) if call}
-        self._downs = {path.down.node: layer for layer in self._layers for path in layer.paths}
-        self._readers: dict[Node, tuple[Layer, str]] = {}
-        for layer in self._layers:
-            for path in layer.paths:
-                for up in (*path.ups, *([path.gate] if path.gate else [])):
-                    self._readers[up.node] = (layer, "norm2")
-            for router in layer.routers:
-                self._readers[router.node] = (layer, "norm2")
-            if layer.crossed is not None:
-                for role in ("Q", "Q_latent"):
-                    product = layer.crossed.weights.get(role) or layer.crossed.latent.get(role)
-                    if product is not None:
-                        self._readers[product.node] = (layer, "norm_cross")
-            if layer.attention is not None:
-                for product in (layer.attention.weights["Q"], *layer.attention.latent.values()):
-                    self._readers[product.node] = (layer, "norm1")
-        inner = self._inner_places()
-        self._last_norms: list[tuple[Norm, str]] = []
-        for norm in self._norms():
-            place = inner.get(norm.node)
-            if place is not None:
-                self._add_norm(place[0], place[1], norm)
-            else:
-                self._name_norm(norm)
-        for use in (use for uses in flow.uses.values() for use in uses):
-            place = inner.get(use.node)
-            if use.kind in ("shift", "scale", "joined", "lookup", "weight") and place is not None and place[1] == "attn.":
-                names = {"joined": "sinks", "scale": "temperature"}
-                self._add_inside(place[0], f"attn.{names.get(use.kind, 'positions')}", use)
-            elif use.kind == "scale":
-                self._name_scale(use)
+    def _name_inside(self) -> None:
+        self._places = NormPlaces(self._flow, self._stacks)
+        for norm, layer, name in self._places.inside:
+            if not self._is_elsewhere(norm.rows[0]):
+                self._add_norm(layer, name, norm)
+        for layer, name, use in self._places.factors:
+            self._add(layer, name, Role((self._row(use.parameter),)))
+        for layer, name, use in self._places.on_scores:
+            product = self._flow.products.get(use.node)
+            if product is not None and use.kind == "weight":
+                self._add_positions(layer, name, product)
+            elif use.kind != "bias":
+                self._add_next(layer, name, Role((self._table(use.parameter),)))
 
-    def _inner_places(self) -> dict[Node, tuple[Layer, str]]:
-        """Nodes inside of attention and feed-forward layers, with the role of a norm there."""
-        flow = self._flow
-        found: dict[Node, tuple[Layer, str]] = {}
+    def _add_positions(self, layer: StackLayer, name: str, product: Product) -> None:
+        piece = self._flow.operand(product.weight)
+        for one in (piece, None if product.bias is None or piece is None else self._bias(product.bias.parameter, piece)):
+            if one is not None:
+                self._add_next(layer, name, Role((one,)))
 
-        def add(layer: Layer, role: str, starts: Iterable[Node | None]) -> None:
-            for node in flow.passed(starts, lambda n: self._stops(n) or flow.is_plain(n)):
-                found.setdefault(node, (layer, role))
-
-        for layer in self._layers:
-            for kind, call in (("attn", layer.attention), ("cross", layer.crossed)):
-                if call is None:
-                    continue
-                for role, (node, operand) in call.operands.items():
-                    add(layer, f"{kind}.{role.lower()}_norm", [node.next_functions[operand - 2][0]])
-                if "O" in call.weights:
-                    add(layer, f"{kind}.o_norm", [call.weights["O"].before])
-                for latent, role in (("Q_latent", "Q"), ("KV_latent", "V"), ("reduction", "V")):
-                    if latent in call.latent:
-                        inside = flow.followed(call.latent[latent].node, self._stops)
-                        for node in inside & flow.passed([call.weights[role].before], self._stops):
-                            found.setdefault(node, (layer, f"{kind}.{latent.lower()}_norm"))
-                below = [call.softmax.next_functions[0][0]]
-                for node in flow.passed(below, lambda n: n is call.scores or flow.is_plain(n)):
-                    if node not in flow.from_data or call.scores in flow.passed([node], lambda n: n in flow.products):
-                        found.setdefault(node, (layer, f"{kind}."))
-            for path in layer.paths:
-                add(layer, "mlp.norm", [path.down.before])
-        return found
-
-    def _norms(self) -> list["Norm"]:
-        flow, found = self._flow, []
-        for node in flow.nodes:
-            uses = {use.kind: use for use in flow.at(node)}
-            gamma, beta, end = uses.get("gamma"), uses.get("beta"), node
-            if gamma is None and beta is None:
-                gamma = uses.get("scale")
-                if gamma is None:
-                    continue
-                data = next((b for i, (b, _) in enumerate(node.next_functions) if i != gamma.place), None)
-                inside = flow.passed([data], lambda n: n in flow.products or flow.is_sum(n) or bool(flow.at(n)))
-                if not any(_NORMALISING.match(n.name()) or n.name().startswith("Pow") for n in inside):
-                    continue
-                after = flow.consumers.get(node, [])
-                while len(after) == 1 and after[0][0].name().startswith(("View", "ToCopy", "UnsafeView")):
-                    after = flow.consumers.get(after[0][0], [])
-                shift = next((u for n, _ in after for u in flow.at(n) if u.kind == "shift"), None)
-                if len(after) == 1 and shift is not None:
-                    beta, end = shift, shift.node
-                before = data
-            else:
-                before = node.next_functions[0][0]
-            rows = [use.parameter for use in (gamma, beta) if use is not None]
-            found.append(Norm(node, end, before, rows))
-        return found
-
-    def _add_norm(self, layer: Layer | None, name: str, norm: "Norm") -> None:
-        pieces = tuple(self._whole(parameter) for parameter in norm.rows)
+    def _add_norm(self, layer: StackLayer | None, name: str, norm: Norm, front: str = "") -> None:
+        pieces = tuple(self._row(parameter) for parameter in norm.rows)
         if len({piece.size for piece in pieces}) == 1:
-            self._add(layer, name, Role(pieces))
+            if layer is None:
+                self._add_next(None, name, Role(pieces), front)
+            else:
+                self._add(layer, name, Role(pieces))
 
-    def _name_norm(self, norm: "Norm") -> None:
-        flow = self._flow
-
-        def stop(node: Node) -> bool:
-            return node in flow.products or flow.is_plain(node) or flow.is_sum(node)
-
-        readers = flow.ahead(norm.end, stop)
-        on_stream = any(flow.is_sum(node) for node in readers)
-        behind = flow.behind([norm.before], stop)
-        direct = [node for node in behind if not flow.is_sum(node)]
-        if len(behind) == 1 and direct and direct[0] in self._ends:
-            call = self._ends[direct[0]]
-            self._add_norm(self._by_call[id(call)], "norm_cross_post" if self._is_second(call) else "norm1_post", norm)
-            return
-        if behind and len(direct) == len(behind) and all(node in self._downs for node in direct):
-            self._add_norm(self._downs[direct[0]], "norm2_post", norm)
-            return
-        roles = [self._readers[node] for node in readers if node in self._readers]
-        first = next((role for role in roles if role[1] == "norm1"), None)
-        if not on_stream and roles:
-            layer, role = first or roles[0]
-            self._add_norm(layer, role, norm)
-            return
-        branch = self._branch(behind)
-        sources = self._sources_of(norm.before)
-        inside = [node for node in sources if node in self._ends or node in self._downs]
-        if isinstance(branch, AttentionCall) and on_stream:
-            layer = self._by_call[id(branch)]
-            layer.post = True
-            self._add_norm(layer, "norm_cross" if self._is_second(branch) else "norm1", norm)
-        elif isinstance(branch, Layer) and branch.post and f"{branch.name}.norm2" not in self.roles:
-            self._add_norm(branch, "norm2", norm)
-        elif not inside:
-            self._outside_norms.append((norm, "embed_norm" if on_stream or roles else "input.norm"))
-        else:
-            self._outside_norms.append((norm, "final_norm"))
-
-    @property
-    def _outside_norms(self) -> list[tuple["Norm", str]]:
-        return self._last_norms
-
-    def _is_second(self, call: AttentionCall) -> bool:
-        return self._by_call[id(call)].crossed is call
-
-    def _branch(self, behind: Iterable[Node]) -> AttentionCall | Layer | None:
-        """What was added to the stream last: an attention call, or the feed-forward part of a layer."""
-        flow = self._flow
-        for node in behind:
-            if not flow.is_sum(node):
+    def _other_layers(self) -> set[tuple[int, int]]:
+        """Layers of the stacks that mix tokens by something other than attention: stack and number."""
+        flow, found = self._flow, set[tuple[int, int]]()
+        for product in flow.products.values():
+            place = self._stacks.numbered(product.parameter)
+            if place is None or product.node in self._stacks.used:
                 continue
-            for before, _ in node.next_functions:
-                found = flow.behind([before], lambda n: n in flow.products or flow.is_plain(n) or n is node or flow.is_sum(n) or bool(n.name() in LOOKUPS and flow.at(n)))
-                ends = [n for n in found if n in self._ends]
-                downs = [n for n in found if n in self._downs]
-                if len(found) == 1 and ends:
-                    return self._ends[ends[0]]
-                if downs and len(downs) == len(found):
-                    return self._downs[downs[0]]
-                if len(found) == 1 and next(iter(found)) in self._mixing():
-                    return self._mixing()[next(iter(found))]
-        return None
-
-    def _mixing(self) -> dict[Node, Layer]:
-        """Sums inside of a feed-forward part: of experts."""
-        flow, found = self._flow, dict[Node, Layer]()
-        for node, layer in self._downs.items():
-            for after in flow.ahead(node, lambda n: n in flow.products or flow.is_sum(n)):
-                if flow.is_sum(after):
-                    parts = self._sources_of(after)
-                    if parts and all(n in self._downs or n in {r.node for r in layer.routers} for n in parts):
-                        found[after] = layer
+            has_attention = any(layer.number == place[1] and layer.calls for layer in self._stacks.stacks[place[0]])
+            if not has_attention and self._stacks.joins(product, self._all_sources(product)):
+                found.add(place)
         return found
 
-    def _add_inside(self, layer: Layer, name: str, use: Use) -> None:
-        stored = self._flow.parameters[use.parameter].shape
-        layout = STORED if len(stored) == 2 else Layout(tuple(range(len(stored) - 1)), (len(stored) - 1,)) if stored else Layout((), ())
-        self._add_numbered(layer, name, Role((self._whole(use.parameter, layout),)))
+    def _all_sources(self, product: Product) -> set[Node]:
+        """What a product is made of, through all products before it."""
+        found, stack = set[Node](), [product.node]
+        while stack:
+            node = stack.pop()
+            before = self._flow.products[node].before if node in self._flow.products else None
+            if before is not None:
+                stack += self._flow.sources(before) - found
+                found |= self._flow.sources(before)
+        return found
 
-    def _add_numbered(self, layer: Layer | None, name: str, role: Role) -> None:
-        """Under the name, or with the next free number behind it."""
-        front = f"{layer.name}." if layer is not None else ""
-        number = 0
-        while f"{front}{name}{f'.{number}' if number else ''}" in self.roles:
-            number += 1
-        self._add(layer, f"{name}.{number}" if number else name, role)
-
-    def _name_scale(self, use: Use) -> None:
-        """A factor on what a layer adds to the stream."""
-        flow = self._flow
-        parameter = flow.parameters[use.parameter]
-        data = next((b for i, (b, _) in enumerate(use.node.next_functions) if i != use.place), None)
-        found = flow.behind([data], lambda n: n in flow.products or flow.is_plain(n) or flow.is_sum(n))
-        if len(found) == 1 and parameter.ndim <= 1:
-            node = next(iter(found))
-            if node in self._ends:
-                call = self._ends[node]
-                kind = "cross" if self._is_second(call) else "attn"
-                self._add(self._by_call[id(call)], f"{kind}.scale", Role((self._whole(use.parameter),)))
-            elif node in self._downs:
-                self._add(self._downs[node], "mlp.scale", Role((self._whole(use.parameter),)))
+    def _is_elsewhere(self, parameter: str) -> bool:
+        """Whether a parameter stands in a layer that mixes tokens by something other than attention, and not in its
+        feed-forward part."""
+        return self._stacks.numbered(parameter) in self._without_attention
 
     # ---- around the layers
 
     def _name_around(self) -> None:
-        flow = self._flow
-        inside = {*self._used, *self._ends, *self._downs, *self._readers}
-        outer = [product for product in sorted(flow.products.values(), key=lambda p: p.order) if product.node not in inside]
-        after: dict[Node, set[Node]] = {}
-        reads: set[Node] = set()
-        firsts = {n: layer for layer in self._layers for call in (layer.attention, layer.crossed) if call for n in self._inputs(call)}
-        leading: dict[Node, Layer] = dict(firsts)
-        for product in reversed(outer):  # those that lead into a stack
-            if product.node in leading:
-                for source in self._sources(product):
-                    if source not in self._ends and source not in self._downs:
-                        leading.setdefault(source, leading[product.node])
-        del after, reads
+        flow, stacks = self._flow, self._stacks
+        leading = self._leading()
         self._name_tables(leading)
-        inputs = [p for p in outer if p.node in leading and not self._is_free(p, leading)]
+        outer = sorted((p for p in flow.products.values() if p.node not in stacks.used), key=lambda p: p.order)
+        outer = [p for p in outer if not self._is_elsewhere(p.parameter)]
+        inputs = [p for p in outer if p.node in leading]
+        names: dict[str, str] = {}
         for product in inputs:
-            front = self._front(product.parameter, leading[product.node])
-            beside = [p for p in inputs if leading[p.node].front == leading[product.node].front]
-            raw = product.before is not None and product.before not in flow.from_data or self._reads_input(product)
-            name = "patch" if raw and len(beside) == 1 and product.is_convolution else f"input.{beside.index(product)}"
-            self._add_product(None, f"{front}{name}", product)
-        heads = [p for p in outer if p.node not in leading and self._follows_layers(p)]
+            layer = leading[product.node]
+            beside = [p for p in inputs if leading[p.node].front == layer.front]
+            reads_data = not any(node in flow.products for node in flow.sources(product.before))
+            is_patch = product.is_convolution and reads_data and len([p for p in beside if p.is_convolution]) == 1
+            name = "patch" if is_patch else f"input.{beside.index(product)}"
+            front = self._front(product.parameter, layer)
+            self._add_product(None, name, product, front=front)
+            names[product.parameter] = f"{front}{name}"
+        heads = [p for p in outer if p.node not in leading and self._last_call(p.before) is not None]
         for number, product in enumerate(heads):
             self._name_head(product, number, heads)
-        for norm, name in self._last_norms:
-            self._name_outer_norm(norm, name, leading)
+        for norm, name in self._places.outside:
+            self._name_outer_norm(norm, name, leading, {p.node for p in heads})
+        for parameter, gain in flow.gains.items():
+            if parameter in names:
+                self._add(None, f"{names[parameter]}.gain", Role((self._row(gain),)))
 
-    def _inputs(self, call: AttentionCall) -> set[Node]:
-        found = set(call.sources)
-        for role in "KV":
-            found |= self._sources(call.weights[role])
-        return {n for n in found if n not in self._ends and n not in self._downs and n not in {p.node for p in call.latent.values()}}
-
-    def _is_free(self, product: Product, leading: dict[Node, Layer]) -> bool:
-        return False
-
-    def _reads_input(self, product: Product) -> bool:
-        sources = self._sources(product)
-        return all(node.name().endswith("AccumulateGrad") for node in sources)
-
-    def _follows_layers(self, product: Product) -> bool:
-        stack, seen = [product.before], set[Node]()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in self._ends or node in self._downs:
-                return True
-            stack += [before for before, _ in node.next_functions]
-        return False
-
-    def _front(self, parameter: str, layer: Layer | None) -> str:
-        """The stack's name, if the parameter stands in the stack's module."""
-        if layer is None or not layer.front:
-            return ""
-        stack = next(stack for stack in self._stacks if layer in stack)
-        scope = self._scopes[id(stack)]
-        return layer.front if parameter.startswith(f"{scope}.") else ""
-
-    @property
-    def _scopes(self) -> dict[int, str]:
-        """The module around each stack that holds no other."""
-        found = {}
-        whole = list(self._whole_fronts.values())
-        for key, path in self._whole_fronts.items():
-            parts = path.split(".")
-            scope = path
-            for n in range(len(parts), 0, -1):
-                front = ".".join(parts[:n])
-                if sum(other == front or other.startswith(f"{front}.") for other in whole) > 1:
-                    break
-                scope = front
-            found[key] = scope
+    def _leading(self) -> dict[Node, StackLayer]:
+        """Products, tables and inputs before a stack, with its first layer that reads them."""
+        flow, stacks = self._flow, self._stacks
+        found: dict[Node, StackLayer] = {}
+        for call, layer in stacks.layer_of.items():
+            for role in "QKV":
+                own = {p.node for p in (*call.latent.values(), *call.weights.values())}
+                before = flow.sources(call.weights[role].before) if role != "Q" else call.sources
+                for node in before - own:
+                    if node not in stacks.ends and node not in stacks.downs and (role == "Q" or not call.cross):
+                        found.setdefault(node, layer)
+        for product in sorted(flow.products.values(), key=lambda one: -one.order):
+            if product.node in found and product.node not in stacks.used:
+                for source in flow.sources(product.before):
+                    if source not in stacks.ends and source not in stacks.downs and source not in stacks.used:
+                        found.setdefault(source, found[product.node])
         return found
 
-    def _name_tables(self, leading: dict[Node, Layer]) -> None:
+    def _front(self, parameter: str, layer: StackLayer | None) -> str:
+        """The name of a stack, if the parameter stands in a module that holds no other stack."""
+        if layer is None or not layer.front:
+            return ""
+        return layer.front if parameter.startswith(f"{self._stacks.scope(layer)}.") else ""
+
+    def _name_tables(self, leading: dict[Node, StackLayer]) -> None:
         flow = self._flow
-        starts = {"tokens": "embed", "positions": "positions", "types": "token_types", "table": "positions"}
         for parameter, uses in flow.uses.items():
             for use in uses:
-                if use.kind == "lookup" and use.node in leading:
-                    kind = flow.lookup_kind(use.node)
-                elif use.kind in ("shift", "joined") and self._at_start(use, leading):
-                    kind = "positions" if use.kind == "shift" else "cls"
+                layer: StackLayer | None = leading.get(use.node)
+                if use.kind == "lookup" and layer is not None:
+                    name = _TABLES[flow.lookup_kind(use.node)]
+                elif use.kind in ("shift", "joined") and flow.products.get(use.node) is None:
+                    sources = flow.sources(use.node)
+                    layer = next((leading[node] for node in sources if node in leading), None)
+                    if layer is None or not all(node in leading for node in sources):
+                        continue
+                    name = "positions" if use.kind == "shift" else "cls"
+                elif use.kind == "other" and self._is_constant_input(use):
+                    layer, name = None, "positions"
                 else:
                     continue
-                layer = leading.get(use.node) or self._start_layer(use, leading)
-                stored = flow.parameters[parameter].shape
-                if kind == "positions" and stored.numel() <= stored[-1]:
-                    continue
-                lead = tuple(range(len(stored) - 1))
-                role = Role((self._whole(parameter, Layout(lead, (len(stored) - 1,))),))
-                front = self._front(parameter, layer)
-                self._add_numbered(None, f"{front}{starts.get(kind, kind)}", role)
+                piece = self._table(parameter)
+                if name != "positions" or piece.shape[0] > 1:
+                    self._add_next(None, name, Role((piece,)), self._front(parameter, layer))
+        for call, layer in self._stacks.layer_of.items():
+            for role, name in (("Q", "queries"), ("K", "memory")):
+                parameter_of = flow.owner(call.weights[role].before)
+                if parameter_of is not None:
+                    piece = self._table(parameter_of)
+                    self._add_next(None, name, Role((piece,)), self._front(parameter_of, layer))
 
-    def _start_layer(self, use: Use, leading: dict[Node, Layer]) -> Layer | None:
-        found = self._sources_of(use.node)
-        return next((leading[node] for node in found if node in leading), None)
-
-    def _at_start(self, use: Use, leading: dict[Node, Layer]) -> bool:
-        """Whether a parameter is added or joined to what a stack of layers reads first."""
-        found = self._sources_of(use.node)
-        return bool(found) and all(node in leading for node in found)
+    def _is_constant_input(self, use: Use) -> bool:
+        """Whether a table of positions is normalised before it makes scores."""
+        read = [n for n in self._flow.ahead(use.node, self._flow.stops) if n in self._flow.products]
+        made = {p.node for call in self._stacks.layer_of for p in (*call.positions.values(), *call.weights.values())}
+        return use.place == 0 and bool(read) and all(node in made for node in read)
 
     def _name_head(self, product: Product, number: int, heads: Sequence[Product]) -> None:
         flow = self._flow
-        last = not any(p.node in flow.ahead(product.node, lambda n: n in flow.products) for p in heads)
-        layer = self._last_layer(product)
-        front = self._front(product.parameter, layer)
-        tables = {piece.parameter: piece.shape[0] for name, role in self.roles.items() if name.rpartition(".")[2] == "embed" for piece in role.pieces}
+        call = self._last_call(product.before)
+        front = self._front(product.parameter, None if call is None else self._stacks.layer_of[call])
+        tables = {
+            piece.parameter: piece.shape[0]
+            for name, role in self.roles.items()
+            if name.removeprefix(self.fronts.get(name, "")) == "embed"
+            for piece in role.pieces
+        }
+        last = not any(other.node in flow.ahead(product.node, flow.stops) for other in heads)
         if product.parameter in tables:
             if product.bias is not None:
-                self._add(None, f"{front}b_unembed", Role((self._whole(product.bias.parameter),)))
-            return
-        if last and flow.width(product) in tables.values():
-            self._add_product(None, f"{front}unembed", product)
+                self._add(None, "b_unembed", Role((self._row(product.bias.parameter),)), front)
+        elif last and flow.width(product) in tables.values():
+            self._add_product(None, "unembed", product, front=front)
         else:
-            self._add_product(None, f"{front}head.{number}", product)
+            self._add_product(None, f"head.{number}", product, front=front)
 
-    def _last_layer(self, product: Product) -> Layer | None:
-        stack, seen, found = [product.before], set[Node](), list[AttentionCall | Layer]()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in self._ends:
-                found.append(self._ends[node])
-                continue
-            stack += [before for before, _ in node.next_functions]
-        calls = [one for one in found if isinstance(one, AttentionCall)]
-        return self._by_call[id(max(calls, key=lambda call: call.order))] if calls else None
+    def _last_call(self, node: Node | None) -> AttentionCall | None:
+        """The last attention before a node."""
+        found = self._flow.behind([node], lambda one: one in self._stacks.ends)
+        calls = [self._stacks.ends[one] for one in found if one in self._stacks.ends]
+        return max(calls, key=lambda call: call.order) if calls else None
 
-    def _name_outer_norm(self, norm: "Norm", name: str, leading: dict[Node, Layer]) -> None:
-        sources = self._sources_of(norm.before)
+    def _name_outer_norm(self, norm: Norm, name: str, leading: dict[Node, StackLayer], heads: set[Node]) -> None:
+        if self._is_elsewhere(norm.rows[0]):
+            return
+        sources = self._flow.sources(norm.before)
+        call = self._last_call(norm.before)
         layer = next((leading[node] for node in sources if node in leading), None)
         if name == "final_norm":
-            calls = [self._ends[node] for node in sources if node in self._ends]
-            layer = self._by_call[id(max(calls, key=lambda call: call.order))] if calls else None
-            if layer is None:
-                layer = next((self._downs[node] for node in sources if node in self._downs), None)
+            layer = None if call is None else self._stacks.layer_of[call]
         front = self._front(norm.rows[0], layer)
-        if name == "final_norm" and f"{front}final_norm" in self.roles:
+        if sources & heads or (name == "final_norm" and f"{front}final_norm" in self.roles):
             name = "head.norm"
-        pieces = tuple(self._whole(parameter) for parameter in norm.rows)
-        if len({piece.size for piece in pieces}) == 1:
-            self._add_numbered(None, f"{front}{name}", Role(pieces))
+        self._add_norm(None, name, norm, front)
 
     # ---- what has no role
 
     def _say_why(self) -> None:
-        flow = self._flow
-        for parameter in flow.parameters:
-            if parameter in self._taken:
+        for parameter in self._flow.parameters:
+            if parameter in self._taken or parameter in self.notes:
                 continue
-            uses = flow.uses.get(parameter, [])
+            uses = self._flow.uses.get(parameter, [])
             if not uses:
-                why = "not reached from the output on this batch"
-            elif not self._layers:
+                why = "this batch does not reach it"
+            elif not self._stacks.layers:
                 why = "no attention was found"
+            elif self._is_elsewhere(parameter):
+                why = "its layer mixes tokens by something other than attention"
             else:
-                what = {"weight": "a product", "lookup": "a table"}.get(uses[0].kind, f"used as {uses[0].kind}")
-                why = f"{what} whose place beside attention is not clear"
-            self.notes.setdefault(parameter, why)
+                why = f"used as {uses[0].kind}, but not in a place that has a name"
+            self.notes[parameter] = why
 
 
-@dataclass(eq=False)
-class Norm:
-    """A norm in the graph: where it begins and ends, what it reads, and its parameters, gamma before beta."""
-
-    node: Node
-    end: Node
-    before: Node | None
-    rows: list[str]
-
-
-def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
+def _runs(columns: Iterable[int]) -> list[tuple[int, int]]:
     """Ranges of numbers that follow each other."""
     found: list[tuple[int, int]] = []
     for column in columns:
@@ -968,37 +517,12 @@ def _columns(piece: Piece, groups: Sequence[Sequence[int]] | None, heads: bool) 
     if not groups:
         return Role((piece,))
     ordered = [column for group in groups for column in group]
-    runs = _runs(ordered)
+    runs, together = _runs(ordered), _runs(sorted(ordered))
     count = len(groups) if heads and len({len(group) for group in groups}) == 1 else None
-    together = _runs(sorted(ordered))
-    if len(runs) > max(len(groups), 1) and len(together) == 1:  # heads interleave: as one weight without heads
+    if len(runs) > len(groups) and len(together) == 1:  # heads interleave: one weight, whose heads are not told
         runs, count = together, None
     if len(runs) > _MANY_PIECES:
         return None
-    if runs == [(0, piece.shape[1])]:
-        pieces: tuple[Piece, ...] = (piece,)
-    else:
-        pieces = tuple(piece.between(1, start, stop) for start, stop in runs)
+    whole = runs == [(0, piece.shape[1])]
+    pieces = (piece,) if whole else tuple(piece.between(1, start, stop) for start, stop in runs)
     return Role(pieces, count, None if count is None else 1, len(pieces) > 1)
-
-
-def _fronts(paths: Sequence[str]) -> list[str]:
-    """What tells stacks apart by their paths, with a dot; nothing for one alone."""
-    if len(paths) == 1:
-        return [""]
-    parts = [path.split(".") for path in paths]
-    shared = len(os.path.commonprefix(parts))
-    if any(len(part) == shared or part[shared].isdigit() for part in parts):
-        return [f"{_own(path, paths)}." for path in paths]
-    found = []
-    for part in parts:
-        n = shared + 1
-        while sum(other[:n] == part[:n] for other in parts) > 1 and n < len(part):
-            n += 1
-        found.append(f"{'.'.join(part[shared:n])}.")
-    return found if len(set(found)) == len(found) else [f"{path or i}." for i, path in enumerate(paths)]
-
-
-def _own(path: str, paths: Sequence[str]) -> str:
-    parent, parents = path.rpartition(".")[0], [other.rpartition(".")[0] for other in paths]
-    return parent if parent and parents.count(parent) == 1 else path

@@ -29,7 +29,7 @@ _VIEWS = frozenset(
     for name in (
         *("T", "Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Clone", "ToCopy", "Expand", "Split"),
         *("Slice", "Unsqueeze", "Squeeze", "Alias", "Select", "SplitWithSizes", "Unbind", "UnsafeSplit", "Repeat"),
-        *("Contiguous", "Detach", "Narrow", "AsStrided"),
+        *("Contiguous", "Detach", "Narrow", "AsStrided", "UpsampleBicubic2D", "UpsampleBilinear2D"),
     )
 )
 _WITH_CONSTANTS = frozenset(
@@ -121,7 +121,10 @@ class DataFlow:
                     stack.append(before)
         self.nodes = sorted(nodes, key=lambda node: node._sequence_nr())
         self._chain: dict[Node, str] = dict(self.leaves)
+        self._parted: dict[Node, list[str]] = {}
+        self._known_sources: dict[Node | None, frozenset[Node]] = {}
         self.uses: dict[str, list[Use]] = {}
+        self.gains: dict[str, str] = {}  # of weight norms: direction -> length
         self._at: dict[Node, list[Use]] = {}
         self._find_uses()
         self.products = {product.node: product for product in self._products()}
@@ -132,18 +135,49 @@ class DataFlow:
             owners = {self._chain.get(before) for before in befores}
             if None not in owners and len(owners) == 1 and node.name() in _VIEWS | _WITH_CONSTANTS:
                 self._chain[node] = next(iter(owners)) or ""
+            elif self._is_parted(node, befores):
+                continue
             elif None not in owners and node.name().startswith("WeightNorm"):
                 self._chain[node] = self._chain[befores[0]]
-                gain = Use(self._chain[befores[-1]], node, 1, "gain")
-                self.uses.setdefault(gain.parameter, []).append(gain)
+                self.gains[self._chain[node]] = self._chain[befores[-1]]
+                self.uses.setdefault(self._chain[befores[-1]], []).append(Use(self._chain[befores[-1]], node, 1, "gain"))
         for node in self.nodes:
-            if node in self._chain:
+            if self.is_constant(node):
                 continue
-            for place, (before, _) in enumerate(node.next_functions):
-                if before in self._chain:
-                    use = Use(self._chain[before], node, place, _kind(node, place))
+            for place, (before, number) in enumerate(node.next_functions):
+                owner = self._part(node, place, number) if before in self._parted else self._chain.get(before)
+                if owner is not None:
+                    use = Use(owner, node, place, _kind(node, place))
                     self.uses.setdefault(use.parameter, []).append(use)
                     self._at.setdefault(node, []).append(use)
+
+    def _is_parted(self, node: Node, befores: list[Node]) -> bool:
+        """Whether a node joins several parameters, or is a view of what another one joined."""
+        if node.name() == "CatBackward0":
+            found = len(befores) == len(node.next_functions) > 1 and all(b in self._chain for b in befores)
+        else:
+            found = bool(befores) and node.name() in _VIEWS and befores[0] in self._parted
+        if found:
+            self._parted.update({node: sorted({name for b in befores for name in self._owners(b)})})
+        return found
+
+    def _owners(self, node: Node) -> list[str]:
+        return [self._chain[node]] if node in self._chain else self._parted[node]
+
+    def _part(self, node: Node, place: int, number: int) -> str | None:
+        """The one parameter that a part of joined parameters comes from."""
+        before = node.next_functions[place][0]
+        found = []
+        for name in self._parted[before]:
+            leaf = next(leaf for leaf, other in self.leaves.items() if other == name)
+            numel = self.parameters[name].numel()
+            try:
+                one = self.gradient(GradientEdge(before, number), GradientEdge(leaf, 0), self.parameters[name].new_ones(numel))
+            except RuntimeError:  # of another size
+                continue
+            if one is not None and bool(one.any()):
+                found.append(name)
+        return found[0] if len(found) == 1 else None
 
     def _products(self) -> Iterator[Product]:
         for node in self.nodes:
@@ -185,11 +219,11 @@ class DataFlow:
     def is_sum(self, node: Node) -> bool:
         """Whether a node adds two tensors that depend on the data."""
         befores = [before for before, _ in node.next_functions]
-        return node.name() in _SUMS and len(befores) == 2 and all(b is not None and b not in self._chain for b in befores)
+        return node.name() in _SUMS and len(befores) == 2 and not any(map(self.is_constant, befores))
 
     def is_constant(self, node: Node | None) -> bool:
-        """Whether a node depends on one parameter alone."""
-        return node is None or node in self._chain
+        """Whether a node is a parameter, or several joined."""
+        return node is None or node in self._chain or node in self._parted
 
     def behind(self, starts: Iterable[Node | None], stop: Callable[[Node], bool]) -> dict[Node, None]:
         """The nearest nodes before `starts`, including them, for which `stop` holds; the start of every path counts."""
@@ -242,6 +276,42 @@ class DataFlow:
                     stack.append(node)
         return seen
 
+    def stops(self, node: Node) -> bool:
+        """Whether a node ends a part of the graph: a product with a weight, one of two activations, or a softmax."""
+        return node in self.products or node.name() in SOFTMAX or self.is_plain(node)
+
+    def is_start(self, node: Node) -> bool:
+        """Whether a node looks tokens up in a parameter, or is an input."""
+        return (node.name() in LOOKUPS and bool(self.at(node))) or (node.name() == _LEAF and node not in self.leaves)
+
+    def sources(self, node: Node | None) -> frozenset[Node]:
+        """What a tensor is made of: the nearest products, tables and inputs before it, constants apart."""
+        if node not in self._known_sources:
+            ends = self.behind([node], lambda n: n in self.products or self.is_plain(n) or self.is_constant(n) or self.is_start(n))
+            self._known_sources[node] = frozenset(n for n in ends if not self.is_constant(n))
+        return self._known_sources[node]
+
+    def products_behind(self, node: Node | None) -> list[Product]:
+        """The weights that a tensor comes from, the last ones."""
+        return [self.products[one] for one in self.behind([node], self.stops) if one in self.products]
+
+    def owner(self, node: Node | None) -> str | None:
+        """The parameter that a node is a view of, or None."""
+        return self._chain.get(node)
+
+    def input_of(self, product: Product) -> tuple[Tensor | None, GradientEdge]:
+        """What a product multiplies its weight with, and where that comes from."""
+        name, place = product.node.name(), 1 - product.weight.place
+        if name.startswith(("Addmm", "Baddbmm")):
+            place = 3 - product.weight.place
+        beside = Use(product.parameter, product.node, place, "weight")
+        return _saved_operand(beside), GradientEdge(*product.node.next_functions[place])
+
+    def data_beside(self, use: Use) -> Node | None:
+        """The other operand where a parameter meets the data."""
+        others = (before for place, (before, _) in enumerate(use.node.next_functions) if place != use.place)
+        return next((before for before in others if before is not None), None)
+
     @cached_property
     def from_data(self) -> set[Node]:
         """Nodes that depend on the inputs, not on parameters alone."""
@@ -263,16 +333,17 @@ class DataFlow:
             indices = next((one for one in indices if one is not None), None)
         if not isinstance(indices, Tensor) or not indices.numel():
             return "tokens"
-        if any(indices.shape == one.shape and torch.equal(indices, one.to(indices.dtype)) for one in self.inputs):
+        flat = indices.flatten()
+        if any(flat.numel() == one.numel() and torch.equal(flat, one.flatten().to(flat.dtype)) for one in self.inputs):
             return "tokens"
-        if int(indices.min()) == int(indices.max()) and indices.numel() > 1:
+        if int(flat.min()) == int(flat.max()) and len(flat) > 1:
             return "types"
         row = indices.flatten(0, -2)[0] if indices.ndim > 1 else indices
         steps = row.diff()
-        same = bool((indices == row).all())
-        if same and len(row) > 1 and bool((steps == steps[0]).all()):
+        if bool((indices == row).all()) and len(row) > 1 and bool((steps == steps[0]).all()):
             return "positions"
-        return "table" if indices.ndim == 2 and indices.shape[0] == indices.shape[1] else "tokens"
+        square = indices.ndim == 2 and indices.shape[0] == indices.shape[1]
+        return "table" if square or node.name() != "EmbeddingBackward0" else "tokens"
 
     # ---- which entries of a parameter
 

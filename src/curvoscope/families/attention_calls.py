@@ -1,0 +1,137 @@
+"""Attention in the graph of a forward pass: a product of two activations, a softmax, a second product."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.autograd.graph import GradientEdge
+
+from curvoscope.families.tracing import SOFTMAX, DataFlow, Node, Product
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """One attention: the products that make scores and mix values, and the weights by role, "Q", "K", "V" and "O".
+
+    `operands`: role -> a product of activations and the number of its operand. `latent`: weights before those, in
+    series ("Q_latent", "KV_latent", "reduction"); `positions`: weights of positions that make further scores.
+    `sources`: what the queries are made of. `cross`: keys are made of something else.
+    """
+
+    scores: Node
+    softmax: Node
+    mixed: Node
+    operands: dict[str, tuple[Node, int]]
+    weights: dict[str, Product]
+    latent: dict[str, Product] = field(default_factory=dict)
+    positions: dict[str, Product] = field(default_factory=dict)
+    sources: frozenset[Node] = frozenset()
+    cross: bool = False
+
+    @property
+    def order(self) -> int:
+        """When it happened."""
+        return int(self.mixed._sequence_nr())
+
+    @property
+    def end(self) -> Node:
+        """What it gives to the stream."""
+        return self.weights["O"].node if "O" in self.weights else self.mixed
+
+    def operand(self, role: str) -> Node:
+        """The node that makes the queries, keys or values that are multiplied."""
+        node, number = self.operands[role]
+        return node.next_functions[number - 2][0]  # a bias may stand before the two
+
+
+def attention_calls(flow: DataFlow) -> list[AttentionCall]:
+    """All attention in the graph whose weights can be told apart, in the order in which it ran."""
+    found = (_call(flow, node) for node in flow.nodes if node.name() in SOFTMAX)
+    return sorted((call for call in found if call is not None), key=lambda call: call.order)
+
+
+def _call(flow: DataFlow, softmax: Node) -> AttentionCall | None:
+    scores = [n for n in flow.behind([softmax.next_functions[0][0]], flow.stops) if flow.is_plain(n)]
+    values = [n for n in flow.ahead(softmax, flow.stops) if flow.is_plain(n)]
+    if not scores or not values:
+        return None
+    of_contents = [n for n in scores if all(before in flow.from_data for before, _ in n.next_functions[-2:])]
+    score, mixed = (of_contents or scores)[0], min(values, key=lambda node: node._sequence_nr())
+    first, second = (0, 1) if _rows_are_queries(flow, softmax, score) else (1, 0)
+    weighs_first = softmax in flow.behind([mixed.next_functions[-2][0]], flow.stops)
+    operands = {"Q": (score, first), "K": (score, second), "V": (mixed, 1 if weighs_first else 0)}
+    call = AttentionCall(score, softmax, mixed, operands, {})
+    for role in "QKV":
+        several = flow.products_behind(call.operand(role))
+        main = [p for p in several if not any(p.node in flow.sources(q.before) for q in several if q is not p)]
+        main = [p for p in main if p.node in flow.from_data] or main
+        if len(main) != 1:
+            return None
+        call.weights[role] = main[0]
+        call.latent |= {"Q_latent" if role == "Q" else "KV_latent": p for p in several if p not in main}
+    _read_streams(flow, call)
+    output = _output_weight(flow, call)
+    if output is not None:
+        call.weights["O"] = output
+    _read_positions(flow, call, [n for n in scores if n is not score])
+    return call
+
+
+def _rows_are_queries(flow: DataFlow, softmax: Node, scores: Node) -> bool:
+    """Whether the softmax normalises rows of the scores: then their first operand holds the queries."""
+    result, dim = softmax._saved_result, softmax._saved_dim
+    cotangent = result.new_zeros(result.shape)
+    place: list[int | slice] = [0] * result.ndim
+    place[dim if dim < result.ndim else -1] = slice(None)  # a negative number comes as an unsigned one
+    cotangent[tuple(place)] = 1
+    gradient = flow.gradient(GradientEdge(*softmax.next_functions[0]), GradientEdge(scores, 0), cotangent)
+    if gradient is None:
+        return True
+    rows, columns = (int((gradient != 0).any(0).any(axis).sum()) for axis in (1, 0))
+    return rows <= columns
+
+
+def _read_streams(flow: DataFlow, call: AttentionCall) -> None:
+    """What queries and keys are made of. Weights in series count as one if then both read the same."""
+    query, key = (flow.sources(call.weights[role].before) for role in "QK")
+    before = {}
+    for role, found in (("Q", query), ("K", key)):
+        product = flow.products.get(next(iter(found))) if len(found) == 1 else None
+        if product is not None:
+            before[role] = product
+    if query != key:
+        options: list[tuple[str, ...]] = [("Q",), ("K",), ("Q", "K")]
+        for roles in options:
+            if not all(role in before for role in roles):
+                continue
+            sides = {"Q": query, "K": key} | {role: flow.sources(before[role].before) for role in roles}
+            if sides["Q"] and sides["Q"] == sides["K"]:
+                for role in roles:
+                    name = "Q_latent" if role == "Q" else "KV_latent"
+                    call.latent["reduction" if before[role].is_convolution else name] = before[role]
+                query = key = sides["Q"]
+                break
+    call.sources, call.cross = query, query != key
+
+
+def _output_weight(flow: DataFlow, call: AttentionCall) -> Product | None:
+    """W_O: the next product, if nothing of the stream is added before it."""
+    after = [n for n in flow.ahead(call.mixed, flow.stops) if n in flow.products]
+    if not after:
+        return None
+    product = flow.products[min(after, key=lambda node: node._sequence_nr())]
+    for source in flow.sources(product.before):
+        gates = source in flow.products and flow.sources(flow.products[source].before) == call.sources
+        if not flow.is_plain(source) and not gates:
+            return None
+    return product
+
+
+def _read_positions(flow: DataFlow, call: AttentionCall, scores: Sequence[Node]) -> None:
+    """Weights of positions in further scores: those that meet the queries act as keys, and the other way round."""
+    for node in scores:
+        sides = [flow.products_behind(before) for before, _ in node.next_functions[-2:]]
+        for own, other in (sides, sides[::-1]):
+            if len(own) == len(other) == 1 and own[0].node not in flow.from_data:
+                for role, opposite in (("Q_positions", "K"), ("K_positions", "Q")):
+                    if other[0].parameter == call.weights[opposite].parameter:
+                        call.positions.setdefault(role, own[0])
