@@ -12,7 +12,7 @@ from curvoscope.families.tracing import SOFTMAX, DataFlow, Node, Product
 class AttentionCall:
     """One attention: the products that make scores and mix values, and the weights by role, "Q", "K", "V" and "O".
 
-    `operands`: role -> a product of activations and the number of its operand. `latent`: weights before those, in
+    `operands`: role -> products of activations and the numbers of their operands. `latent`: weights before those, in
     series ("Q_latent", "KV_latent", "reduction"); `positions`: weights of positions that make further scores.
     `sources`: what the queries are made of. `cross`: keys are made of something else.
     """
@@ -20,7 +20,7 @@ class AttentionCall:
     scores: Node
     softmax: Node
     mixed: Node
-    operands: dict[str, tuple[Node, int]]
+    operands: dict[str, list[tuple[Node, int]]]
     weights: dict[str, Product]
     latent: dict[str, Product] = field(default_factory=dict)
     positions: dict[str, Product] = field(default_factory=dict)
@@ -39,14 +39,28 @@ class AttentionCall:
 
     def operand(self, role: str) -> Node:
         """The node that makes the queries, keys or values that are multiplied."""
-        node, number = self.operands[role]
+        node, number = self.operands[role][0]
         return node.next_functions[number - 2][0]  # a bias may stand before the two
 
 
 def attention_calls(flow: DataFlow) -> list[AttentionCall]:
     """All attention in the graph whose weights can be told apart, in the order in which it ran."""
-    found = (_call(flow, node) for node in flow.nodes if node.name() in SOFTMAX)
-    return sorted((call for call in found if call is not None), key=lambda call: call.order)
+    calls = [call for call in (_call(flow, node) for node in flow.nodes if node.name() in SOFTMAX) if call is not None]
+    found: dict[tuple[Node, ...], AttentionCall] = {}
+    for call in sorted(calls, key=lambda one: one.order):
+        key = tuple(call.weights[role].node for role in "QKV")
+        if key in found and not _is_again(flow, found[key], call):  # more of the heads of one layer
+            for role in "QKV":
+                found[key].operands[role] += call.operands[role]
+        else:
+            found.setdefault(key, call)
+    return list(found.values())
+
+
+def _is_again(flow: DataFlow, first: AttentionCall, call: AttentionCall) -> bool:
+    """Whether two calls with the same weights have the same values."""
+    values = [flow.heads(one.operands["V"], one.weights["V"]) for one in (first, call)]
+    return values[0] == values[1]
 
 
 def _call(flow: DataFlow, softmax: Node) -> AttentionCall | None:
@@ -58,7 +72,7 @@ def _call(flow: DataFlow, softmax: Node) -> AttentionCall | None:
     score, mixed = (of_contents or scores)[0], min(values, key=lambda node: node._sequence_nr())
     first, second = (0, 1) if _rows_are_queries(flow, softmax, score) else (1, 0)
     weighs_first = softmax in flow.behind([mixed.next_functions[-2][0]], flow.stops)
-    operands = {"Q": (score, first), "K": (score, second), "V": (mixed, 1 if weighs_first else 0)}
+    operands = {"Q": [(score, first)], "K": [(score, second)], "V": [(mixed, 1 if weighs_first else 0)]}
     call = AttentionCall(score, softmax, mixed, operands, {})
     for role in "QKV":
         several = flow.products_behind(call.operand(role))
@@ -129,9 +143,18 @@ def _output_weight(flow: DataFlow, call: AttentionCall) -> Product | None:
 def _read_positions(flow: DataFlow, call: AttentionCall, scores: Sequence[Node]) -> None:
     """Weights of positions in further scores: those that meet the queries act as keys, and the other way round."""
     for node in scores:
-        sides = [flow.products_behind(before) for before, _ in node.next_functions[-2:]]
-        for own, other in (sides, sides[::-1]):
-            if len(own) == len(other) == 1 and own[0].node not in flow.from_data:
-                for role, opposite in (("Q_positions", "K"), ("K_positions", "Q")):
-                    if other[0].parameter == call.weights[opposite].parameter:
-                        call.positions.setdefault(role, own[0])
+        for own, other in ((0, 1), (1, 0)):
+            weights = flow.products_behind(node.next_functions[own - 2][0])
+            if len(weights) == 1 and weights[0].node not in flow.from_data:
+                for role, opposite in (("K_positions", "Q"), ("Q_positions", "K")):
+                    if _is_same(flow, (node, other), call, opposite):
+                        call.positions.setdefault(role, weights[0])
+
+
+def _is_same(flow: DataFlow, operand: tuple[Node, int], call: AttentionCall, role: str) -> bool:
+    """Whether an operand of a product holds the queries or keys of a call."""
+    weight = call.weights[role]
+    if flow.products_behind(operand[0].next_functions[operand[1] - 2][0]) != [weight]:
+        return False
+    fused = call.weights["Q"].node is call.weights["K"].node
+    return not fused or flow.heads([operand], weight) == flow.heads(call.operands[role], weight)

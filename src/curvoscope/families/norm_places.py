@@ -96,7 +96,12 @@ class NormPlaces:
             if "O" in call.weights:
                 add(layer, f"{kind}.o_norm", flow.passed([call.weights["O"].before], flow.stops))
             own = flow.followed(call.scores, lambda n: n is call.softmax)
-            above = flow.passed([call.softmax.next_functions[0][0]], lambda n: n is call.scores or flow.is_plain(n))
+            starts = [call.softmax.next_functions[0][0], *(before for before, _ in call.scores.next_functions[:-2])]
+
+            def ends_here(node: Node, call: AttentionCall = call) -> bool:
+                return node is call.scores or flow.is_plain(node) or (node in flow.products and node in flow.from_data)
+
+            above = flow.passed(starts, ends_here)
             add(layer, f"{kind}.", (n for n in above if n in own or n not in flow.from_data))
         for layer in self._stacks.layers:
             for path in layer.paths:

@@ -161,7 +161,7 @@ class Recognition:
         self, layer: StackLayer, kind: str, call: AttentionCall, product: Product, roles: Sequence[str]
     ) -> None:
         width = self._flow.width(product)
-        found = {role: self._flow.heads(*call.operands[role], product) for role in roles}
+        found = {role: self._flow.heads(call.operands[role], product) for role in roles}
         if len(roles) == 1 and sum(map(len, found[roles[0]] or ())) in (0, width):
             self._add_product(layer, f"{kind}.{roles[0]}", product, found[roles[0]], heads=True)
             return
@@ -176,16 +176,19 @@ class Recognition:
             self._add_product(layer, f"{kind}.gate", product, [rest])
 
     def _name_shifts(self, layer: StackLayer, kind: str, call: AttentionCall) -> None:
-        """Biases that are added after heads are cut."""
+        """Biases that are added after heads are cut, of contents and of positions."""
         flow = self._flow
-        for role in "QKV":
+        places = [(role, role, call.operand(role)) for role in "QKV"]
+        others = [n for n in flow.behind([call.softmax.next_functions[0][0]], flow.stops) if flow.is_plain(n)]
+        places += [("Q_positions", "Q", before) for n in others if n is not call.scores for before, _ in n.next_functions]
+        for name, role, start in places:
             weight = self.roles.get(f"{layer.name}.{kind}.{role}")
-            between = flow.passed([call.operand(role)], flow.stops)
-            for use in (use for node in between for use in flow.at(node) if use.kind == "shift"):
-                piece = self._row(use.parameter)
-                if weight is not None and piece.size == sum(one.shape[1] for one in weight.pieces):
-                    heads = None if weight.heads is None else (weight.heads, 1)
-                    self._add(layer, f"{kind}.b_{role}", Role((piece,), *(heads or ())))
+            for node in flow.passed([start], flow.stops):
+                for use in (use for use in flow.at(node) if use.kind == "shift"):
+                    piece = self._row(use.parameter)
+                    if weight is not None and piece.size == sum(one.shape[1] for one in weight.pieces):
+                        heads = None if weight.heads is None else (weight.heads, 1)
+                        self._add(layer, f"{kind}.b_{name}", Role((piece,), *(heads or ())))
 
     def _name_output(self, layer: StackLayer, kind: str, call: AttentionCall) -> None:
         product, queries = call.weights["O"], self.roles.get(f"{layer.name}.{kind}.Q")
@@ -202,12 +205,12 @@ class Recognition:
 
     def _rows_are_heads(self, call: AttentionCall, product: Product, piece: Piece, heads: int) -> bool:
         """Whether equal parts of the rows of W_O read one head each, in the order of the heads."""
-        saved, edge = self._flow.input_of(product)
-        if saved is None or saved.shape[-1] != piece.shape[0] or piece.shape[0] % heads:
+        shape, edge = self._flow.input_of(product)
+        if shape[-1] != piece.shape[0] or piece.shape[0] % heads:
             return False
         seen = []
         for head in range(heads):
-            cotangent = saved.new_zeros(saved.shape)
+            cotangent = self._flow.parameters[product.parameter].new_zeros(shape)
             cotangent.unflatten(-1, (heads, -1))[..., head, :] = 1
             gradient = self._flow.gradient(edge, GradientEdge(call.mixed, 0), cotangent)
             if gradient is None or not bool(gradient.any()):
@@ -433,11 +436,11 @@ class Recognition:
                 if name != "positions" or piece.shape[0] > 1:
                     self._add_next(None, name, Role((piece,)), self._front(parameter, layer))
         for call, layer in self._stacks.layer_of.items():
-            for role, name in (("Q", "queries"), ("K", "memory")):
-                parameter_of = flow.owner(call.weights[role].before)
-                if parameter_of is not None:
-                    piece = self._table(parameter_of)
-                    self._add_next(None, name, Role((piece,)), self._front(parameter_of, layer))
+            read = {"queries": call.weights["Q"], "memory": call.weights["K"]}
+            for name, product in (*read.items(), *(("positions", product) for product in call.positions.values())):
+                owner = flow.owner(product.before)
+                if owner is not None:
+                    self._add_next(None, name, Role((self._table(owner),)), self._front(owner, layer))
 
     def _is_constant_input(self, use: Use) -> bool:
         """Whether a table of positions is normalised before it makes scores."""

@@ -162,7 +162,9 @@ class Stacks:
             ups = [up for up in ups if up.node not in stream and up.node not in self.used]
             between = flow.passed([product.before], flow.stops)
             bent = any(ACTIVATION.match(node.name()) for node in between) or len(ups) > 1
-            if not ups or not bent or not self.joins(product, stream | set(self.ends)):
+            apart = {flow.sources(up.before) for up in ups}
+            beside = {call.end for call in self.layer_of if call.sources == stream}
+            if len(apart) != 1 or not bent or not self.joins(product, stream | beside):
                 continue
             layer = self._counted(product, self._beside(stream))
             if layer is not None:
@@ -190,9 +192,11 @@ class Stacks:
         return self.layer_of[max(before, key=lambda call: call.order)] if before else None
 
     def _counted(self, product: Product, layer: StackLayer | None) -> StackLayer | None:
-        """The layer that the path of a weight counts, which may have no attention; else the one given."""
+        """The layer given, unless it has a feed-forward part and paths count on: then one that has no attention."""
         found = self.numbered(product.parameter)
         if found is None or (layer is not None and layer not in self.stacks[found[0]]):
+            return layer
+        if layer is not None and all(self.numbered(path.down.parameter) == found for path in layer.paths):
             return layer
         stack, number = self.stacks[found[0]], found[1]
         same = next((one for one in stack if one.number == number), None)

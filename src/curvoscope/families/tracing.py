@@ -41,7 +41,7 @@ _PRODUCTS = {  # places of (input, weight, bias) among the operands
     **{"BmmBackward0": (0, 1, None), "BaddbmmBackward0": (1, 2, 0), "GroupedMmBackward0": (0, 1, None)},
     **{"ConvolutionBackward0": (0, 1, 2), "MvBackward0": (0, 1, None)},
 }
-_BATCHED = {"BmmBackward0": ("_saved_self", "_saved_mat2"), "BaddbmmBackward0": ("_saved_batch1", "_saved_batch2")}
+_BATCHED = frozenset({"BmmBackward0", "BaddbmmBackward0"})
 SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0", "_SafeSoftmaxBackward0"})
 LOOKUPS = frozenset({"EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0"})
 _NORMS = frozenset(
@@ -299,13 +299,13 @@ class DataFlow:
         """The parameter that a node is a view of, or None."""
         return self._chain.get(node)
 
-    def input_of(self, product: Product) -> tuple[Tensor | None, GradientEdge]:
-        """What a product multiplies its weight with, and where that comes from."""
+    def input_of(self, product: Product) -> tuple[tuple[int, ...], GradientEdge]:
+        """The shape of what a product multiplies its weight with, and where that comes from."""
         name, place = product.node.name(), 1 - product.weight.place
         if name.startswith(("Addmm", "Baddbmm")):
             place = 3 - product.weight.place
-        beside = Use(product.parameter, product.node, place, "weight")
-        return _saved_operand(beside), GradientEdge(*product.node.next_functions[place])
+        edge = product.node.next_functions[place]
+        return _shape(*edge), GradientEdge(*edge)
 
     def data_beside(self, use: Use) -> Node | None:
         """The other operand where a parameter meets the data."""
@@ -369,10 +369,10 @@ class DataFlow:
         elif parameter.ndim == 2 and before.name() == "TBackward0" and before.next_functions[0][0].name() == _LEAF:
             shape = (int(parameter.shape[1]), int(parameter.shape[0]))
         else:
-            saved = _saved_operand(use)
-            if saved is None or (saved.ndim == 3 and saved.shape[0] != 1):
+            found = _shape(before, number)
+            if len(found) not in (2, 3) or (len(found) == 3 and found[0] != 1):
                 return None
-            shape = (int(saved.shape[-2]), int(saved.shape[-1]))
+            shape = (found[-2], found[-1])
         weight_first = use.place == (1 if use.node.name().startswith(("Addmm", "Baddbmm")) else 0)
         return self._seen(use, before, number, shape, turned=weight_first)
 
@@ -384,8 +384,7 @@ class DataFlow:
             return Piece.whole(use.parameter, parameter.shape, Layout((0,), (1,)) if straight else Layout((1,), (0,)))
         if parameter.dtype not in (torch.float32, torch.float64) or max(shape) > _EXACT:
             return None
-        saved = _saved_operand(use)
-        like = parameter.new_ones(shape if saved is None else saved.shape)
+        like = parameter.new_ones(_shape(before, number))
         rows, columns = (torch.arange(1, n + 1, dtype=like.dtype, device=like.device) for n in shape)
         leaf = next(leaf for leaf, name in self.leaves.items() if name == use.parameter)
         found = []
@@ -401,39 +400,39 @@ class DataFlow:
         row, column = reversed(found) if turned else found
         return _piece(use.parameter, row, column)
 
-    def heads(self, product: Node, operand: int, weight: Product) -> list[list[int]] | None:
-        """Which outputs of `weight` make which head of an operand of a batched product, in the order of the heads.
+    def heads(self, operands: Iterable[tuple[Node, int]], weight: Product) -> list[list[int]] | None:
+        """Which outputs of `weight` make which head of operands of batched products, in the order of the heads.
 
-        None if some output reaches no head alone: then something mixes them.
+        None if an output reaches several heads: then something mixes them.
         """
-        place, saved = _PRODUCTS[product.name()][operand], getattr(product, _BATCHED[product.name()][operand])
-        before, number = product.next_functions[place or 0]
-        end = self.cut(before, weight)
         found: list[list[int]] = []
-
-        def reached(chosen: slice | int) -> set[int] | None:
-            cotangent = torch.zeros_like(saved)
-            cotangent[chosen] = _weights(saved[chosen])
-            gradient = self.gradient(GradientEdge(before, number), GradientEdge(end, 0), cotangent)
-            if gradient is None:
-                return None
-            channels = gradient.transpose(1, -1) if weight.is_convolution else gradient
-            return set((channels.flatten(0, -2) != 0).any(0).nonzero().flatten().tolist())
-
-        everything = reached(slice(None))
-        if everything is None:
-            return None
-        seen: set[int] = set()
-        for head in range(saved.shape[0]):
-            columns = sorted(reached(head) or ())
-            if columns and columns not in found:
-                if seen & set(columns):
-                    return None
-                found.append(columns)
+        for node, operand in operands:
+            before, number = node.next_functions[operand - 2]
+            shape, end = _shape(before, number), self.cut(before, weight)
+            everything = self._reached(before, number, shape, slice(None), weight, end)
+            seen: set[int] = set()
+            for head in range(shape[0]):
+                columns = sorted(self._reached(before, number, shape, slice(head, head + 1), weight, end))
+                if columns and columns not in found:
+                    if any(not set(columns).isdisjoint(other) for other in found):
+                        return None
+                    found.append(columns)
                 seen |= set(columns)
-            if seen == everything and head:
-                break
-        return found
+                if seen == everything and head:
+                    break
+        return found or None
+
+    def _reached(
+        self, before: Node, number: int, shape: tuple[int, ...], chosen: slice, weight: Product, end: Node
+    ) -> set[int]:
+        """The outputs of a weight that reach some matrices of a batched product's operand."""
+        cotangent = self.parameters[weight.parameter].new_zeros(shape)
+        cotangent[chosen] = _weights(cotangent[chosen])
+        gradient = self.gradient(GradientEdge(before, number), GradientEdge(end, 0), cotangent)
+        if gradient is None:
+            return set()
+        channels = gradient.transpose(1, -1) if weight.is_convolution else gradient
+        return set((channels.flatten(0, -2) != 0).any(0).nonzero().flatten().tolist())
 
     def cut(self, before: Node, weight: Product) -> Node:
         """Where heads are looked for: the output of the weight, or that of a norm over all heads behind it."""
@@ -473,15 +472,9 @@ def _kind(node: Node, place: int) -> str:
     return "joined" if name == "CatBackward0" else "other"
 
 
-def _saved_operand(use: Use) -> Tensor | None:
-    name, place = use.node.name(), use.place
-    if name in _BATCHED:
-        return getattr(use.node, _BATCHED[name][place - (name == "BaddbmmBackward0")], None)
-    if name == "MmBackward0":
-        return getattr(use.node, ("_saved_self", "_saved_mat2")[place], None)
-    if name == "AddmmBackward0":
-        return getattr(use.node, ("", "_saved_mat1", "_saved_mat2")[place], None)
-    return None
+def _shape(node: Node, number: int) -> tuple[int, ...]:
+    """The shape of an output of a node."""
+    return tuple(int(length) for length in node._input_metadata[number].shape)
 
 
 def _piece(name: str, row: Tensor, column: Tensor) -> Piece | None:
