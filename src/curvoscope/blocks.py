@@ -33,7 +33,7 @@ def _attention_roles(kind: str) -> tuple[str, ...]:
 _FEEDFORWARD_ROLES = ("gate", "up", "gate_up", "down", "b_gate", "b_up", "b_gate_up", "b_down")
 LAYER_ROLES = (  # blocks of a layer, in the order in which they are used
     *("norm1", *_attention_roles("attn"), "norm1_post", "norm_cross", *_attention_roles("cross"), "norm_cross_post"),
-    *("norm2", *(f"mlp.{name}" for name in (*_FEEDFORWARD_ROLES, "norm", "scale", "router", "b_router"))),
+    *("norm2", *(f"mlp.{name}" for name in (*_FEEDFORWARD_ROLES, "inner", "b_inner", "norm", "scale", "router", "b_router"))),
     *(f"mlp.shared.{name}" for name in (*_FEEDFORWARD_ROLES, "router", "b_router")),
     "norm2_post",
 )

@@ -6,6 +6,7 @@ and a compiled or otherwise wrapped one are recognised as well. What no table na
 else than its path says, becomes one block per parameter.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,9 +116,9 @@ class _Assembly:
 
     def recognised(self, found: Recognition) -> Blocks:
         """The roles that were found, then the rest, with notes; in the order of the model."""
-        begin = {
-            home: min(self._position[self._bare[name]] for name in names) for home, names in found.layer_parameters.items()
-        }
+        members = {home: [self._bare[name] for name in names] for home, names in found.layer_parameters.items()}
+        begin = {home: min(self._position[name] for name in names) for home, names in members.items()}
+        paths = {home: os.path.commonprefix([name.split(".")[:-1] for name in names]) for home, names in members.items()}
         order = {role: i for i, role in enumerate(LAYER_ROLES)}
         for name in sorted(found.roles, key=lambda one: order.get((layer_and_role(one) or ("", ""))[1], len(order))):
             role, home = found.roles[name], found.homes.get(name)
@@ -132,7 +133,8 @@ class _Assembly:
                 continue
             actual, position = self._actual[name], self._position[name]
             piece = Piece.whole(actual, parameter.shape, flat(parameter.ndim))
-            home = next((one for one, path in found.layer_paths.items() if path and _within(actual, path)), None)
+            inside = (one for one, path in paths.items() if path and name.split(".")[: len(path)] == path)
+            home = next(inside, None)
             place = (_BEFORE if position < start else _AFTER, position) if home is None else (_LAYERS, begin[home])
             block = replace(self._block(piece), note=found.notes.get(actual, ""))
             self._add(f"{actual} (parameter)" if actual in self._blocks else actual, block, place)

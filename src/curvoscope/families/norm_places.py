@@ -116,7 +116,7 @@ class NormPlaces:
             before = node.next_functions[0][0] if node.next_functions else None
             if gamma is None and beta is None:
                 gamma = uses.get("scale")
-                if gamma is None:
+                if gamma is None or flow.parameters[gamma.parameter].numel() == 1:
                     continue
                 before = flow.data_beside(gamma)
                 inside = flow.passed([before], lambda n: flow.stops(n) or flow.is_sum(n) or bool(flow.at(n)))
@@ -140,14 +140,14 @@ class NormPlaces:
         after, behind = flow.ahead(norm.end, stop), flow.behind([norm.before], stop)
         behind = {node: None for node in behind if not flow.is_constant(node)}
         on_stream = any(flow.is_sum(node) for node in after)
-        if len(behind) == 1 and next(iter(behind)) in stacks.ends:
+        roles = sorted((self._readers[node] for node in after if node in self._readers), key=lambda role: role[1])
+        if roles and not on_stream:
+            self._put(norm, *roles[0])
+        elif len(behind) == 1 and next(iter(behind)) in stacks.ends:
             call = stacks.ends[next(iter(behind))]
             self._put(norm, stacks.layer_of[call], "norm_cross_post" if self._is_second(call) else "norm1_post")
         elif behind and (layer := self._feedforward(behind)) is not None:
             self._put(norm, layer, "norm2_post")
-        elif not on_stream and any(node in self._readers for node in after):
-            roles = sorted((self._readers[n] for n in after if n in self._readers), key=lambda role: role[1])
-            self._put(norm, *roles[0])
         else:
             self._place_behind_sum(norm, behind, on_stream)
 
@@ -163,8 +163,9 @@ class NormPlaces:
         elif any(node in stacks.ends or node in stacks.downs for node in flow.sources(norm.before)):
             self.outside.append((norm, "final_norm"))
         else:
-            direct = any(node in self._readers for node in flow.ahead(norm.end, flow.stops))
-            self.outside.append((norm, "embed_norm" if direct else "input.norm"))
+            read = any(node in self._readers for node in flow.ahead(norm.end, flow.stops))
+            tables = any(flow.is_start(node) and flow.at(node) for node in flow.sources(norm.before))
+            self.outside.append((norm, "embed_norm" if read or tables else "input.norm"))
 
     def _put(self, norm: Norm, layer: StackLayer, role: str) -> None:
         self.inside.append((norm, layer, role))

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from curvoscope.blocks import ROW, Block, Layout, Piece
 from curvoscope.families.attention_calls import AttentionCall, attention_calls
 from curvoscope.families.norm_places import Norm, NormPlaces
-from curvoscope.families.stacks import ACTIVATION, FeedForwardPath, StackLayer, Stacks
+from curvoscope.families.stacks import FeedForwardPath, StackLayer, Stacks, is_activation
 from curvoscope.families.tracing import DataFlow, Node, Product, Use
 
 _MANY_PIECES = 256
@@ -50,10 +50,10 @@ class Recognition:
         self._taken: dict[str, list[Piece]] = {}
         self._stacks = Stacks(flow, attention_calls(flow))
         if self._stacks.layers:
-            self._without_attention = self._other_layers()
             for layer in self._stacks.layers:
                 self._name_attention(layer)
                 self._name_feedforward(layer)
+            self._unknown = self._unknown_branches()
             self._name_inside()
             self._name_around()
         self._say_why()
@@ -268,12 +268,11 @@ class Recognition:
                 self._add(layer, f"mlp.experts.{other}.{leaf}", replace(role, pieces=pieces))
 
     def _name_path(self, layer: StackLayer, front: str, path: FeedForwardPath) -> None:
-        down = self._flow.operand(path.down.weight)
         up = path.ups[0]
         if len(path.ups) > 1:
             for one in path.ups:
                 self.notes.setdefault(one.parameter, "is one of several weights of a feed-forward layer, in no clear order")
-        elif path.gate is None and down is not None and self._flow.width(up) == 2 * down.shape[0]:
+        elif path.gate is None and self._is_fused(up, path.down):
             columns = self._gate_columns(path)
             if columns is None:
                 self._add_product(layer, f"{front}gate_up", up)
@@ -282,9 +281,15 @@ class Recognition:
                 self._add_product(layer, f"{front}up", up, [columns[1]])
         else:
             self._add_product(layer, f"{front}up", up)
-        if path.gate is not None:
-            self._add_product(layer, f"{front}gate", path.gate)
+        for name, product in (("gate", path.gate), ("inner", path.inner)):
+            if product is not None:
+                self._add_product(layer, f"{front}{name}", product)
         self._add_product(layer, f"{front}down", path.down)
+
+    def _is_fused(self, up: Product, down: Product) -> bool:
+        """Whether a product has twice the outputs that the next one reads."""
+        piece = self._flow.operand(down.weight)
+        return piece is not None and not down.is_convolution and self._flow.width(up) == 2 * piece.shape[0]
 
     def _gate_columns(self, path: FeedForwardPath) -> tuple[list[int], list[int]] | None:
         """Columns of a fused weight that pass the activation, and those that do not; None if they interleave."""
@@ -298,7 +303,7 @@ class Recognition:
                 gradient = flow.gradient(GradientEdge(*edge), GradientEdge(up.node, 0), saved.new_ones(saved.shape))
                 if gradient is not None:
                     reached = (gradient.flatten(0, -2) != 0).any(0).nonzero().flatten().tolist()
-                    sides.append((any(ACTIVATION.match(one.name()) for one in inside), reached))
+                    sides.append((any(map(is_activation, inside)), reached))
             if len(sides) == 2 and sides[0][0] != sides[1][0]:
                 gate, linear = (columns for _, columns in sorted(sides, reverse=True))
                 whole = sorted(gate + linear) == list(range(flow.width(up)))
@@ -310,8 +315,7 @@ class Recognition:
     def _name_inside(self) -> None:
         self._places = NormPlaces(self._flow, self._stacks)
         for norm, layer, name in self._places.inside:
-            if not self._is_elsewhere(norm.rows[0]):
-                self._add_norm(layer, name, norm)
+            self._add_norm(layer, name, norm)
         for layer, name, use in self._places.factors:
             self._add(layer, name, Role((self._row(use.parameter),)))
         for layer, name, use in self._places.on_scores:
@@ -335,16 +339,16 @@ class Recognition:
             else:
                 self._add(layer, name, Role(pieces))
 
-    def _other_layers(self) -> set[tuple[int, int]]:
-        """Layers of the stacks that mix tokens by something other than attention: stack and number."""
-        flow, found = self._flow, set[tuple[int, int]]()
-        for product in flow.products.values():
-            place = self._stacks.numbered(product.parameter)
-            if place is None or product.node in self._stacks.used:
-                continue
-            has_attention = any(layer.number == place[1] and layer.calls for layer in self._stacks.stacks[place[0]])
-            if not has_attention and self._stacks.joins(product, self._all_sources(product)):
-                found.add(place)
+    def _unknown_branches(self) -> set[Node]:
+        """Products that add to a stream, but neither as attention nor as a feed-forward layer, and what leads to them."""
+        flow, used = self._flow, self._stacks.used
+        others = sorted((p for p in flow.products.values() if p.node not in used), key=lambda p: -p.order)
+        found: set[Node] = set()
+        for product in others:
+            after = flow.ahead(product.node, lambda node: node in flow.products)
+            joins = not product.is_convolution and self._stacks.joins(product, self._all_sources(product))
+            if joins or (after and found.issuperset(after)):
+                found.add(product.node)
         return found
 
     def _all_sources(self, product: Product) -> set[Node]:
@@ -358,10 +362,10 @@ class Recognition:
                 found |= self._flow.sources(before)
         return found
 
-    def _is_elsewhere(self, parameter: str) -> bool:
-        """Whether a parameter stands in a layer that mixes tokens by something other than attention, and not in its
-        feed-forward part."""
-        return self._stacks.numbered(parameter) in self._without_attention
+    def _is_elsewhere(self, norm: Norm) -> bool:
+        """Whether a norm is read by an unknown branch alone."""
+        after = self._flow.ahead(norm.end, lambda node: node in self._flow.products)
+        return bool(after) and self._unknown.issuperset(after)
 
     # ---- around the layers
 
@@ -369,8 +373,8 @@ class Recognition:
         flow, stacks = self._flow, self._stacks
         leading = self._leading()
         self._name_tables(leading)
-        outer = sorted((p for p in flow.products.values() if p.node not in stacks.used), key=lambda p: p.order)
-        outer = [p for p in outer if not self._is_elsewhere(p.parameter)]
+        outer = [p for p in flow.products.values() if p.node not in stacks.used and p.node not in self._unknown]
+        outer.sort(key=lambda product: product.order)
         inputs = [p for p in outer if p.node in leading]
         names: dict[str, str] = {}
         for product in inputs:
@@ -474,17 +478,26 @@ class Recognition:
         return max(calls, key=lambda call: call.order) if calls else None
 
     def _name_outer_norm(self, norm: Norm, name: str, leading: dict[Node, StackLayer], heads: set[Node]) -> None:
-        if self._is_elsewhere(norm.rows[0]):
+        if self._is_elsewhere(norm):
             return
         sources = self._flow.sources(norm.before)
         call = self._last_call(norm.before)
         layer = next((leading[node] for node in sources if node in leading), None)
-        if name == "final_norm":
+        at_head = bool(sources & heads)
+        if name == "final_norm" or at_head:
             layer = None if call is None else self._stacks.layer_of[call]
         front = self._front(norm.rows[0], layer)
-        if sources & heads or (name == "final_norm" and f"{front}final_norm" in self.roles):
+        if name == "final_norm" and call is not None and not self._has_width(norm, call):  # of what is made of the stream
+            after = self._flow.ahead(norm.end, lambda node: node in self._flow.products)
+            name = "input.norm" if any(node in leading for node in after) else "head.norm"
+        if at_head or (name == "final_norm" and f"{front}final_norm" in self.roles):
             name = "head.norm"
         self._add_norm(None, name, norm, front)
+
+    def _has_width(self, norm: Norm, call: AttentionCall) -> bool:
+        """Whether a norm has as many entries as the stream that a call adds to."""
+        output = call.weights.get("O")
+        return output is None or self._flow.parameters[norm.rows[0]].numel() == self._flow.width(output)
 
     # ---- what has no role
 
@@ -497,8 +510,8 @@ class Recognition:
                 why = "this batch does not reach it"
             elif not self._stacks.layers:
                 why = "no attention was found"
-            elif self._is_elsewhere(parameter):
-                why = "its layer mixes tokens by something other than attention"
+            elif any(use.node in self._unknown for use in uses):
+                why = "adds to the stream, but neither as attention nor as a feed-forward layer"
             else:
                 why = f"used as {uses[0].kind}, but not in a place that has a name"
             self.notes[parameter] = why

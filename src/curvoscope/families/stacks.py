@@ -9,20 +9,29 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch.autograd.function import BackwardCFunction
+
 from curvoscope.families.attention_calls import AttentionCall
 from curvoscope.families.tracing import DataFlow, Node, Product
 
-ACTIVATION = re.compile("(Gelu|Relu|Silu|Sigmoid|Tanh|Erf|LeakyRelu|Elu|Threshold|Hardtanh|Mish|Softplus|Hardswish|Prelu)Back")
+_ACTIVATION = re.compile("(Gelu|Relu|Silu|Sigmoid|Tanh|Erf|LeakyRelu|Elu|Threshold|Hardtanh|Mish|Softplus|Hardswish|Prelu)B")
 _CHOICE = re.compile("Index|Gather|Topk|GroupedMm|Scatter")
+
+
+def is_activation(node: Node) -> bool:
+    """Whether a node is an activation function, of torch or of the model's own."""
+    return bool(_ACTIVATION.match(node.name())) or isinstance(node, BackwardCFunction)
 
 
 @dataclass(eq=False)
 class FeedForwardPath:
-    """A feed-forward layer: down, what it reads, and the gate, if there is one. `routed`: it reads some tokens only."""
+    """A feed-forward layer: down, what it reads, and the gate, if there is one. `inner`: a convolution between up and
+    down; `routed`: it reads some tokens only."""
 
     down: Product
     ups: list[Product]
     gate: Product | None = None
+    inner: Product | None = None
     routed: bool = False
 
     @property
@@ -161,18 +170,24 @@ class Stacks:
             stream = frozenset[Node]().union(*(flow.sources(up.before) for up in ups))
             ups = [up for up in ups if up.node not in stream and up.node not in self.used]
             between = flow.passed([product.before], flow.stops)
-            bent = any(ACTIVATION.match(node.name()) for node in between) or len(ups) > 1
+            bent = any(map(is_activation, between)) or len(ups) > 1
+            inner = ups[0] if len(ups) == 1 and ups[0].is_convolution and len(stream) == 1 else None
+            outer = flow.products.get(next(iter(stream))) if inner is not None else None
+            if inner is not None and outer is not None and self._joins_at(product, outer):
+                ups, stream = [outer], flow.sources(outer.before)
+            else:
+                inner = None
             apart = {flow.sources(up.before) for up in ups}
             beside = {call.end for call in self.layer_of if call.sources == stream}
             if len(apart) != 1 or not bent or not self.joins(product, stream | beside):
                 continue
             layer = self._counted(product, self._beside(stream))
             if layer is not None:
-                path = FeedForwardPath(product, sorted(ups, key=lambda up: up.order))
+                path = FeedForwardPath(product, sorted(ups, key=lambda up: up.order), inner=inner)
                 layer.paths.append(path)
                 self._find_gate(path)
                 path.routed = any(_CHOICE.match(node.name()) for up in ups for node in self._until_norm(up.before))
-                self.used |= {product.node, *(up.node for up in ups)}
+                self.used |= {product.node, *(up.node for up in ups), *([inner.node] if inner is not None else [])}
         for layer in self.layers:
             self._find_routers(layer)
 
@@ -182,6 +197,9 @@ class Stacks:
         after = {product.node, *flow.followed(product.node, flow.stops)}
         others = (b for node in after if flow.is_sum(node) for b, _ in node.next_functions if b not in after)
         return any(flow.sources(before) & wanted for before in others)
+
+    def _joins_at(self, product: Product, outer: Product) -> bool:
+        return outer.node not in self.used and self.joins(product, self._flow.sources(outer.before))
 
     def _beside(self, stream: frozenset[Node]) -> StackLayer | None:
         """The layer whose attention reads the same stream, or else the last one that has added to it."""
@@ -217,7 +235,7 @@ class Stacks:
         between = flow.passed([path.down.before], flow.stops)
         first, second = (flow.followed(up.node, flow.stops) & between for up in path.ups)
         bent = [
-            any(ACTIVATION.match(node.name()) or node.name().startswith("Pow") for node in own)
+            any(is_activation(node) or node.name().startswith("Pow") for node in own)
             for own in (first - second, second - first)
         ]
         if bent[0] != bent[1]:
