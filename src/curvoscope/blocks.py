@@ -20,20 +20,34 @@ from torch import Tensor, nn
 
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, ModelError, RangeError, ShapeError
 
+
 def _attention_roles(kind: str) -> tuple[str, ...]:
     """Roles of self-attention ("attn") or cross-attention ("cross"): weights, biases, then what else acts inside."""
     weights = ("Q", "K", "V", "O")
     around = ("q_norm", "k_norm", "v_norm", "o_norm", "positions", "temperature", "sinks", "scale")
     latent = ("Q_latent", "q_latent_norm", "KV_latent", "kv_latent_norm", "reduction", "b_reduction", "reduction_norm")
     positions = ("Q_positions", "K_positions", "b_Q_positions", "b_K_positions")
-    names = (*weights, *(f"b_{name}" for name in weights), *latent, *around, *positions, "gate", "b_gate", "inner", "b_inner")
+    names = (
+        *weights,
+        *(f"b_{name}" for name in weights),
+        *latent,
+        *around,
+        *positions,
+        "gate",
+        "b_gate",
+        "inner",
+        "b_inner",
+    )
     return tuple(f"{kind}.{name}" for name in names)
 
 
 _FEEDFORWARD_ROLES = ("gate", "up", "gate_up", "down", "b_gate", "b_up", "b_gate_up", "b_down")
 LAYER_ROLES = (  # blocks of a layer, in the order in which they are used
     *("norm1", *_attention_roles("attn"), "norm1_post", "norm_cross", *_attention_roles("cross"), "norm_cross_post"),
-    *("norm2", *(f"mlp.{name}" for name in (*_FEEDFORWARD_ROLES, "inner", "b_inner", "norm", "scale", "router", "b_router"))),
+    *(
+        "norm2",
+        *(f"mlp.{name}" for name in (*_FEEDFORWARD_ROLES, "inner", "b_inner", "norm", "scale", "router", "b_router")),
+    ),
     *(f"mlp.shared.{name}" for name in (*_FEEDFORWARD_ROLES, "router", "b_router")),
     "norm2_post",
 )

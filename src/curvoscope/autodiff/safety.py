@@ -25,9 +25,9 @@ def undisturbed(
     """Run the model so that it can be differentiated twice, and put everything back however the run ends.
 
     Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours where there are many
-    scores and `own_kernels`; compiled modules run eagerly; autocast is off and gradients are on. Afterwards the kernels, the random
-    states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers are what they were,
-    also after an exception or Ctrl-C.
+    scores and `own_kernels`; compiled modules run eagerly; autocast is off and gradients are on. Afterwards the
+    kernels, the random states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers
+    are what they were, also after an exception or Ctrl-C.
     """
     with same_randomness(generators):
         modes = [(module, module.training) for module in model.modules()]

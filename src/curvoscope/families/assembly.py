@@ -6,7 +6,6 @@ and a compiled or otherwise wrapped one are recognised as well. What no table na
 else than its path says, becomes one block per parameter.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat, layer_and_role
 from curvoscope.errors import EmptyError, ModelError
 from curvoscope.families.recognition import Recognition
+from curvoscope.families.stacks import common_path
 from curvoscope.families.wiring import norm_roles
 
 Paths = Mapping[str, tuple[str, ...]]
@@ -118,7 +118,7 @@ class _Assembly:
         """The roles that were found, then the rest, with notes; in the order of the model."""
         members = {home: [self._bare[name] for name in names] for home, names in found.layer_parameters.items()}
         begin = {home: min(self._position[name] for name in names) for home, names in members.items()}
-        paths = {home: os.path.commonprefix([name.split(".")[:-1] for name in names]) for home, names in members.items()}
+        paths = {home: common_path([name.split(".")[:-1] for name in names]) for home, names in members.items()}
         order = {role: i for i, role in enumerate(LAYER_ROLES)}
         for name in sorted(found.roles, key=lambda one: order.get((layer_and_role(one) or ("", ""))[1], len(order))):
             role, home = found.roles[name], found.homes.get(name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch.autograd.graph import GradientEdge
 
-from curvoscope.families.tracing import SOFTMAX, DataFlow, Node, Product
+from curvoscope.families.tracing import SOFTMAX, DataFlow, Node, WeightProduct
 
 
 @dataclass(eq=False)
@@ -21,9 +21,9 @@ class AttentionCall:
     softmax: Node
     mixed: Node
     operands: dict[str, list[tuple[Node, int]]]
-    weights: dict[str, Product]
-    latent: dict[str, Product] = field(default_factory=dict)
-    positions: dict[str, Product] = field(default_factory=dict)
+    weights: dict[str, WeightProduct]
+    latent: dict[str, WeightProduct] = field(default_factory=dict)
+    positions: dict[str, WeightProduct] = field(default_factory=dict)
     sources: frozenset[Node] = frozenset()
     cross: bool = False
 
@@ -127,7 +127,7 @@ def _read_streams(flow: DataFlow, call: AttentionCall) -> None:
     call.sources, call.cross = query, query != key
 
 
-def _output_weight(flow: DataFlow, call: AttentionCall) -> Product | None:
+def _output_weight(flow: DataFlow, call: AttentionCall) -> WeightProduct | None:
     """W_O: the next product, if nothing of the stream is added before it."""
     after = [n for n in flow.ahead(call.mixed, flow.stops) if n in flow.products]
     if not after:

@@ -18,7 +18,7 @@ _ON_SCORES = {"joined": "sinks", "scale": "temperature"}
 
 
 @dataclass(eq=False)
-class Norm:
+class NormUse:
     """A norm in the graph: where it begins and ends, what it reads, and its parameters, gamma before beta."""
 
     node: Node
@@ -35,8 +35,8 @@ class NormPlaces:
 
     def __init__(self, flow: DataFlow, stacks: Stacks) -> None:
         self._flow, self._stacks = flow, stacks
-        self.inside: list[tuple[Norm, StackLayer, str]] = []
-        self.outside: list[tuple[Norm, str]] = []
+        self.inside: list[tuple[NormUse, StackLayer, str]] = []
+        self.outside: list[tuple[NormUse, str]] = []
         self.factors: list[tuple[StackLayer, str, Use]] = []
         self.on_scores: list[tuple[StackLayer, str, Use]] = []
         self._readers = self._entrances()
@@ -89,13 +89,17 @@ class NormPlaces:
             for latent, product in call.latent.items():
                 after = flow.followed(product.node, flow.stops)
                 for role in "QKV":
-                    add(layer, f"{kind}.{latent.lower()}_norm", after & flow.passed([call.weights[role].before], flow.stops))
+                    add(
+                        layer,
+                        f"{kind}.{latent.lower()}_norm",
+                        after & flow.passed([call.weights[role].before], flow.stops),
+                    )
             for role in "QKV":
                 if flow.products_behind(call.operand(role)):
                     add(layer, f"{kind}.{role.lower()}_norm", flow.passed([call.operand(role)], flow.stops))
             if "O" in call.weights:
                 add(layer, f"{kind}.o_norm", flow.passed([call.weights["O"].before], flow.stops))
-            own = flow.followed(call.scores, lambda n: n is call.softmax)
+            own = flow.followed(call.scores, flow.stops)
             starts = [call.softmax.next_functions[0][0], *(before for before, _ in call.scores.next_functions[:-2])]
 
             def ends_here(node: Node, call: AttentionCall = call) -> bool:
@@ -108,7 +112,7 @@ class NormPlaces:
                 add(layer, "mlp.norm", flow.passed([path.down.before], flow.stops))
         return found
 
-    def _norms(self) -> list[Norm]:
+    def _norms(self) -> list[NormUse]:
         flow, found = self._flow, []
         for node in flow.nodes:
             uses = {use.kind: use for use in flow.at(node)}
@@ -128,10 +132,10 @@ class NormPlaces:
                 beta = next((use for n, _ in after for use in flow.at(n) if use.kind == "shift"), None)
                 beta = beta if len(after) == 1 else None
                 end = node if beta is None else beta.node
-            found.append(Norm(node, end, before, [use.parameter for use in (gamma, beta) if use is not None]))
+            found.append(NormUse(node, end, before, [use.parameter for use in (gamma, beta) if use is not None]))
         return found
 
-    def _place(self, norm: Norm) -> None:
+    def _place(self, norm: NormUse) -> None:
         flow, stacks = self._flow, self._stacks
 
         def stop(node: Node) -> bool:
@@ -151,7 +155,7 @@ class NormPlaces:
         else:
             self._place_behind_sum(norm, behind, on_stream)
 
-    def _place_behind_sum(self, norm: Norm, behind: Iterable[Node], on_stream: bool) -> None:
+    def _place_behind_sum(self, norm: NormUse, behind: Iterable[Node], on_stream: bool) -> None:
         flow, stacks = self._flow, self._stacks
         added = self._added(behind)
         if isinstance(added, AttentionCall) and on_stream:
@@ -167,7 +171,7 @@ class NormPlaces:
             tables = any(flow.is_start(node) and flow.at(node) for node in flow.sources(norm.before))
             self.outside.append((norm, "embed_norm" if read or tables else "input.norm"))
 
-    def _put(self, norm: Norm, layer: StackLayer, role: str) -> None:
+    def _put(self, norm: NormUse, layer: StackLayer, role: str) -> None:
         self.inside.append((norm, layer, role))
 
     def _added(self, behind: Iterable[Node]) -> AttentionCall | StackLayer | None:

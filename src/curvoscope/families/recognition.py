@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge
 
 from curvoscope.blocks import ROW, Block, Layout, Piece
 from curvoscope.families.attention_calls import AttentionCall, attention_calls
-from curvoscope.families.norm_places import Norm, NormPlaces
+from curvoscope.families.norm_places import NormUse, NormPlaces
 from curvoscope.families.stacks import FeedForwardPath, StackLayer, Stacks, is_activation
-from curvoscope.families.tracing import DataFlow, Node, Product, Use
+from curvoscope.families.tracing import DataFlow, Node, WeightProduct, Use
 
 _MANY_PIECES = 256
 _TABLES = {"tokens": "embed", "positions": "positions", "types": "token_types", "table": "positions"}
@@ -86,7 +86,9 @@ class Recognition:
     def _add_next(self, layer: StackLayer | None, name: str, role: Role, front: str = "") -> None:
         """Under the name, or with the next free number behind it."""
         before = f"{layer.name}." if layer is not None else front
-        number = next(i for i in range(len(self.roles) + 1) if f"{before}{name}{f'.{i}' if i else ''}" not in self.roles)
+        number = next(
+            i for i in range(len(self.roles) + 1) if f"{before}{name}{f'.{i}' if i else ''}" not in self.roles
+        )
         self._add(layer, f"{name}.{number}" if number else name, role, front)
 
     def _row(self, parameter: str) -> Piece:
@@ -98,13 +100,15 @@ class Recognition:
         """All entries of a parameter, with its last axis as columns."""
         shape = self._flow.parameters[parameter].shape
         last = len(shape) - 1
-        return Piece.whole(parameter, shape, Layout(tuple(range(last)), (last,)) if last > 0 else self._row(parameter).layout)
+        return Piece.whole(
+            parameter, shape, Layout(tuple(range(last)), (last,)) if last > 0 else self._row(parameter).layout
+        )
 
     def _add_product(
         self,
         layer: StackLayer | None,
         name: str,
-        product: Product,
+        product: WeightProduct,
         columns: Sequence[Sequence[int]] | None = None,
         heads: bool = False,
         front: str = "",
@@ -112,7 +116,9 @@ class Recognition:
         """A weight and its bias; of some columns alone, in groups that are heads."""
         piece = self._flow.operand(product.weight)
         if piece is None:
-            self.notes.setdefault(product.parameter, f"acts as {name}, but its entries are not in the order of a matrix")
+            self.notes.setdefault(
+                product.parameter, f"acts as {name}, but its entries are not in the order of a matrix"
+            )
             return
         group, dot, leaf = name.rpartition(".")
         bias = None if product.bias is None else self._bias(product.bias.parameter, piece)
@@ -158,7 +164,7 @@ class Recognition:
             self._name_inner_products(layer, kind, call)
 
     def _name_projections(
-        self, layer: StackLayer, kind: str, call: AttentionCall, product: Product, roles: Sequence[str]
+        self, layer: StackLayer, kind: str, call: AttentionCall, product: WeightProduct, roles: Sequence[str]
     ) -> None:
         width = self._flow.width(product)
         found = {role: self._flow.heads(call.operands[role], product) for role in roles}
@@ -180,7 +186,9 @@ class Recognition:
         flow = self._flow
         places = [(role, role, call.operand(role)) for role in "QKV"]
         others = [n for n in flow.behind([call.softmax.next_functions[0][0]], flow.stops) if flow.is_plain(n)]
-        places += [("Q_positions", "Q", before) for n in others if n is not call.scores for before, _ in n.next_functions]
+        places += [
+            ("Q_positions", "Q", before) for n in others if n is not call.scores for before, _ in n.next_functions
+        ]
         for name, role, start in places:
             weight = self.roles.get(f"{layer.name}.{kind}.{role}")
             for node in flow.passed([start], flow.stops):
@@ -194,7 +202,9 @@ class Recognition:
         product, queries = call.weights["O"], self.roles.get(f"{layer.name}.{kind}.Q")
         piece = self._flow.operand(product.weight)
         if piece is None:
-            self.notes.setdefault(product.parameter, f"acts as {kind}.O, but its entries are not in the order of a matrix")
+            self.notes.setdefault(
+                product.parameter, f"acts as {kind}.O, but its entries are not in the order of a matrix"
+            )
             return
         heads = None if queries is None else queries.heads
         known = heads is not None and self._rows_are_heads(call, product, piece, heads)
@@ -203,7 +213,7 @@ class Recognition:
         if bias is not None:
             self._add(layer, f"{kind}.b_O", Role((bias,)))
 
-    def _rows_are_heads(self, call: AttentionCall, product: Product, piece: Piece, heads: int) -> bool:
+    def _rows_are_heads(self, call: AttentionCall, product: WeightProduct, piece: Piece, heads: int) -> bool:
         """Whether equal parts of the rows of W_O read one head each, in the order of the heads."""
         shape, edge = self._flow.input_of(product)
         if shape[-1] != piece.shape[0] or piece.shape[0] % heads:
@@ -224,7 +234,9 @@ class Recognition:
         flow, start = self._flow, call.weights.get("O")
         if start is None:
             return
-        inside = flow.passed([start.before], lambda n: n in call.sources or n in self._stacks.ends or n in self._stacks.downs)
+        inside = flow.passed(
+            [start.before], lambda n: n in call.sources or n in self._stacks.ends or n in self._stacks.downs
+        )
         others = [flow.products[n] for n in inside if n in flow.products and n not in self._stacks.used]
         for product in sorted(others, key=lambda one: one.order):
             if product.node in flow.from_data and not call.cross:
@@ -271,7 +283,9 @@ class Recognition:
         up = path.ups[0]
         if len(path.ups) > 1:
             for one in path.ups:
-                self.notes.setdefault(one.parameter, "is one of several weights of a feed-forward layer, in no clear order")
+                self.notes.setdefault(
+                    one.parameter, "is one of several weights of a feed-forward layer, in no clear order"
+                )
         elif path.gate is None and self._is_fused(up, path.down):
             columns = self._gate_columns(path)
             if columns is None:
@@ -286,7 +300,7 @@ class Recognition:
                 self._add_product(layer, f"{front}{name}", product)
         self._add_product(layer, f"{front}down", path.down)
 
-    def _is_fused(self, up: Product, down: Product) -> bool:
+    def _is_fused(self, up: WeightProduct, down: WeightProduct) -> bool:
         """Whether a product has twice the outputs that the next one reads."""
         piece = self._flow.operand(down.weight)
         return piece is not None and not down.is_convolution and self._flow.width(up) == 2 * piece.shape[0]
@@ -325,13 +339,16 @@ class Recognition:
             elif use.kind != "bias":
                 self._add_next(layer, name, Role((self._table(use.parameter),)))
 
-    def _add_positions(self, layer: StackLayer, name: str, product: Product) -> None:
+    def _add_positions(self, layer: StackLayer, name: str, product: WeightProduct) -> None:
         piece = self._flow.operand(product.weight)
-        for one in (piece, None if product.bias is None or piece is None else self._bias(product.bias.parameter, piece)):
+        for one in (
+            piece,
+            None if product.bias is None or piece is None else self._bias(product.bias.parameter, piece),
+        ):
             if one is not None:
                 self._add_next(layer, name, Role((one,)))
 
-    def _add_norm(self, layer: StackLayer | None, name: str, norm: Norm, front: str = "") -> None:
+    def _add_norm(self, layer: StackLayer | None, name: str, norm: NormUse, front: str = "") -> None:
         pieces = tuple(self._row(parameter) for parameter in norm.rows)
         if len({piece.size for piece in pieces}) == 1:
             if layer is None:
@@ -340,7 +357,7 @@ class Recognition:
                 self._add(layer, name, Role(pieces))
 
     def _unknown_branches(self) -> set[Node]:
-        """Products that add to a stream, but neither as attention nor as a feed-forward layer, and what leads to them."""
+        """Products that add to a stream, neither as attention nor as a feed-forward layer, and what leads to them."""
         flow, used = self._flow, self._stacks.used
         others = sorted((p for p in flow.products.values() if p.node not in used), key=lambda p: -p.order)
         found: set[Node] = set()
@@ -351,7 +368,7 @@ class Recognition:
                 found.add(product.node)
         return found
 
-    def _all_sources(self, product: Product) -> set[Node]:
+    def _all_sources(self, product: WeightProduct) -> set[Node]:
         """What a product is made of, through all products before it."""
         found, stack = set[Node](), [product.node]
         while stack:
@@ -362,7 +379,7 @@ class Recognition:
                 found |= self._flow.sources(before)
         return found
 
-    def _is_elsewhere(self, norm: Norm) -> bool:
+    def _is_elsewhere(self, norm: NormUse) -> bool:
         """Whether a norm is read by an unknown branch alone."""
         after = self._flow.ahead(norm.end, lambda node: node in self._flow.products)
         return bool(after) and self._unknown.issuperset(after)
@@ -452,7 +469,7 @@ class Recognition:
         made = {p.node for call in self._stacks.layer_of for p in (*call.positions.values(), *call.weights.values())}
         return use.place == 0 and bool(read) and all(node in made for node in read)
 
-    def _name_head(self, product: Product, number: int, heads: Sequence[Product]) -> None:
+    def _name_head(self, product: WeightProduct, number: int, heads: Sequence[WeightProduct]) -> None:
         flow = self._flow
         call = self._last_call(product.before)
         front = self._front(product.parameter, None if call is None else self._stacks.layer_of[call])
@@ -477,7 +494,7 @@ class Recognition:
         calls = [self._stacks.ends[one] for one in found if one in self._stacks.ends]
         return max(calls, key=lambda call: call.order) if calls else None
 
-    def _name_outer_norm(self, norm: Norm, name: str, leading: dict[Node, StackLayer], heads: set[Node]) -> None:
+    def _name_outer_norm(self, norm: NormUse, name: str, leading: dict[Node, StackLayer], heads: set[Node]) -> None:
         if self._is_elsewhere(norm):
             return
         sources = self._flow.sources(norm.before)
@@ -487,14 +504,16 @@ class Recognition:
         if name == "final_norm" or at_head:
             layer = None if call is None else self._stacks.layer_of[call]
         front = self._front(norm.rows[0], layer)
-        if name == "final_norm" and call is not None and not self._has_width(norm, call):  # of what is made of the stream
+        if (
+            name == "final_norm" and call is not None and not self._has_width(norm, call)
+        ):  # of what is made of the stream
             after = self._flow.ahead(norm.end, lambda node: node in self._flow.products)
             name = "input.norm" if any(node in leading for node in after) else "head.norm"
         if at_head or (name == "final_norm" and f"{front}final_norm" in self.roles):
             name = "head.norm"
         self._add_norm(None, name, norm, front)
 
-    def _has_width(self, norm: Norm, call: AttentionCall) -> bool:
+    def _has_width(self, norm: NormUse, call: AttentionCall) -> bool:
         """Whether a norm has as many entries as the stream that a call adds to."""
         output = call.weights.get("O")
         return output is None or self._flow.parameters[norm.rows[0]].numel() == self._flow.width(output)

@@ -4,7 +4,6 @@ Two attentions stand in one stack if one reads what the other adds to the stream
 to layers and names to stacks, nothing else.
 """
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,11 @@ from dataclasses import dataclass, field
 from torch.autograd.function import BackwardCFunction
 
 from curvoscope.families.attention_calls import AttentionCall
-from curvoscope.families.tracing import DataFlow, Node, Product
+from curvoscope.families.tracing import DataFlow, Node, WeightProduct
 
-_ACTIVATION = re.compile("(Gelu|Relu|Silu|Sigmoid|Tanh|Erf|LeakyRelu|Elu|Threshold|Hardtanh|Mish|Softplus|Hardswish|Prelu)B")
+_ACTIVATION = re.compile(
+    "(Gelu|Relu|Silu|Sigmoid|Tanh|Erf|LeakyRelu|Elu|Threshold|Hardtanh|Mish|Softplus|Hardswish|Prelu)B"
+)
 _CHOICE = re.compile("Index|Gather|Topk|GroupedMm|Scatter")
 
 
@@ -28,14 +29,14 @@ class FeedForwardPath:
     """A feed-forward layer: down, what it reads, and the gate, if there is one. `inner`: a convolution between up and
     down; `routed`: it reads some tokens only."""
 
-    down: Product
-    ups: list[Product]
-    gate: Product | None = None
-    inner: Product | None = None
+    down: WeightProduct
+    ups: list[WeightProduct]
+    gate: WeightProduct | None = None
+    inner: WeightProduct | None = None
     routed: bool = False
 
     @property
-    def entrances(self) -> list[Product]:
+    def entrances(self) -> list[WeightProduct]:
         """The products that read the stream."""
         return [*self.ups, *([self.gate] if self.gate is not None else [])]
 
@@ -51,7 +52,7 @@ class StackLayer:
     attention: AttentionCall | None = None
     crossed: AttentionCall | None = None
     paths: list[FeedForwardPath] = field(default_factory=list)
-    routers: list[Product] = field(default_factory=list)
+    routers: list[WeightProduct] = field(default_factory=list)
     front: str = ""
     post: bool = False
     pools: bool = False
@@ -71,7 +72,7 @@ class StackLayer:
         """The path of the module that holds query and output weight."""
         weights = [call.weights for call in self.calls[:1]]
         names = [each[role].parameter.split(".")[:-1] for each in weights for role in ("Q", "O") if role in each]
-        return ".".join(os.path.commonprefix(names)) if names else ""
+        return ".".join(common_path(names)) if names else ""
 
 
 class Stacks:
@@ -82,7 +83,9 @@ class Stacks:
         self.layer_of: dict[AttentionCall, StackLayer] = {}
         self.stacks = self._stacked(calls)
         self.ends = {call.end: call for call in self.layer_of}
-        self.used = {p.node for c in self.layer_of for p in (*c.weights.values(), *c.latent.values(), *c.positions.values())}
+        self.used = {
+            p.node for c in self.layer_of for p in (*c.weights.values(), *c.latent.values(), *c.positions.values())
+        }
         self._name()
         self._find_feedforward()
         self.downs = {path.down.node: layer for layer in self.layers for path in layer.paths}
@@ -149,7 +152,9 @@ class Stacks:
     def scope(self, layer: StackLayer) -> str:
         """The path of the outermost module around a stack that holds no other stack."""
         path = self.paths[next(i for i, stack in enumerate(self.stacks) if layer in stack)]
-        others = [p for p, stack in zip(self.paths, self.stacks, strict=True) if layer not in stack and not stack[0].pools]
+        others = [
+            p for p, stack in zip(self.paths, self.stacks, strict=True) if layer not in stack and not stack[0].pools
+        ]
         parts, scope = path.split("."), path
         for n in range(len(parts), 0, -1):
             front = ".".join(parts[:n])
@@ -191,14 +196,14 @@ class Stacks:
         for layer in self.layers:
             self._find_routers(layer)
 
-    def joins(self, product: Product, stream: Iterable[Node]) -> bool:
+    def joins(self, product: WeightProduct, stream: Iterable[Node]) -> bool:
         """Whether the output of a product is added to a stream."""
         flow, wanted = self._flow, frozenset(stream)
         after = {product.node, *flow.followed(product.node, flow.stops)}
         others = (b for node in after if flow.is_sum(node) for b, _ in node.next_functions if b not in after)
         return any(flow.sources(before) & wanted for before in others)
 
-    def _joins_at(self, product: Product, outer: Product) -> bool:
+    def _joins_at(self, product: WeightProduct, outer: WeightProduct) -> bool:
         return outer.node not in self.used and self.joins(product, self._flow.sources(outer.before))
 
     def _beside(self, stream: frozenset[Node]) -> StackLayer | None:
@@ -209,7 +214,7 @@ class Stacks:
             return parallel[0]
         return self.layer_of[max(before, key=lambda call: call.order)] if before else None
 
-    def _counted(self, product: Product, layer: StackLayer | None) -> StackLayer | None:
+    def _counted(self, product: WeightProduct, layer: StackLayer | None) -> StackLayer | None:
         """The layer given, unless it has a feed-forward part and paths count on: then one that has no attention."""
         found = self.numbered(product.parameter)
         if found is None or (layer is not None and layer not in self.stacks[found[0]]):
@@ -258,6 +263,16 @@ class Stacks:
                         self.used.add(product.node)
 
 
+def common_path(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The parts that all paths begin with."""
+    found = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        found.append(parts[0])
+    return found
+
+
 def _count(stack: Sequence[StackLayer]) -> str:
     """Number the layers as their paths do, if these count; return the path of the stack."""
     paths = [layer.path.split(".") for layer in stack]
@@ -267,7 +282,7 @@ def _count(stack: Sequence[StackLayer]) -> str:
         places = [i for i in counts if len({path[i] for path in paths}) == len(paths)][:1]
     numbers = [int(path[places[-1]]) for path in paths] if places else []
     if not numbers or numbers != sorted(numbers):
-        return ".".join(os.path.commonprefix(paths) if len(stack) > 1 else paths[0])
+        return ".".join(common_path(paths) if len(stack) > 1 else paths[0])
     for layer, number in zip(stack, numbers, strict=True):
         layer.number = number
     return ".".join(paths[0][: places[-1]])
@@ -278,13 +293,17 @@ def _fronts(paths: Sequence[str]) -> list[str]:
     if len(paths) == 1:
         return [""]
     parts = [path.split(".") for path in paths]
-    shared = len(os.path.commonprefix(parts))
+    shared = len(common_path(parts))
     if any(len(part) == shared or part[shared].isdigit() for part in parts):
         parents = [path.rpartition(".")[0] for path in paths]
         own = [p if p and parents.count(p) == 1 else path for p, path in zip(parents, paths, strict=True)]
     else:
         own = []
         for part in parts:
-            n = next(n for n in range(shared + 1, len(part) + 1) if n == len(part) or sum(o[:n] == part[:n] for o in parts) == 1)
+            n = next(
+                n
+                for n in range(shared + 1, len(part) + 1)
+                if n == len(part) or sum(o[:n] == part[:n] for o in parts) == 1
+            )
             own.append(".".join(part[shared:n]))
     return [f"{one}." if one and own.count(one) == 1 else f"{i}." for i, one in enumerate(own)]

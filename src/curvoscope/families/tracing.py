@@ -69,7 +69,7 @@ class Use:
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class WeightProduct:
     """A product of the data with a weight, y = x W + b."""
 
     node: Node
@@ -122,6 +122,7 @@ class DataFlow:
         self.nodes = sorted(nodes, key=lambda node: node._sequence_nr())
         self._chain: dict[Node, str] = dict(self.leaves)
         self._parted: dict[Node, list[str]] = {}
+        self._drawn: dict[tuple[int, ...], Tensor] = {}
         self._known_sources: dict[Node | None, frozenset[Node]] = {}
         self.uses: dict[str, list[Use]] = {}
         self.gains: dict[str, str] = {}  # of weight norms: direction -> length
@@ -140,7 +141,9 @@ class DataFlow:
             elif None not in owners and node.name().startswith("WeightNorm"):
                 self._chain[node] = self._chain[befores[0]]
                 self.gains[self._chain[node]] = self._chain[befores[-1]]
-                self.uses.setdefault(self._chain[befores[-1]], []).append(Use(self._chain[befores[-1]], node, 1, "gain"))
+                self.uses.setdefault(self._chain[befores[-1]], []).append(
+                    Use(self._chain[befores[-1]], node, 1, "gain")
+                )
         for node in self.nodes:
             if self.is_constant(node):
                 continue
@@ -172,14 +175,16 @@ class DataFlow:
             leaf = next(leaf for leaf, other in self.leaves.items() if other == name)
             numel = self.parameters[name].numel()
             try:
-                one = self.gradient(GradientEdge(before, number), GradientEdge(leaf, 0), self.parameters[name].new_ones(numel))
+                one = self.gradient(
+                    GradientEdge(before, number), GradientEdge(leaf, 0), self.parameters[name].new_ones(numel)
+                )
             except RuntimeError:  # of another size
                 continue
             if one is not None and bool(one.any()):
                 found.append(name)
         return found[0] if len(found) == 1 else None
 
-    def _products(self) -> Iterator[Product]:
+    def _products(self) -> Iterator[WeightProduct]:
         for node in self.nodes:
             places = _PRODUCTS.get(node.name())
             if places is None or node in self._chain:
@@ -193,7 +198,7 @@ class DataFlow:
                 continue
             before = node.next_functions[data][0]
             bias = here.get(third) if third is not None else None
-            yield Product(node, here[weight], bias or self._added(node), before)
+            yield WeightProduct(node, here[weight], bias or self._added(node), before)
 
     def _added(self, node: Node) -> Use | None:
         """A bias that is added right behind a product."""
@@ -203,8 +208,7 @@ class DataFlow:
                 return None
             node = after[0][0]
             if node.name() in _SUMS:
-                use = next((use for use in self._at.get(node, []) if use.kind == "shift"), None)
-                return use
+                return next((use for use in self._at.get(node, []) if use.kind == "shift"), None)
             if node.name() not in _VIEWS:
                 return None
 
@@ -287,11 +291,13 @@ class DataFlow:
     def sources(self, node: Node | None) -> frozenset[Node]:
         """What a tensor is made of: the nearest products, tables and inputs before it, constants apart."""
         if node not in self._known_sources:
-            ends = self.behind([node], lambda n: n in self.products or self.is_plain(n) or self.is_constant(n) or self.is_start(n))
+            ends = self.behind(
+                [node], lambda n: n in self.products or self.is_plain(n) or self.is_constant(n) or self.is_start(n)
+            )
             self._known_sources[node] = frozenset(n for n in ends if not self.is_constant(n))
         return self._known_sources[node]
 
-    def products_behind(self, node: Node | None) -> list[Product]:
+    def products_behind(self, node: Node | None) -> list[WeightProduct]:
         """The weights that a tensor comes from, the last ones."""
         return [self.products[one] for one in self.behind([node], self.stops) if one in self.products]
 
@@ -299,7 +305,7 @@ class DataFlow:
         """The parameter that a node is a view of, or None."""
         return self._chain.get(node)
 
-    def input_of(self, product: Product) -> tuple[tuple[int, ...], GradientEdge]:
+    def input_of(self, product: WeightProduct) -> tuple[tuple[int, ...], GradientEdge]:
         """The shape of what a product multiplies its weight with, and where that comes from."""
         name, place = product.node.name(), 1 - product.weight.place
         if name.startswith(("Addmm", "Baddbmm")):
@@ -325,7 +331,7 @@ class DataFlow:
         return found
 
     def lookup_kind(self, node: Node) -> str:
-        """What a table is indexed with: "tokens", "positions" (the same for all rows), "types" (always the same one)."""
+        """What a table is indexed with: "tokens", "positions" (the same in all rows), "types" (always one), "table"."""
         indices = getattr(node, "_saved_indices", None)
         if indices is None:
             indices = getattr(node, "_saved_index", None)
@@ -378,7 +384,9 @@ class DataFlow:
 
     def _seen(self, use: Use, before: Node, number: int, shape: tuple[int, int], turned: bool) -> Piece | None:
         parameter = self.parameters[use.parameter]
-        short = before.name() == _LEAF or (before.name() == "TBackward0" and before.next_functions[0][0].name() == _LEAF)
+        short = before.name() == _LEAF or (
+            before.name() == "TBackward0" and before.next_functions[0][0].name() == _LEAF
+        )
         if parameter.ndim == 2 and short:
             straight = (before.name() == _LEAF) != turned
             return Piece.whole(use.parameter, parameter.shape, Layout((0,), (1,)) if straight else Layout((1,), (0,)))
@@ -400,7 +408,7 @@ class DataFlow:
         row, column = reversed(found) if turned else found
         return _piece(use.parameter, row, column)
 
-    def heads(self, operands: Iterable[tuple[Node, int]], weight: Product) -> list[list[int]] | None:
+    def heads(self, operands: Iterable[tuple[Node, int]], weight: WeightProduct) -> list[list[int]] | None:
         """Which outputs of `weight` make which head of operands of batched products, in the order of the heads.
 
         None if an output reaches several heads: then something mixes them.
@@ -423,38 +431,38 @@ class DataFlow:
         return found or None
 
     def _reached(
-        self, before: Node, number: int, shape: tuple[int, ...], chosen: slice, weight: Product, end: Node
+        self, before: Node, number: int, shape: tuple[int, ...], chosen: slice, weight: WeightProduct, end: Node
     ) -> set[int]:
         """The outputs of a weight that reach some matrices of a batched product's operand."""
         cotangent = self.parameters[weight.parameter].new_zeros(shape)
-        cotangent[chosen] = _weights(cotangent[chosen])
+        cotangent[chosen] = self._numbers(shape[1:], cotangent)
         gradient = self.gradient(GradientEdge(before, number), GradientEdge(end, 0), cotangent)
         if gradient is None:
             return set()
         channels = gradient.transpose(1, -1) if weight.is_convolution else gradient
         return set((channels.flatten(0, -2) != 0).any(0).nonzero().flatten().tolist())
 
-    def cut(self, before: Node, weight: Product) -> Node:
+    def _numbers(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Numbers that no operation cancels, the same on every run."""
+        if shape not in self._drawn:
+            generator = torch.Generator().manual_seed(0)
+            self._drawn[shape] = (0.5 + torch.rand(shape, generator=generator)).to(like)
+        return self._drawn[shape]
+
+    def cut(self, before: Node, weight: WeightProduct) -> Node:
         """Where heads are looked for: the output of the weight, or that of a norm over all heads behind it."""
         between = self.followed(weight.node, lambda node: node in self.products)
         width = self.width(weight)
         for node in sorted(between, key=lambda one: -one._sequence_nr()):
-            norms = [use for use in self.at(node) if use.kind in ("gamma", "scale")]
-            if norms and self.parameters[norms[0].parameter].numel() == width:
-                if node in self.passed([before], lambda one: one is weight.node):
-                    return node
+            sizes = [self.parameters[use.parameter].numel() for use in self.at(node) if use.kind in ("gamma", "scale")]
+            if width in sizes and node in self.passed([before], lambda one: one is weight.node):
+                return node
         return weight.node
 
-    def width(self, weight: Product) -> int:
+    def width(self, weight: WeightProduct) -> int:
         """Outputs of a product."""
         piece = self.operand(weight.weight)
         return 0 if piece is None else piece.shape[1]
-
-
-def _weights(like: Tensor) -> Tensor:
-    """Positive numbers that no operation cancels, the same on every run."""
-    generator = torch.Generator().manual_seed(0)
-    return (0.5 + torch.rand(like.shape, generator=generator, dtype=torch.float64)).to(like)
 
 
 def _kind(node: Node, place: int) -> str:
