@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch.autograd.graph import GradientEdge
 
-from curvoscope.families.tracing import SOFTMAX, DataFlow, Node, WeightProduct
+from curvoscope.families.tracing import DataFlow, Node, WeightProduct, shape_of
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class AttentionCall:
 
 def attention_calls(flow: DataFlow) -> list[AttentionCall]:
     """All attention in the graph whose weights can be told apart, in the order in which it ran."""
-    calls = [call for call in (_call(flow, node) for node in flow.nodes if node.name() in SOFTMAX) if call is not None]
+    calls = [call for call in (_call(flow, node) for node in flow.softmaxes) if call is not None]
     found: dict[tuple[Node, ...], AttentionCall] = {}
     for call in sorted(calls, key=lambda one: one.order):
         key = tuple(call.weights[role].node for role in "QKV")
@@ -64,13 +64,14 @@ def _is_again(flow: DataFlow, first: AttentionCall, call: AttentionCall) -> bool
 
 
 def _call(flow: DataFlow, softmax: Node) -> AttentionCall | None:
-    scores = [n for n in flow.behind([softmax.next_functions[0][0]], flow.stops) if flow.is_plain(n)]
+    logits, axis = flow.softmaxes[softmax]
+    scores = [n for n in flow.behind([logits.node], flow.stops) if flow.is_plain(n)]
     values = [n for n in flow.ahead(softmax, flow.stops) if flow.is_plain(n)]
     if not scores or not values:
         return None
     of_contents = [n for n in scores if all(before in flow.from_data for before, _ in n.next_functions[-2:])]
     score, mixed = (of_contents or scores)[0], min(values, key=lambda node: node._sequence_nr())
-    first, second = (0, 1) if _rows_are_queries(flow, softmax, score) else (1, 0)
+    first, second = (0, 1) if _rows_are_queries(flow, logits, axis, score) else (1, 0)
     weighs_first = softmax in flow.behind([mixed.next_functions[-2][0]], flow.stops)
     operands = {"Q": [(score, first)], "K": [(score, second)], "V": [(mixed, 1 if weighs_first else 0)]}
     call = AttentionCall(score, softmax, mixed, operands, {})
@@ -90,14 +91,14 @@ def _call(flow: DataFlow, softmax: Node) -> AttentionCall | None:
     return call
 
 
-def _rows_are_queries(flow: DataFlow, softmax: Node, scores: Node) -> bool:
+def _rows_are_queries(flow: DataFlow, logits: GradientEdge, axis: int, scores: Node) -> bool:
     """Whether the softmax normalises rows of the scores: then their first operand holds the queries."""
-    result, dim = softmax._saved_result, softmax._saved_dim
-    cotangent = result.new_zeros(result.shape)
-    place: list[int | slice] = [0] * result.ndim
-    place[dim if dim < result.ndim else -1] = slice(None)  # a negative number comes as an unsigned one
+    shape = shape_of(logits.node, logits.output_nr)
+    place: list[int | slice] = [0] * len(shape)
+    place[axis] = slice(None)
+    cotangent = flow.zeros(shape)
     cotangent[tuple(place)] = 1
-    gradient = flow.gradient(GradientEdge(*softmax.next_functions[0]), GradientEdge(scores, 0), cotangent)
+    gradient = flow.gradient(logits, GradientEdge(scores, 0), cotangent)
     if gradient is None:
         return True
     rows, columns = (int((gradient != 0).any(0).any(axis).sum()) for axis in (1, 0))

@@ -100,7 +100,7 @@ class NormPlaces:
             if "O" in call.weights:
                 add(layer, f"{kind}.o_norm", flow.passed([call.weights["O"].before], flow.stops))
             own = flow.followed(call.scores, flow.stops)
-            starts = [call.softmax.next_functions[0][0], *(before for before, _ in call.scores.next_functions[:-2])]
+            starts = [flow.softmaxes[call.softmax][0].node, *(before for before, _ in call.scores.next_functions[:-2])]
 
             def ends_here(node: Node, call: AttentionCall = call) -> bool:
                 return node is call.scores or flow.is_plain(node) or (node in flow.products and node in flow.from_data)

@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge
 
 from curvoscope.blocks import ROW, Block, Layout, Piece
 from curvoscope.families.attention_calls import AttentionCall, attention_calls
-from curvoscope.families.norm_places import NormUse, NormPlaces
+from curvoscope.families.norm_places import NormPlaces, NormUse
 from curvoscope.families.stacks import FeedForwardPath, StackLayer, Stacks, is_activation
-from curvoscope.families.tracing import DataFlow, Node, WeightProduct, Use
+from curvoscope.families.tracing import DataFlow, Node, Use, WeightProduct
 
 _MANY_PIECES = 256
 _TABLES = {"tokens": "embed", "positions": "positions", "types": "token_types", "table": "positions"}
@@ -185,7 +185,7 @@ class Recognition:
         """Biases that are added after heads are cut, of contents and of positions."""
         flow = self._flow
         places = [(role, role, call.operand(role)) for role in "QKV"]
-        others = [n for n in flow.behind([call.softmax.next_functions[0][0]], flow.stops) if flow.is_plain(n)]
+        others = [n for n in flow.behind([flow.softmaxes[call.softmax][0].node], flow.stops) if flow.is_plain(n)]
         places += [
             ("Q_positions", "Q", before) for n in others if n is not call.scores for before, _ in n.next_functions
         ]

@@ -42,7 +42,7 @@ _PRODUCTS = {  # places of (input, weight, bias) among the operands
     **{"ConvolutionBackward0": (0, 1, 2), "MvBackward0": (0, 1, None)},
 }
 _BATCHED = frozenset({"BmmBackward0", "BaddbmmBackward0"})
-SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0", "_SafeSoftmaxBackward0"})
+_SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0", "_SafeSoftmaxBackward0"})
 LOOKUPS = frozenset({"EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0"})
 _NORMS = frozenset(
     {"NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0", "FusedRmsNormBackward0"}
@@ -129,6 +129,7 @@ class DataFlow:
         self._at: dict[Node, list[Use]] = {}
         self._find_uses()
         self.products = {product.node: product for product in self._products()}
+        self.softmaxes = {node: found for node in self.nodes if (found := _softmax(node)) is not None}
 
     def _find_uses(self) -> None:
         for node in self.nodes:
@@ -282,7 +283,7 @@ class DataFlow:
 
     def stops(self, node: Node) -> bool:
         """Whether a node ends a part of the graph: a product with a weight, one of two activations, or a softmax."""
-        return node in self.products or node.name() in SOFTMAX or self.is_plain(node)
+        return node in self.products or node in self.softmaxes or self.is_plain(node)
 
     def is_start(self, node: Node) -> bool:
         """Whether a node looks tokens up in a parameter, or is an input."""
@@ -311,7 +312,7 @@ class DataFlow:
         if name.startswith(("Addmm", "Baddbmm")):
             place = 3 - product.weight.place
         edge = product.node.next_functions[place]
-        return _shape(*edge), GradientEdge(*edge)
+        return shape_of(*edge), GradientEdge(*edge)
 
     def data_beside(self, use: Use) -> Node | None:
         """The other operand where a parameter meets the data."""
@@ -353,6 +354,10 @@ class DataFlow:
 
     # ---- which entries of a parameter
 
+    def zeros(self, shape: Iterable[int]) -> Tensor:
+        """Zeros of the type of the parameters."""
+        return next(iter(self.parameters.values())).new_zeros(tuple(shape))
+
     def gradient(self, start: GradientEdge, end: GradientEdge, cotangent: Tensor) -> Tensor | None:
         """The vector-Jacobian product from one edge of the graph to an earlier one."""
         found = torch.autograd.grad([start], [end], [cotangent], retain_graph=True, allow_unused=True)[0]
@@ -375,7 +380,7 @@ class DataFlow:
         elif parameter.ndim == 2 and before.name() == "TBackward0" and before.next_functions[0][0].name() == _LEAF:
             shape = (int(parameter.shape[1]), int(parameter.shape[0]))
         else:
-            found = _shape(before, number)
+            found = shape_of(before, number)
             if len(found) not in (2, 3) or (len(found) == 3 and found[0] != 1):
                 return None
             shape = (found[-2], found[-1])
@@ -392,7 +397,7 @@ class DataFlow:
             return Piece.whole(use.parameter, parameter.shape, Layout((0,), (1,)) if straight else Layout((1,), (0,)))
         if parameter.dtype not in (torch.float32, torch.float64) or max(shape) > _EXACT:
             return None
-        like = parameter.new_ones(_shape(before, number))
+        like = parameter.new_ones(shape_of(before, number))
         rows, columns = (torch.arange(1, n + 1, dtype=like.dtype, device=like.device) for n in shape)
         leaf = next(leaf for leaf, name in self.leaves.items() if name == use.parameter)
         found = []
@@ -416,7 +421,7 @@ class DataFlow:
         found: list[list[int]] = []
         for node, operand in operands:
             before, number = node.next_functions[operand - 2]
-            shape, end = _shape(before, number), self.cut(before, weight)
+            shape, end = shape_of(before, number), self.cut(before, weight)
             everything = self._reached(before, number, shape, slice(None), weight, end)
             seen: set[int] = set()
             for head in range(shape[0]):
@@ -465,6 +470,27 @@ class DataFlow:
         return 0 if piece is None else piece.shape[1]
 
 
+def _softmax(node: Node) -> tuple[GradientEdge, int] | None:
+    """Where the logits of a softmax come from and the axis that it normalises, or None if the node is none.
+
+    It is an operation of torch, or the last one of exp(x) / exp(x).sum(axis).
+    """
+    if node.name() in _SOFTMAX:
+        return GradientEdge(*node.next_functions[0]), _axis(node._saved_dim)
+    if node.name() != "DivBackward0" or any(before is None for before, _ in node.next_functions):
+        return None
+    (above, _), (below, _) = node.next_functions
+    summed = below.next_functions[0][0] if below.name() == "SumBackward1" else None
+    if above.name() != "ExpBackward0" or summed is not above or len(below._saved_dim) != 1:
+        return None
+    return GradientEdge(*above.next_functions[0]), _axis(below._saved_dim[0])
+
+
+def _axis(saved: int) -> int:
+    """An axis as autograd keeps it: negative numbers are unsigned ones of 64 bits."""
+    return saved - 2**64 if saved >= 2**63 else saved
+
+
 def _kind(node: Node, place: int) -> str:
     name = node.name()
     if name in _PRODUCTS:
@@ -480,7 +506,7 @@ def _kind(node: Node, place: int) -> str:
     return "joined" if name == "CatBackward0" else "other"
 
 
-def _shape(node: Node, number: int) -> tuple[int, ...]:
+def shape_of(node: Node, number: int) -> tuple[int, ...]:
     """The shape of an output of a node."""
     return tuple(int(length) for length in node._input_metadata[number].shape)
 
