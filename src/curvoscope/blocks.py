@@ -33,10 +33,7 @@ def _attention_roles(kind: str) -> tuple[str, ...]:
         *latent,
         *around,
         *positions,
-        "gate",
-        "b_gate",
-        "inner",
-        "b_inner",
+        *("gate", "b_gate", "rest", "b_rest", "inner", "b_inner"),
     )
     return tuple(f"{kind}.{name}" for name in names)
 

@@ -116,24 +116,41 @@ class NormPlaces:
         flow, found = self._flow, []
         for node in flow.nodes:
             uses = {use.kind: use for use in flow.at(node)}
-            gamma, beta, end = uses.get("gamma"), uses.get("beta"), node
+            gamma, beta = uses.get("gamma"), uses.get("beta")
+            end: Node | None = node
             before = node.next_functions[0][0] if node.next_functions else None
             if gamma is None and beta is None:
                 gamma = uses.get("scale")
                 if gamma is None or flow.parameters[gamma.parameter].numel() == 1:
                     continue
                 before = flow.data_beside(gamma)
-                inside = flow.passed([before], lambda n: flow.stops(n) or flow.is_sum(n) or bool(flow.at(n)))
-                if not any(_NORMALISING.match(n.name()) for n in inside):
+                end = self._normalised(node, before)
+                if end is None:
                     continue
-                after = flow.consumers.get(node, [])
+                after = flow.consumers.get(end, [])
                 while len(after) == 1 and after[0][0].name().startswith(_LIGHT):
                     after = flow.consumers.get(after[0][0], [])
                 beta = next((use for n, _ in after for use in flow.at(n) if use.kind == "shift"), None)
                 beta = beta if len(after) == 1 else None
-                end = node if beta is None else beta.node
+                end = end if beta is None else beta.node
             found.append(NormUse(node, end, before, [use.parameter for use in (gamma, beta) if use is not None]))
         return found
+
+    def _normalised(self, node: Node, before: Node | None) -> Node | None:
+        """Where the product of a parameter and the data is normalised: there, or in a factor right behind; or None."""
+        flow = self._flow
+
+        def normalises(start: Node | None) -> bool:
+            inside = flow.passed([start], lambda n: flow.stops(n) or flow.is_sum(n) or bool(flow.at(n)))
+            return any(_NORMALISING.match(n.name()) for n in inside)
+
+        if normalises(before):
+            return node
+        after = flow.consumers.get(node, [])
+        if len(after) != 1 or not after[0][0].name().startswith(("Div", "Mul")):
+            return None
+        others = [other for other, _ in after[0][0].next_functions if other is not node]
+        return after[0][0] if len(others) == 1 and normalises(others[0]) else None
 
     def _place(self, norm: NormUse) -> None:
         flow, stacks = self._flow, self._stacks

@@ -179,7 +179,8 @@ class Recognition:
             self._add_product(layer, f"{kind}.{role}", product, found[role], heads=True)
         rest = sorted(set(range(width)) - set(columns))
         if rest:
-            self._add_product(layer, f"{kind}.gate", product, [rest])
+            gates = "O" in call.weights and self._flow.reaches(call.weights["O"], product, rest)
+            self._add_product(layer, f"{kind}.{'gate' if gates else 'rest'}", product, [rest])
 
     def _name_shifts(self, layer: StackLayer, kind: str, call: AttentionCall) -> None:
         """Biases that are added after heads are cut, of contents and of positions."""

@@ -447,6 +447,12 @@ class DataFlow:
         channels = gradient.transpose(1, -1) if weight.is_convolution else gradient
         return set((channels.flatten(0, -2) != 0).any(0).nonzero().flatten().tolist())
 
+    def reaches(self, later: WeightProduct, weight: WeightProduct, columns: Iterable[int]) -> bool:
+        """Whether all these outputs of a weight reach the input of a later one."""
+        shape, edge = self.input_of(later)
+        found = self._reached(edge.node, edge.output_nr, shape, slice(None), weight, weight.node)
+        return found.issuperset(columns)
+
     def _numbers(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Numbers that no operation cancels, the same on every run."""
         if shape not in self._drawn:
