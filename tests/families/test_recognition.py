@@ -9,6 +9,7 @@ from torch import nn
 import curvoscope as cv
 import zoo
 from curvoscope.blocks import layer_and_role
+from curvoscope.curvature import trainable
 from reference import relative
 
 QUICK = {
@@ -51,7 +52,7 @@ OTHER_STACKS = {  # the tables know one of several stacks, or name the attention
 def test_names_agree_with_those_of_the_tables(name):
     model, blocks = recognised(name)
     assert blocks.covers(model) and blocks.per_head().covers(model)
-    blocks.check(model)
+    trainable(model, blocks).check(model)
     known = [label for label in cv.blocks_of(model) if is_named(model, label)]
     assert [label for label in blocks if label in known] == known
     for label in known:
@@ -75,7 +76,7 @@ Q, K, V, O = (
     r"(q_proj|query|q_lin|Wq|q|query_proj|q_b_proj)",
     r"(k_proj|key|k_lin|Wk|k|key_proj)",
     r"(v_proj|value|v_lin|Wv|v|value_proj)",
-    r"(o_proj|out_proj|out_lin|Wo|o|projection|(attention|attn)\.(output\.)?dense|(self_attn|attention)\.output"
+    r"(o_proj|out_proj|out_lin|Wo|o|projection|(cross)?(attention|attn)\.(output\.)?dense|(self_attn|attention)\.output"
     r"(\.dense)?|self_attention\.dense|self_attn\.dense|post_attention\.conv1d|multi_head_attention\.dense|attn\.c_proj)",
 )
 FUSED = r"(c_attn|query_key_value|qkv_proj|Wqkv|in_proj|qkv|kv_b_proj)"
@@ -107,7 +108,7 @@ ATTRIBUTES = {
     "embed": r"(wte|embed_tokens|tokens_embed|word_embeddings?|embed_in|w|shared|tok_embeddings|embeddings"
     r"|token_embedding|lm_head\.decoder)",
     "unembed": r"(lm_head|embed_out|proj_out|cls\.predictions\.decoder|pred_layer\.proj)",
-    "b_unembed": r"(predictions|lm_head|embed_out|vocab_projector|pred_layer\.proj|decoder|lm_loss|final_logits)",
+    "b_unembed": r"(predictions|(generator_)?lm_head|embed_out|vocab_projector|pred_layer\.proj|decoder|lm_loss|final_logits)",
     "patch": r"(projection|proj|patch_embedding|conv_layers\.0)",
     "norm_cross": r"(encoder_attn_layer_norm|layer\.1\.layer_norm|crossattention\.output\.LayerNorm|norm2)",
 }
@@ -116,7 +117,7 @@ PLAIN_NORMS = {
     r"|attention(\.output)?\.LayerNorm|layer\.0\.layer_norm|layernorm_before|attention\.ln|rel_attn\.layer_norm"
     r"|post_attention\.layernorm|layer_norm|temporal_pre_norm)",
     "norm2": r"(ln_2|post_attention_layernorm|norm_?[23]|layernorm2|layer_norm2(\.\d+)?|final_layer_norm|mlp_norm"
-    r"|output_layer_norm|output\.LayerNorm|full_layer_layer_norm|layer\.[12]\.layer_norm|layernorm_after|layer\.\d+\.ln"
+    r"|output_layer_norm|output\.LayerNorm|full_layer_layer_norm|layer\.[12]\.layer_norm|layernorm_after|layer\.\d+\.(ln|LayerNorm)"
     r"|ff\.layer_norm|output\.layernorm|pre_ff_layernorm|pre_feedforward_layernorm|channel_pre_norm|head\.layernorm)",
 }
 BEHIND = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
