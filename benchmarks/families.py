@@ -15,15 +15,15 @@ _SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 _INTRODUCTION = """# Families
 
 `cv.blocks_of(model, batch)` finds the parts of a model by structure, from one forward pass; see
-[`blocks_of`](reference/hessian.md). This page is written by `make families`: each row is a tiny model of the class, with
-random weights. *Named* is the share of the entries that have a role, among those that the batch reaches; *not reached* is
-the share of the others, such as a pooling head that the output does not use, or sinusoidal positions, which are constants.
-*Heads* are those of the queries, with those of keys and values behind the bar if they are fewer. *Exact* is the number of
-blocks that `cv.hessian` computes in closed form, of all in its plan. The tests compare every role with the
-attributes of the class, and products with differences of the gradient, to 1e-8.
+[`blocks_of`](reference/hessian.md). This page is written by `make families`: each row is a tiny model of the class,
+with random weights. *Named* is the share of the entries that have a role, among those that the batch reaches; *not
+reached* is the share of the others, such as a pooling head that the output does not use, or sinusoidal positions,
+which are constants. *Heads* are those of the queries, with those of keys and values behind the bar if they are fewer.
+*Exact* is the number of blocks that `cv.hessian` computes in closed form, of all in its plan. The tests compare roles
+with the attributes of the class, and products with differences of the gradient, to 1e-8.
 
-A model with layers that mix tokens in another way keeps their parameters' names; `blocks.table()` says why. Models without
-attention keep all of them.
+A model with layers that mix tokens in another way keeps their parameters' names; `blocks.table()` says why. Models
+without attention keep all of them.
 
 | class | named | not reached | stacks, layers | heads | exact |
 | --- | --- | --- | --- | --- | --- |

@@ -72,7 +72,7 @@ def test_without_attention_no_name_is_given(name):
 # ---- against the classes' own attributes
 # What a role is called in the classes of transformers; norms lie, and have a table of their own below.
 
-Q, K, V, O = (
+QUERY, KEY, VALUE, OUTPUT = (
     r"(q_proj|query|q_lin|Wq|q|query_proj|q_b_proj)",
     r"(k_proj|key|k_lin|Wk|k|key_proj)",
     r"(v_proj|value|v_lin|Wv|v|value_proj)",
@@ -82,19 +82,19 @@ Q, K, V, O = (
 FUSED = r"(c_attn|query_key_value|qkv_proj|Wqkv|in_proj|qkv|kv_b_proj)"
 END = r"([._](weight|bias))?"
 ATTRIBUTES = {
-    "attn.Q": f"({Q}|{FUSED})",
-    "attn.K": f"({K}|{FUSED})",
-    "attn.V": f"({V}|{FUSED})",
-    "attn.O": O,
-    "attn.b_Q": f"({Q}|{FUSED}|q_bias|r_w_bias)",
-    "attn.b_K": f"({K}|{FUSED})",
-    "attn.b_V": f"({V}|{FUSED}|v_bias)",
+    "attn.Q": f"({QUERY}|{FUSED})",
+    "attn.K": f"({KEY}|{FUSED})",
+    "attn.V": f"({VALUE}|{FUSED})",
+    "attn.O": OUTPUT,
+    "attn.b_Q": f"({QUERY}|{FUSED}|q_bias|r_w_bias)",
+    "attn.b_K": f"({KEY}|{FUSED})",
+    "attn.b_V": f"({VALUE}|{FUSED}|v_bias)",
     "mlp.up": r"(mlp\.c_fc|mlp\.fc_in|fc1|dense_h_to_4h|up_proj|wi(_1)?|lin1|intermediate\.dense|intermediate_dense"
     r"|linear1|layer_1|ffn|ffn\.0|gate_up_proj|Wi|intermediate\.conv1d)",
     "mlp.gate": r"(gate_proj|gate_up_proj|Wi|wi_0)",
     "mlp.gate_up": r"gate_up_proj(_bias)?",
-    "mlp.down": r"(mlp\.c_proj|mlp\.fc_out|fc2|dense_4h_to_h|down_proj(_bias)?|wo|lin2|output\.dense|output_dense|linear2"
-    r"|layer_2|ffn_output|ffn\.2|mlp\.Wo|output\.conv1d)",
+    "mlp.down": r"(mlp\.c_proj|mlp\.fc_out|fc2|dense_4h_to_h|down_proj(_bias)?|wo|lin2|output\.dense|output_dense"
+    r"|linear2|layer_2|ffn_output|ffn\.2|mlp\.Wo|output\.conv1d)",
     "mlp.router": r"(mlp\.gate|router|router\.classifier|shared_expert_gate)",
     "attn.q_norm": r"q_(layer)?norm",
     "attn.k_norm": r"k_(layer)?norm",
@@ -108,13 +108,13 @@ ATTRIBUTES = {
     "embed": r"(wte|embed_tokens|tokens_embed|word_embeddings?|embed_in|w|shared|tok_embeddings|embeddings"
     r"|token_embedding|lm_head\.decoder)",
     "unembed": r"(lm_head|embed_out|proj_out|cls\.predictions\.decoder|pred_layer\.proj)",
-    "b_unembed": r"(predictions|(generator_)?lm_head|embed_out|vocab_projector|pred_layer\.proj|decoder|lm_loss|final_logits)",
+    "b_unembed": r"(predictions|(generator_)?lm_head|embed_out|vocab_projector|pred_layer\.proj|decoder|lm_loss)",
     "patch": r"(projection|proj|patch_embedding|conv_layers\.0)",
     "norm_cross": r"(encoder_attn_layer_norm|layer\.1\.layer_norm|crossattention\.output\.LayerNorm|norm2)",
 }
 PLAIN_NORMS = {
-    "norm1": r"(ln_1|input_layernorm|norm_?1|layernorm1|layer_norm1\.\d+|self_attn_layer_norm|attn_norm|sa_layer_norm|layer_norm1"
-    r"|attention(\.output)?\.LayerNorm|layer\.0\.layer_norm|layernorm_before|attention\.ln|rel_attn\.layer_norm"
+    "norm1": r"(ln_1|input_layernorm|norm_?1|layernorm1|layer_norm1(\.\d+)?|self_attn_layer_norm|attn_norm"
+    r"|sa_layer_norm|attention(\.output)?\.LayerNorm|layer\.0\.layer_norm|layernorm_before|attention\.ln|rel_attn\.layer_norm"
     r"|post_attention\.layernorm|layer_norm|temporal_pre_norm)",
     "norm2": r"(ln_2|post_attention_layernorm|norm_?[23]|layernorm2|layer_norm2(\.\d+)?|final_layer_norm|mlp_norm"
     r"|output_layer_norm|output\.LayerNorm|full_layer_layer_norm|layer\.[12]\.layer_norm|layernorm_after|layer\.\d+\.(ln|LayerNorm)"
