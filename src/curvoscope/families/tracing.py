@@ -483,9 +483,9 @@ def _softmax(node: Node) -> tuple[GradientEdge, int] | None:
     """
     if node.name() in _SOFTMAX:
         return GradientEdge(*node.next_functions[0]), _axis(node._saved_dim)
-    if node.name() != "DivBackward0" or any(before is None for before, _ in node.next_functions):
+    above, below = [before for before, _ in node.next_functions] if node.name() == "DivBackward0" else (None, None)
+    if above is None or below is None:
         return None
-    (above, _), (below, _) = node.next_functions
     summed = below.next_functions[0][0] if below.name() == "SumBackward1" else None
     if above.name() != "ExpBackward0" or summed is not above or len(below._saved_dim) != 1:
         return None
