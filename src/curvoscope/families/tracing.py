@@ -486,8 +486,9 @@ def _softmax(node: Node) -> tuple[GradientEdge, int] | None:
     above, below = [before for before, _ in node.next_functions] if node.name() == "DivBackward0" else (None, None)
     if above is None or below is None:
         return None
-    summed = below.next_functions[0][0] if below.name() == "SumBackward1" else None
-    if above.name() != "ExpBackward0" or summed is not above or len(below._saved_dim) != 1:
+    if (above.name(), below.name()) != ("ExpBackward0", "SumBackward1") or len(below._saved_dim) != 1:
+        return None
+    if below.next_functions[0][0] != above:
         return None
     return GradientEdge(*above.next_functions[0]), _axis(below._saved_dim[0])
 
