@@ -151,11 +151,12 @@ class Recognition:
         for kind, call in (("attn", layer.attention), ("cross", layer.crossed)):
             if call is None:
                 continue
-            uses: dict[Node, list[str]] = {}
+            uses: dict[str, list[str]] = {}  # by the part of a parameter, which may be multiplied several times
             for role in "QKV":
-                uses.setdefault(call.weights[role].node, []).append(role)
-            for node, roles in uses.items():
-                self._name_projections(layer, kind, call, self._flow.products[node], roles)
+                product = call.weights[role]
+                uses.setdefault(f"{product.parameter}{self._flow.operand(product.weight)}", []).append(role)
+            for roles in uses.values():
+                self._name_projections(layer, kind, call, call.weights[roles[0]], roles)
             self._name_shifts(layer, kind, call)
             if "O" in call.weights:
                 self._name_output(layer, kind, call)
@@ -167,7 +168,7 @@ class Recognition:
         self, layer: StackLayer, kind: str, call: AttentionCall, product: WeightProduct, roles: Sequence[str]
     ) -> None:
         width = self._flow.width(product)
-        found = {role: self._flow.heads(call.operands[role], product) for role in roles}
+        found = {role: self._flow.heads(call.operands[role], call.weights[role]) for role in roles}
         if len(roles) == 1 and sum(map(len, found[roles[0]] or ())) in (0, width):
             self._add_product(layer, f"{kind}.{roles[0]}", product, found[roles[0]], heads=True)
             return

@@ -202,15 +202,19 @@ class DataFlow:
             yield WeightProduct(node, here[weight], bias or self._added(node), before)
 
     def _added(self, node: Node) -> Use | None:
-        """A bias that is added right behind a product."""
+        """A bias that is added right behind a product, or behind its sum with a stream."""
+        summed = False
         while True:
             after = self.consumers.get(node, [])
             if len(after) != 1:
                 return None
             node = after[0][0]
             if node.name() in _SUMS:
-                return next((use for use in self._at.get(node, []) if use.kind == "shift"), None)
-            if node.name() not in _VIEWS:
+                use = next((use for use in self._at.get(node, []) if use.kind == "shift"), None)
+                if use is not None or summed:
+                    return use if use is None or not summed or self.parameters[use.parameter].ndim == 1 else None
+                summed = True
+            elif node.name() not in _VIEWS:
                 return None
 
     def at(self, node: Node) -> list[Use]:
