@@ -20,11 +20,36 @@ from torch import Tensor, nn
 
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, ModelError, RangeError, ShapeError
 
+
+def _attention_roles(kind: str) -> tuple[str, ...]:
+    """Roles of self-attention ("attn") or cross-attention ("cross"): weights, biases, then what else acts inside."""
+    weights = ("Q", "K", "V", "O")
+    around = ("q_norm", "k_norm", "v_norm", "o_norm", "positions", "temperature", "sinks", "scale")
+    latent = ("Q_latent", "q_latent_norm", "KV_latent", "kv_latent_norm", "reduction", "b_reduction", "reduction_norm")
+    positions = ("Q_positions", "K_positions", "b_Q_positions", "b_K_positions")
+    names = (
+        *weights,
+        *(f"b_{name}" for name in weights),
+        *latent,
+        *around,
+        *positions,
+        *("gate", "b_gate", "rest", "b_rest", "inner", "b_inner"),
+    )
+    return tuple(f"{kind}.{name}" for name in names)
+
+
+_FEEDFORWARD_ROLES = ("gate", "up", "gate_up", "down", "b_gate", "b_up", "b_gate_up", "b_down")
 LAYER_ROLES = (  # blocks of a layer, in the order in which they are used
-    *("norm1", "attn.Q", "attn.K", "attn.V", "attn.O", "attn.b_Q", "attn.b_K", "attn.b_V", "attn.b_O", "norm1_post"),
-    *("norm2", "mlp.gate", "mlp.up", "mlp.down", "mlp.b_gate", "mlp.b_up", "mlp.b_down", "norm2_post"),
+    *("norm1", *_attention_roles("attn"), "norm1_post", "norm_cross", *_attention_roles("cross"), "norm_cross_post"),
+    *(
+        "norm2",
+        *(f"mlp.{name}" for name in (*_FEEDFORWARD_ROLES, "inner", "b_inner", "norm", "scale", "router", "b_router")),
+    ),
+    *(f"mlp.shared.{name}" for name in (*_FEEDFORWARD_ROLES, "router", "b_router")),
+    "norm2_post",
 )
-_IN_LAYER = re.compile(rf"((?:.+\.)?h\.\d+)\.({'|'.join(map(re.escape, LAYER_ROLES))})(?:\.\d+)?")
+_ROLE = "|".join([*map(re.escape, LAYER_ROLES), rf"mlp\.experts\.\d+\.(?:{'|'.join(_FEEDFORWARD_ROLES)})"])
+_IN_LAYER = re.compile(rf"((?:.+\.)?h\.\d+)\.({_ROLE})(?:\.\d+)?")
 _LONG_TABLE = 40
 
 
@@ -114,6 +139,17 @@ class Piece:
         index[axis] = slice(start + number * width, start + (number + 1) * width)
         return replace(self, index=tuple(index))
 
+    def between(self, side: int, start: int, stop: int) -> "Piece":
+        """Rows (side 0) or columns (side 1) `start` to `stop`."""
+        lengths = {axis: self.index[axis].stop - self.index[axis].start for axis in self.layout[side]}
+        long = [axis for axis, length in lengths.items() if length > 1] or list(self.layout[side])
+        within = math.prod(lengths[axis] for axis in long[1:])
+        if start % within or stop % within:
+            raise RangeError(self.parameter, f"{start}:{stop} cuts through its axes {long}")
+        first, index = self.index[long[0]].start, list(self.index)
+        index[long[0]] = slice(first + start // within, first + stop // within)
+        return replace(self, index=tuple(index))
+
     def of(self, tensor: Tensor) -> Tensor:
         """The view of this piece in (n, *stored) or (*stored), axes in the order of the layout."""
         batch = tensor.ndim - len(self.stored)
@@ -139,11 +175,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """A named weight W (a, p) as in `X @ W`, row-major: its pieces, one below the other.
+    """A named weight W (a, p) as in `X @ W`, row-major: its pieces, one below the other, or `side_by_side`.
 
     A bias is (1, p); a norm (2, d), gamma above beta. `tied`: other names under which the model uses the same
     numbers. A weight of several heads says how many (`heads`: of the keys and values for K and V) and along which
-    `axis` they follow each other: 1 (columns) for Q, K, V and their biases, 0 (rows) for O.
+    `axis` they follow each other: 1 (columns) for Q, K, V and their biases, 0 (rows) for O. `note`: why the block has
+    the name of its parameter, if that is known.
     """
 
     name: str
@@ -151,9 +188,11 @@ class Block:
     tied: tuple[str, ...] = ()
     heads: int | None = None
     axis: int | None = None
+    side_by_side: bool = False
+    note: str = ""
 
     def __post_init__(self) -> None:
-        if len({piece.shape[1] for piece in self.pieces}) != 1:
+        if len({piece.shape[0 if self.side_by_side else 1] for piece in self.pieces}) != 1:
             raise ShapeError(self.name, f"pieces of shapes {[piece.shape for piece in self.pieces]} do not fit")
         if (self.heads is None) != (self.axis is None):
             raise RangeError(self.name, f"heads = {self.heads} and axis = {self.axis}: give both or none")
@@ -163,7 +202,8 @@ class Block:
     @property
     def shape(self) -> tuple[int, int]:
         """(a, p)."""
-        return sum(piece.shape[0] for piece in self.pieces), self.pieces[0].shape[1]
+        rows, columns = zip(*(piece.shape for piece in self.pieces), strict=True)
+        return (rows[0], sum(columns)) if self.side_by_side else (sum(rows), columns[0])
 
     @property
     def size(self) -> int:
@@ -178,8 +218,17 @@ class Block:
         parts = []
         for piece in self.pieces:
             region = piece.of(_tensor(tensors, piece))
-            parts.append(region.reshape(*region.shape[: region.ndim - len(piece.stored)], piece.size))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            shape = piece.shape if self.side_by_side else (piece.size,)
+            parts.append(region.reshape(*region.shape[: region.ndim - len(piece.stored)], *shape))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return joined.flatten(-2) if self.side_by_side else joined
+
+    def parts(self, vector: Tensor) -> list[tuple[Piece, Tensor]]:
+        """Each piece with its entries of (size,) or (n, size), row by row."""
+        if self.side_by_side:
+            columns = vector.unflatten(-1, self.shape).split([piece.shape[1] for piece in self.pieces], -1)
+            return [(piece, part.flatten(-2)) for piece, part in zip(self.pieces, columns, strict=True)]
+        return list(zip(self.pieces, vector.split([piece.size for piece in self.pieces], -1), strict=True))
 
     def matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """`gather`, as the matrix W: (a, p) or (n, a, p)."""
@@ -189,8 +238,7 @@ class Block:
         """Write (size,), or (n, size), into tensors shaped like the parameters, (n, *shape) with n vectors."""
         if vector.ndim not in (1, 2) or vector.shape[-1] != self.size:
             raise ShapeError("vector", f"expected ({self.size},) or (n, {self.size}), got {tuple(vector.shape)}")
-        parts = vector.split([piece.size for piece in self.pieces], -1)
-        for piece, part in zip(self.pieces, parts, strict=True):
+        for piece, part in self.parts(vector):
             region = piece.of(_tensor(into, piece))
             if region.shape[: region.ndim - len(piece.stored)] != vector.shape[:-1]:
                 shapes = f"{tuple(into[piece.parameter].shape)} cannot take vectors {tuple(vector.shape)}"
@@ -203,8 +251,18 @@ class Block:
             raise RangeError(self.name, "has no heads")
         if not 0 <= number < self.heads:
             raise RangeError(self.name, f"got head {number}, expected 0 to {self.heads - 1}")
-        pieces = tuple(piece.part(self.axis, number, self.heads) for piece in self.pieces)
-        return Block(f"{self.name}.{number}", pieces, self.tied)
+        name = f"{self.name}.{number}"
+        if len(self.pieces) == 1 or self.axis != int(self.side_by_side):
+            pieces = tuple(piece.part(self.axis, number, self.heads) for piece in self.pieces)
+            return Block(name, pieces, self.tied, side_by_side=self.side_by_side)
+        width, found, passed = self.shape[self.axis] // self.heads, [], 0
+        for piece in self.pieces:
+            length = piece.shape[self.axis]
+            start, stop = (min(max(edge * width - passed, 0), length) for edge in (number, number + 1))
+            if start < stop:
+                found.append(piece.between(self.axis, start, stop))
+            passed += length
+        return Block(name, tuple(found), self.tied, side_by_side=self.side_by_side and len(found) > 1)
 
 
 class Blocks(Mapping[str, Block]):
@@ -340,7 +398,8 @@ class Blocks(Mapping[str, Block]):
                     raise RangeError("blocks", f"{one!r} and {other!r} share entries of {name!r}: {cure}")
 
     def table(self) -> str:
-        """The map as text: block, shape, parameter, slice, layout, heads, what it is tied to; one line a piece."""
+        """The map as text, one line per piece: block, shape, parameter, slice, layout, heads, what it is tied to and,
+        if a reason is known, why a parameter has no role."""
         return "\n".join(self._lines())
 
     def __repr__(self) -> str:
@@ -359,12 +418,15 @@ class Blocks(Mapping[str, Block]):
         return found
 
     def _lines(self) -> list[str]:
-        rows = [("block", "shape", "parameter", "slice", "layout", "heads", "tied to")]
+        noted = any(block.note for block in self.values())
+        rows = [("block", "shape", "parameter", "slice", "layout", "heads", "tied to", *(["note"] if noted else []))]
         for name, block in self.items():
             for i, piece in enumerate(block.pieces):
                 first = (name, f"{block.shape[0]} x {block.shape[1]}") if i == 0 else ("", "")
                 heads = "" if block.heads is None else str(block.heads)
-                rows.append((*first, piece.parameter, str(piece), str(piece.layout), heads, ", ".join(block.tied)))
+                note = [block.note if i == 0 else ""] if noted else []
+                about = (piece.parameter, str(piece), str(piece.layout), heads, ", ".join(block.tied))
+                rows.append((*first, *about, *note))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -168,15 +168,15 @@ MORE = {
     ("name", "changes"),
     [("GPTJForCausalLM", {"n_layer": 1}), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE.items())],
 )
-def test_a_family_that_is_not_known_by_name_but_has_names_alike(call, tmp_path, name, changes):
-    """Parameters such as transformer.h.0.attn.q_proj.weight are no named blocks: the run says so and ends well."""
+def test_a_family_without_a_table_of_paths_is_named_by_structure(call, tmp_path, name, changes):
+    """transformer.h.0.attn.q_proj.weight is "h.0.attn.Q"; its layers have no closed form, and the run says so."""
     zoo.save(name, tmp_path / "model", **changes)
     code, stdout, stderr = call("analyze", tmp_path / "model", *FAST, "--matvecs", "2", "--out", tmp_path / "out")
     assert (code, stderr) == (0, "")
-    assert "transformer.h.0." in stdout and "wrote" in stdout
+    assert "h.0.attn.Q" in stdout and "transformer.h.0." not in stdout and "wrote" in stdout
     found = json.loads((tmp_path / "out" / "table.json").read_text())
     assert "Curvature through depth: the model has no layers of a known form." in found["missing"]
-    assert found["depth"] == [] and not any(row["block"].startswith("h.") for row in found["rows"])
+    assert found["depth"] == [] and {"h.0.attn.Q", "h.0.mlp.down"} <= {row["block"] for row in found["rows"]}
 
 
 BOTH_SIDES = ["BartForConditionalGeneration", "WhisperForConditionalGeneration"]

@@ -478,3 +478,28 @@ def test_nothing_heavy_is_imported():
 
 def test_the_result_is_a_blocks():
     assert isinstance(blocks_of(nn.Linear(2, 2)), Blocks)
+
+
+class Residual(nn.Module):
+    """One attention on a stream."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attn = attention
+
+    def forward(self, x):
+        return x + self.attn(x)
+
+
+@pytest.mark.parametrize("kind", OTHER_LAYOUTS)
+def test_with_a_batch_a_fused_linear_of_another_layout_is_cut(kind):
+    model, x = Residual(kind()).double().eval(), torch.randn(2, LENGTH, D, dtype=torch.float64)
+    blocks, W = blocks_of(model, x), dict(model.named_parameters())
+    for leaf, expected in zip("QKV", model.attn.parts(x), strict=True):
+        found = x @ blocks[f"h.0.attn.{leaf}"].matrix(W) + blocks[f"h.0.attn.b_{leaf}"].matrix(W)
+        assert relative(found.detach(), expected.detach()) < 1e-12
+
+
+def test_with_a_batch_own_models_have_the_same_names():
+    model = GPT2(d=6, depth=2, norm="pre")
+    assert blocks_of(model, torch.randint(0, 10, (2, 7))).names == blocks_of(model).names

@@ -272,9 +272,9 @@ class Autodiff:
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
         """Vectors (n, C) as tensors (n, *shape) like the parameters."""
-        pieces = [piece for block in columns for piece in block.pieces]
+        cut = vectors.split([block.size for block in columns], 1)
         spread: dict[str, Tensor] = {}
-        for piece, part in zip(pieces, vectors.split([piece.size for piece in pieces], 1), strict=True):
+        for piece, part in (one for block, vector in zip(columns, cut, strict=True) for one in block.parts(vector)):
             name, stored = piece.parameter, piece.stored
             if piece.size == self.snapshot.weight(name).numel():
                 order = piece.layout.rows + piece.layout.columns

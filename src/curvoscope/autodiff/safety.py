@@ -19,13 +19,15 @@ BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
 
 
 @contextmanager
-def undisturbed(model: nn.Module, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+def undisturbed(
+    model: nn.Module, generators: Iterable[torch.Generator] = (), own_kernels: bool = True
+) -> Iterator[None]:
     """Run the model so that it can be differentiated twice, and put everything back however the run ends.
 
     Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours where there are many
-    scores; compiled modules run eagerly; autocast is off and gradients are on. Afterwards the kernels, the random
-    states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers are what they were,
-    also after an exception or Ctrl-C.
+    scores and `own_kernels`; compiled modules run eagerly; autocast is off and gradients are on. Afterwards the
+    kernels, the random states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers
+    are what they were, also after an exception or Ctrl-C.
     """
     with same_randomness(generators):
         modes = [(module, module.training) for module in model.modules()]
@@ -42,7 +44,8 @@ def undisturbed(model: nn.Module, generators: Iterable[torch.Generator] = ()) ->
                 settings.enter_context(torch.inference_mode(False))
                 settings.enter_context(torch.enable_grad())
                 settings.enter_context(sdpa_kernel(SDPBackend.MATH))
-                settings.enter_context(long_attention(REPLACED))
+                if own_kernels:
+                    settings.enter_context(long_attention(REPLACED))
                 settings.enter_context(torch.compiler.set_stance("force_eager"))
                 for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
                     settings.enter_context(torch.autocast(device, enabled=False))

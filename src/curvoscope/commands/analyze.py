@@ -42,7 +42,7 @@ from curvoscope.commands.document import (
 )
 from curvoscope.commands.progress import work
 from curvoscope.commands.subject import Request, Subject, select, subject_of
-from curvoscope.curvature import ModelHessian, hessian
+from curvoscope.curvature import ModelHessian, blocks_of, hessian
 from curvoscope.estimate import Density
 from curvoscope.operators import BlockHessian
 from curvoscope.report import answers, density_figures, depth_figures, entry_figures, head_figures, model_tables, tables
@@ -213,7 +213,7 @@ def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Re
     if not found.heads:
         found.missing.append("Attention moments by head: no softmax attention layer of a known form was found.")
     depth = "Curvature through depth"
-    if not layers_of(subject.model, subject.blocks):
+    if not layers_of(subject.model, blocks_of(subject.model)):
         found.missing.append(f"{depth}: the model has no layers of a known form.")
     elif options.blocks:
         found.missing.append(f"{depth}: it is of the whole model, and only some blocks were asked for.")

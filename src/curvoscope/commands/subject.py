@@ -103,7 +103,10 @@ def subject_of(request: Request) -> Subject:
         "unused": list(loaded.unused),
         "data": facts,
     }
-    blocks = trainable(model, blocks_of(model))
+    blocks = blocks_of(model)
+    if not any(map(is_in_layer, blocks)):  # a family without a table of paths
+        blocks = blocks_of(model, batch)
+    blocks = trainable(model, blocks)
     used = versions()
     if request.model != ADDITION:
         used["transformers"] = loading.transformers().__version__

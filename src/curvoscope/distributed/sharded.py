@@ -22,7 +22,7 @@ from curvoscope.blocks import Block, Piece
 from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import hashes
 from curvoscope.distributed.sharded_model import ShardedSnapshot
-from curvoscope.errors import EmptyError
+from curvoscope.errors import EmptyError, ModelError
 from curvoscope.estimate.space import Space
 from curvoscope.losses.objectives import Objective
 
@@ -160,6 +160,8 @@ class Sharded(Autodiff):
 
     def pieces(self, block: Block) -> list[Piece]:
         """The parts of the block in this rank's parts of the parameters."""
+        if block.side_by_side:
+            raise ModelError(block.name, "has its columns in several places, which sharded models cannot spread")
         found = []
         for piece in block.pieces:
             sharding = self.snapshot.sharding(piece.parameter)

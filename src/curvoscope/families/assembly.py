@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
+from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat, layer_and_role
 from curvoscope.errors import EmptyError, ModelError
+from curvoscope.families.recognition import Recognition
+from curvoscope.families.stacks import common_path
 from curvoscope.families.wiring import norm_roles
 
 Paths = Mapping[str, tuple[str, ...]]
@@ -72,6 +74,11 @@ def assemble(model: nn.Module, families: Sequence[Family]) -> Blocks:
     return _Assembly(model).blocks(families)
 
 
+def assemble_recognised(model: nn.Module, found: Recognition) -> Blocks:
+    """The blocks of a model whose roles are known from a forward pass."""
+    return _Assembly(model).recognised(found)
+
+
 class _Assembly:
     """Claims parameters for blocks. Names and paths in here are bare, without those of wrappers."""
 
@@ -105,6 +112,32 @@ class _Assembly:
             self._add_layer(layer, _prefix(layer.stack, stacks))
         self._add_outside(layers, stacks)
         self._add_rest(layers)
+        return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
+
+    def recognised(self, found: Recognition) -> Blocks:
+        """The roles that were found, then the rest, with notes; in the order of the model."""
+        members = {home: [self._bare[name] for name in names] for home, names in found.layer_parameters.items()}
+        begin = {home: min(self._position[name] for name in names) for home, names in members.items()}
+        paths = {home: common_path([name.split(".")[:-1] for name in names]) for home, names in members.items()}
+        order = {role: i for i, role in enumerate(LAYER_ROLES)}
+        for name in sorted(found.roles, key=lambda one: order.get((layer_and_role(one) or ("", ""))[1], len(order))):
+            role, home = found.roles[name], found.homes.get(name)
+            self._claimed |= {self._bare[piece.parameter] for piece in role.pieces}
+            block = role.block(name, self._block(*role.pieces).tied)
+            first = min(self._position[self._bare[piece.parameter]] for piece in role.pieces)
+            stage = _stage(name.removeprefix(found.fronts.get(name, "")))
+            self._add(name, block, (stage, first) if home is None else (_LAYERS, begin[home]))
+        start = min(begin.values(), default=0)
+        for name, parameter in self._parameters.items():
+            if name in self._claimed:
+                continue
+            actual, position = self._actual[name], self._position[name]
+            piece = Piece.whole(actual, parameter.shape, flat(parameter.ndim))
+            inside = (one for one, path in paths.items() if path and name.split(".")[: len(path)] == path)
+            home = next(inside, None)
+            place = (_BEFORE if position < start else _AFTER, position) if home is None else (_LAYERS, begin[home])
+            block = replace(self._block(piece), note=found.notes.get(actual, ""))
+            self._add(f"{actual} (parameter)" if actual in self._blocks else actual, block, place)
         return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
 
     def _layers(self, families: Sequence[Family]) -> list[_Layer]:
@@ -318,6 +351,10 @@ def _prefix(stack: str, stacks: Sequence[str]) -> str:
     beside = [other.rpartition(".")[0] for other in stacks]
     parent = stack.rpartition(".")[0]
     return f"{parent if parent and beside.count(parent) == 1 else stack}."
+
+
+def _stage(name: str) -> int:
+    return _END if name.startswith("head.") else _STAGES.get(name, _BEFORE)
 
 
 def _within(name: str, path: str) -> bool:

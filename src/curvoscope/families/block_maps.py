@@ -1,15 +1,19 @@
 """`blocks_of`: the named parameter blocks of any torch model."""
 
+from typing import Any
+
 from torch import nn
 
 from curvoscope.blocks import Blocks
 from curvoscope.families import direct, huggingface, torch_nn, transformer_lens
-from curvoscope.families.assembly import assemble
+from curvoscope.families.assembly import assemble, assemble_recognised
+from curvoscope.families.recognition import Recognition
+from curvoscope.families.tracing import traced
 
 _FAMILIES = (*direct.FAMILIES, *transformer_lens.FAMILIES, *huggingface.FAMILIES, *torch_nn.FAMILIES)
 
 
-def blocks_of(model: nn.Module) -> Blocks:
+def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
     """The blocks of a model, by name: "h.0.attn.Q" is the query weight of layer 0, (d, heads*d_k) as in `X @ W`.
 
     A layer has "attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down" (and "mlp.gate"), their biases "attn.b_Q",
@@ -19,14 +23,25 @@ def blocks_of(model: nn.Module) -> Blocks:
     and "b_unembed". An unembedding tied to the embedding is the block "embed", which says so in `tied`. Two stacks of
     layers have the names of their modules in front: "encoder.h.0.attn.Q"; what stands around both has none.
 
-    Known are GPT-2, Llama, BERT and ViT of Hugging Face and whatever has their parameter names, nn.TransformerEncoder
-    and nn.MultiheadAttention, TransformerLens, and this package's models, also inside other modules. Where names alone
-    do not tell, the module is looked at: its `forward` for the places of norms, a run on random numbers for the order
-    in a fused weight. Every other parameter is a block under its own name, as it is stored: a vector is one row, more
-    axes are (first, rest).
+    Without a batch, known are GPT-2, Llama, BERT and ViT of Hugging Face and whatever has their parameter names,
+    nn.TransformerEncoder and nn.MultiheadAttention, TransformerLens, and this package's models, also inside other
+    modules. Where names alone do not tell, the module is looked at: its `forward` for the places of norms, a run on
+    random numbers for the order in a fused weight.
+
+    With a batch, names and classes do not matter: the model runs once, and roles are read off the graph of that pass.
+    Vector-Jacobian products tell which columns of a fused weight make which head, so that a block may be several
+    ranges of columns. This adds "attn.q_norm", "attn.k_norm", "attn.sinks", "attn.positions" (biases of the scores),
+    "attn.scale" (LayerScale), "attn.Q_latent" and "attn.KV_latent" (weights in series), "cross.Q", ... with
+    "norm_cross" (cross-attention), "mlp.router", "mlp.experts.0.up", "mlp.shared.up", and around the layers "patch",
+    "cls", "token_types", "input.0", ..., "head.0", ... and "pool.attn.Q" (a head that pools by attention). A layer that
+    runs several times is one. The graph takes the memory of a training step: a small batch is enough.
+
+    Every other parameter is a block under its own name, as it is stored: a vector is one row, more axes are (first,
+    rest). With a batch, `table()` says why.
 
     Args:
         model: any module.
+        batch: (inputs, targets), a dict of inputs, with "labels" or without, or the inputs alone; None: by names.
 
     Returns:
         All parameters of the model as named blocks, each entry in one of them.
@@ -38,5 +53,11 @@ def blocks_of(model: nn.Module) -> Blocks:
         {'h.0.attn.Q': (4, 4), 'h.0.attn.K': (4, 4), 'h.0.attn.V': (4, 4), 'h.0.attn.O': (4, 4)}
         >>> cv.blocks_of(torch.nn.Linear(3, 2)).names
         ['weight', 'bias']
+        >>> X = torch.randn(2, 5, 4)
+        >>> cv.blocks_of(model, X).names == cv.blocks_of(model).names
+        True
     """
-    return assemble(model, _FAMILIES)
+    if batch is None:
+        return assemble(model, _FAMILIES)
+    with traced(model, batch) as flow:
+        return assemble_recognised(model, Recognition(flow))

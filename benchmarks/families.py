@@ -1,0 +1,100 @@
+"""`python -m benchmarks.families`: print what `cv.blocks_of(model, batch)` finds in tiny models, docs/families.md.
+
+The models are those of the tests' zoo, with random weights; nothing is downloaded.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import curvoscope as cv
+from curvoscope.blocks import Blocks
+
+_SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+_INTRODUCTION = """# Families
+
+`cv.blocks_of(model, batch)` finds the parts of a model by structure, from one forward pass; see
+[`blocks_of`](reference/hessian.md). This page is written by `make families`: each row is a tiny model of the class,
+with random weights. *Named* is the share of the entries that have a role, among those that the batch reaches; *not
+reached* is the share of the others, such as a pooling head that the output does not use, or sinusoidal positions,
+which are constants. *Heads* are those of the queries, with those of keys and values behind the bar if they are fewer.
+*Exact* is the number of blocks that `cv.hessian` computes in closed form, of all in its plan. The tests compare roles
+with the attributes of the class, and products with differences of the gradient, to 1e-8.
+
+A model with layers that mix tokens in another way keeps their parameters' names; `blocks.table()` says why. Models
+without attention keep all of them.
+
+| class | named | not reached | stacks, layers | heads | exact |
+| --- | --- | --- | --- | --- | --- |
+"""
+_OWN_LOSS = ("Wav2Vec2ForCTC", "ViltForQuestionAnswering")
+
+
+class FamilyRow(NamedTuple):
+    """A row of the page."""
+
+    name: str
+    named: float
+    missed: float
+    layers: str
+    heads: str
+    exact: str
+
+    def __str__(self) -> str:
+        missed = f"{self.missed:.1%}" if self.missed else ""
+        return f"| {self.name} | {self.named:.1%} | {missed} | {self.layers} | {self.heads} | {self.exact} |"
+
+
+def row(name: str) -> FamilyRow:
+    """What is found in one model of the zoo."""
+    import zoo
+
+    model, loss, batches = zoo.build(name)
+    blocks = cv.blocks_of(model, batches[0])
+    parameters = dict(model.named_parameters())
+    total = sum(blocks.sizes.values())
+    missed = sum(block.size for block in blocks.values() if "does not reach" in block.note)
+    named = sum(block.size for label, block in blocks.items() if label not in parameters)
+    exact = "" if name in _OWN_LOSS else _exact(model, loss, batches)
+    return FamilyRow(name, named / (total - missed), missed / total, _layers(blocks), _heads(blocks), exact)
+
+
+def _layers(blocks: Blocks) -> str:
+    stacks: dict[str, set[str]] = {}
+    for label in blocks:
+        stem, found, _ = label.partition(".attn.Q")
+        front, _, number = stem.rpartition("h.")
+        if found and number.isdigit():
+            stacks.setdefault(front.rstrip("."), set()).add(number)
+    return ", ".join(f"{front} {len(numbers)}".strip() for front, numbers in stacks.items())
+
+
+def _heads(blocks: Blocks) -> str:
+    found = set()
+    for label in (label for label in blocks if label.endswith(".attn.Q")):
+        query, key = blocks[label].heads, blocks.get(f"{label[:-1]}K")
+        shared = None if key is None else key.heads
+        found.add(str(query or "?") if shared in (query, None) else f"{query}/{shared}")
+    return ", ".join(sorted(found)).replace("/", " \\| ")
+
+
+def _exact(model: Any, loss: Any, batches: Any) -> str:
+    H = cv.hessian(model, loss, batches)
+    count = sum(H.method_of(label) == "exact" for label in H.names)
+    return f"{count} of {len(H.names)}"
+
+
+def page() -> Iterator[str]:
+    """The lines of the page."""
+    sys.path.insert(0, str(_SUPPORT))
+    import zoo
+
+    yield _INTRODUCTION.rstrip("\n")
+    for name in zoo.cases():
+        yield str(row(name))
+
+
+if __name__ == "__main__":
+    for line in page():
+        print(line, flush=True)
