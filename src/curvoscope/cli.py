@@ -59,7 +59,7 @@ class Split(StrEnum):
     layer = "layer"
 
 
-class Parts(StrEnum):
+class PartsOption(StrEnum):
     """What `analyze` measures of each block."""
 
     outer = "outer"
@@ -150,7 +150,7 @@ def analyze(
         int | None, typer.Option(help="Matrix-vector products per estimate (replaces --tolerance).")
     ] = None,
     parts: Annotated[
-        Parts | None,
+        PartsOption | None,
         typer.Option(
             help="All parts by products, or the outer part (Gauss-Newton) by a sweep. (default: outer above 2 million "
             "parameters, otherwise all)"

@@ -176,7 +176,7 @@ class Probes:
 
     def signs(self, count: int, out: Tensor | None = None) -> Tensor:
         """(size, count) of +1 and -1, in the memory of `out` if it is given."""
-        return self._columns(count, out, self._signs)
+        return self._columns(count, out, lambda rows: random_signs(rows, self._generator))
 
     def normal(self, count: int, out: Tensor | None = None) -> Tensor:
         """(size, count) of standard normals, in the memory of `out` if it is given."""
@@ -188,12 +188,13 @@ class Probes:
             row.copy_(self._products.space.random(draw))
         return drawn
 
-    def _signs(self, rows: int) -> Tensor:
-        """Eight signs for each byte of random words."""
-        words = torch.empty(-(-rows // _BITS), dtype=torch.int64)
-        words.random_(-(2 ** (_BITS - 1)), None, generator=self._generator)
-        octets = words.view(torch.uint8).int()
-        return torch.nn.functional.embedding(octets, _signs_of_octets()).flatten()[:rows]
+
+def random_signs(count: int, generator: torch.Generator) -> Tensor:
+    """Signs (count,) in single precision: eight for each byte of random words."""
+    words = torch.empty(-(-count // _BITS), dtype=torch.int64)
+    words.random_(-(2 ** (_BITS - 1)), None, generator=generator)
+    octets = words.view(torch.uint8).int()
+    return torch.nn.functional.embedding(octets, _signs_of_octets()).flatten()[:count]
 
 
 @lru_cache(maxsize=1)

@@ -143,7 +143,7 @@ class SoftmaxCurvature(PerToken):
         return seen - (probabilities @ seen.mT)[:, :, None]
 
 
-class Rows(NamedTuple):
+class SoftmaxRows(NamedTuple):
     """What cross-entropy is made of: logits (T, v), words y (T, 1) and weights (T, 1).
 
     `rest` (T, v), w (sum(q) e_y - q) for targets q that are probabilities: what they add to the G of the word y.
@@ -289,7 +289,7 @@ class CrossEntropy(ClosedLoss):
         """Where the logits have their classes."""
         return self.axis if logits.ndim > 1 else -1
 
-    def rows(self, F: Tensor, targets: Any) -> Rows:
+    def rows(self, F: Tensor, targets: Any) -> SoftmaxRows:
         """The logits, one row per target, with what their loss needs."""
         targets, logits = self.wanted(targets, F), self.logits(F)
         if targets.is_floating_point():
@@ -303,9 +303,9 @@ class CrossEntropy(ClosedLoss):
         _check_range(targets[counted], logits.shape[-1])
         weights = counted.to(logits.dtype) / counted.sum().clamp_min(1)
         index = targets.where(counted, 0).long()
-        return Rows(logits.reshape(-1, logits.shape[-1]), index.reshape(-1, 1), weights.reshape(-1, 1))
+        return SoftmaxRows(logits.reshape(-1, logits.shape[-1]), index.reshape(-1, 1), weights.reshape(-1, 1))
 
-    def _rows_of_probabilities(self, logits: Tensor, targets: Tensor) -> Rows:
+    def _rows_of_probabilities(self, logits: Tensor, targets: Tensor) -> SoftmaxRows:
         if self.shift:
             raise LossError("targets", f"expected integers, got {targets.dtype}: `shift` is for words that follow")
         if targets.shape != logits.shape:
@@ -314,7 +314,7 @@ class CrossEntropy(ClosedLoss):
         axis = self.class_axis(logits)
         logits, targets = (values.movedim(axis, -1).reshape(-1, values.shape[axis]) for values in (logits, targets))
         index, mean = targets.argmax(-1, keepdim=True), 1 / len(targets)
-        return Rows(logits, index, mean * targets.sum(-1, keepdim=True), softmax_gradient(targets, index, -mean))
+        return SoftmaxRows(logits, index, mean * targets.sum(-1, keepdim=True), softmax_gradient(targets, index, -mean))
 
 
 def _check_range(targets: Tensor, vocabulary: int) -> None:

@@ -13,10 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from curvoscope.errors import LossError
+from curvoscope.estimate.products import random_signs
 from curvoscope.losses import CrossEntropy, Objective
 from curvoscope.losses.curvatures import PairCurvature, TokenCurvature, curvature_of, group_size
 from curvoscope.losses.objectives import logits_of
@@ -25,32 +27,21 @@ COLUMNS = 8192  # of a vocabulary at a time
 _INDEFINITE = 1e3  # units of rounding that an eigenvalue of S may lie below 0
 _MOST_DENSE = 4096  # entries of a group of tokens up to which S is formed
 
-Seed = tuple[int, int]  # of the sweep and of one sample
-
-_of_byte: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+SampleSeed = tuple[int, int]  # of the sweep and of one sample
 
 
 def signs(shape: Sequence[int], seed: Sequence[int], like: Tensor) -> Tensor:
-    """Independent signs, the same for the same seed: eight from each random byte."""
-    key = like.dtype, like.device
-    if key not in _of_byte:
-        bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-        _of_byte[key] = (2 * bits - 1).to(like)
-    mixed = 0
-    for number in seed:  # a Weyl sequence over the parts, kept within 63 bits
-        mixed = (mixed * 6364136223846793005 + number + 1442695040888963407) % 2**63
-    count = torch.Size(shape).numel()
-    generator = torch.Generator().manual_seed(mixed)
-    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 64),), generator=generator, dtype=torch.int64)
-    table = _of_byte[key]
-    return table[words.view(torch.uint8).to(like.device).int()].flatten()[:count].view(*shape)
+    """Independent signs, the same for the same seed."""
+    mixed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
+    found = random_signs(torch.Size(shape).numel(), torch.Generator().manual_seed(mixed))
+    return found.to(like).view(*shape)
 
 
 class Cotangents(ABC):
     """Draws of g for one micro-batch: one tensor for each tensor F that the loss reads."""
 
     @abstractmethod
-    def draw(self, seed: Seed) -> list[Tensor]:
+    def draw(self, seed: SampleSeed) -> list[Tensor]:
         """One g."""
 
 
@@ -81,14 +72,14 @@ class SoftmaxCotangents(Cotangents):
         for start in range(0, self.classes, COLUMNS):
             yield start, min(start + COLUMNS, self.classes)
 
-    def columns(self, start: int, stop: int, seeds: Sequence[Seed], inner: Tensor) -> Tensor:
+    def columns(self, start: int, stop: int, seeds: Sequence[SampleSeed], inner: Tensor) -> Tensor:
         """Columns of g for each seed, (n, T, stop - start), given `inner_products`."""
         roots = self._probabilities(start, stop).sqrt_()
         found = torch.stack([signs(roots.shape, (*seed, start), roots) for seed in seeds])
         found -= roots * inner
         return found.mul_(roots * self._roots)
 
-    def inner_products(self, seeds: Sequence[Seed]) -> Tensor:
+    def inner_products(self, seeds: Sequence[SampleSeed]) -> Tensor:
         """<sqrt(p_t), e> for each seed, (n, T, 1)."""
         found = self._log_sums.new_zeros(len(seeds), *self._log_sums.shape)
         for start, stop in self.ranges():
@@ -97,7 +88,7 @@ class SoftmaxCotangents(Cotangents):
                 found[i] += (signs(roots.shape, (*seed, start), roots) * roots).sum(-1, keepdim=True)
         return found
 
-    def draw(self, seed: Seed) -> list[Tensor]:
+    def draw(self, seed: SampleSeed) -> list[Tensor]:
         """One g, in the shape of the output."""
         inner = self.inner_products([seed])
         return [self._restore(torch.cat([self.columns(*some, [seed], inner)[0] for some in self.ranges()], -1))]
@@ -112,7 +103,7 @@ class DiagonalCotangents(Cotangents):
     def __init__(self, roots: Sequence[Tensor]) -> None:
         self._roots = roots
 
-    def draw(self, seed: Seed) -> list[Tensor]:
+    def draw(self, seed: SampleSeed) -> list[Tensor]:
         """sqrt(diag S) . e."""
         return [signs(root.shape, (*seed, i), root) * root for i, root in enumerate(self._roots)]
 
@@ -123,7 +114,7 @@ class GroupCotangents(Cotangents):
     def __init__(self, roots: Tensor, shape: torch.Size) -> None:
         self._roots, self._shape = roots, shape
 
-    def draw(self, seed: Seed) -> list[Tensor]:
+    def draw(self, seed: SampleSeed) -> list[Tensor]:
         """R e for each group."""
         groups, size, _ = self._roots.shape
         return [(self._roots @ signs((groups, size, 1), seed, self._roots)).reshape(self._shape)]

@@ -21,7 +21,7 @@ from curvoscope.settings import current
 from curvoscope.sweep.layers import NotRepeatableError, without_cache
 from curvoscope.sweep.result import Sweep
 from curvoscope.sweep.statistics import LEAST
-from curvoscope.sweep.walk import Draw, Walk
+from curvoscope.sweep.walk import SampleDraw, Walk
 
 CHUNK = 64  # samples at a time, of which all pairs count
 MOST = 1024  # samples for a tolerance
@@ -79,7 +79,7 @@ def sweep(
         >>> bool(low < truth["0.weight", "2.weight"].dense().norm() < high)
         True
     """
-    seed = current().seed if seed is None else seed
+    seed = (current().seed if seed is None else seed) % 2**63
     if samples is not None and samples < LEAST:
         raise RangeError("samples", f"got {samples}, expected at least {LEAST}: pairs of samples need an error bar")
     if not tolerance > 0:
@@ -145,11 +145,11 @@ class _Sweeping:
         )
         self._at_once = max(LEAST, min(CHUNK, budget // max(one, 1)))
 
-    def _draws(self, count: int, chunk: int) -> list[Draw]:
+    def _draws(self, count: int, chunk: int) -> list[SampleDraw]:
         """The samples of a chunk by micro-batch, numbered so that those of a batch follow each other."""
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + chunk) % 2**63)
         drawn = torch.multinomial(self._weights, CHUNK, replacement=True, generator=generator)[:count].tolist()
-        found = {i: Draw(batch) for i, batch in enumerate(self._engine.micro_batches()) if i in drawn}
+        found = {i: SampleDraw(batch) for i, batch in enumerate(self._engine.micro_batches()) if i in drawn}
         for number, draw in enumerate(sorted(range(count), key=drawn.__getitem__)):
             found[drawn[draw]].samples.append(number)
             found[drawn[draw]].seeds.append((self._seed, chunk * CHUNK + draw))

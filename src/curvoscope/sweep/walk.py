@@ -20,7 +20,14 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Blocks, Piece
 from curvoscope.losses import CrossEntropy
 from curvoscope.losses.objectives import logits_of
-from curvoscope.sweep.cotangents import COLUMNS, Cotangents, Seed, SoftmaxCotangents, cotangents, softmax_cotangents
+from curvoscope.sweep.cotangents import (
+    COLUMNS,
+    Cotangents,
+    SampleSeed,
+    SoftmaxCotangents,
+    cotangents,
+    softmax_cotangents,
+)
 from curvoscope.sweep.grams import Factors, add_crossed, add_gram
 from curvoscope.sweep.layers import LayerCall, NotRepeatableError, cut_at, layers_of
 from curvoscope.sweep.uses import Use, find_uses, nodes_below
@@ -30,20 +37,20 @@ _COPIES = 2.5  # of a layer's deltas, in memory at once
 
 
 @dataclass(eq=False)
-class Draw:
+class SampleDraw:
     """The samples of one micro-batch: their numbers in the chunk and their seeds."""
 
     batch: Batch
     samples: list[int] = field(default_factory=list)
-    seeds: list[Seed] = field(default_factory=list)
+    seeds: list[SampleSeed] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class _Pass:
+class _CutPass:
     """A forward pass of a micro-batch: the layers that are still to be walked through, and the cotangents of the
     samples at their outputs, by the number of the call and the place of the output."""
 
-    draw: Draw
+    draw: SampleDraw
     calls: list[tuple[str, LayerCall]]
     cotangents: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -53,7 +60,7 @@ class _Pass:
 
 
 @dataclass(eq=False)
-class _Head:
+class _LastProduct:
     """The last product, when the loss is the cross-entropy of its result: X (T, a), w (a, classes) and a bias."""
 
     use: Use
@@ -98,7 +105,7 @@ class Walk:
 
     # ---- what is known beforehand
 
-    def examine(self, batch: Batch, seed: Seed) -> tuple[dict[str, float], int]:
+    def examine(self, batch: Batch, seed: SampleSeed) -> tuple[dict[str, float], int]:
         """Run the model whole, once.
 
         Returns the squared length of one sample's gradient in each row, by a plain backward pass, and the bytes that a
@@ -144,7 +151,7 @@ class Walk:
 
     # ---- the walk
 
-    def run(self, draws: Sequence[Draw], tell: Callable[[str, Tensor], None]) -> None:
+    def run(self, draws: Sequence[SampleDraw], tell: Callable[[str, Tensor], None]) -> None:
         """Make the Gram matrix (c, c) of each row over all samples, and `tell` it with the row's name."""
         count = sum(len(draw.samples) for draw in draws)
         self._grams = {name: torch.zeros(count, count, dtype=torch.float64) for name in self._rows}
@@ -176,14 +183,14 @@ class Walk:
         parameters = self._engine.snapshot.parameters(self._weights)
         return cotangents(self._engine.objective, self._engine.objective.seen(outputs, parameters), batch.targets)
 
-    def _forward(self, draws: Sequence[Draw]) -> list[_Pass]:
+    def _forward(self, draws: Sequence[SampleDraw]) -> list[_CutPass]:
         """Run the model on each micro-batch, cut at its layers, and go back from the loss to the last layer."""
-        passes: list[_Pass] = []
-        heads: list[tuple[_Pass, _Head]] = []
+        passes: list[_CutPass] = []
+        heads: list[tuple[_CutPass, _LastProduct]] = []
         for draw in draws:
             with cut_at(self._layers) as calls:
                 outputs = self._engine.snapshot.as_it_is(draw.batch)
-            one = _Pass(draw, calls)
+            one = _CutPass(draw, calls)
             passes.append(one)
             head = self._head(outputs, one)
             if head is not None:
@@ -197,7 +204,7 @@ class Walk:
             self._through_heads(heads)
         return passes
 
-    def _through(self, one: _Pass) -> None:
+    def _through(self, one: _CutPass) -> None:
         """Take the samples of a pass through its last layer."""
         number = len(one.calls) - 1
         _, call = one.calls.pop()
@@ -208,14 +215,14 @@ class Walk:
         below = [(get_gradient_edge(call.inputs[i]), g) for i, g in found.items()]
         self._back(one, [edge for edge, _ in below], [g for _, g in below])
 
-    def _back(self, one: _Pass, starts: Sequence[GradientEdge], cotangents: Sequence[Tensor]) -> None:
+    def _back(self, one: _CutPass, starts: Sequence[GradientEdge], cotangents: Sequence[Tensor]) -> None:
         """Take the samples through what lies between the layers."""
         outputs = {(k, i): F for k, (_, call) in enumerate(one.calls) for i, F in call.outputs.items()}
         for key, g in self._pull(one, starts, cotangents, outputs).items():
             one.cotangents[key] = one.cotangents[key] + g if key in one.cotangents else g
 
     def _pull(
-        self, one: _Pass, starts: Sequence[GradientEdge], cotangents: Sequence[Tensor], ends: Mapping[Any, Tensor]
+        self, one: _CutPass, starts: Sequence[GradientEdge], cotangents: Sequence[Tensor], ends: Mapping[Any, Tensor]
     ) -> dict[Any, Tensor]:
         """Backward passes of all samples from `starts` to `ends`: the cotangents (n, ...) found there.
 
@@ -254,7 +261,7 @@ class Walk:
         found_ends = zip(ends, kept[len(uses) + len(wide) :], strict=True)
         return {key: g for key, g in found_ends if g is not None}
 
-    def _room(self, one: _Pass, place: int, wide: Sequence[str], like: Tensor) -> Tensor:
+    def _room(self, one: _CutPass, place: int, wide: Sequence[str], like: Tensor) -> Tensor:
         """Zeros for what n samples will find: for a dense parameter a part of what is kept for all samples."""
         if not 0 <= place < len(wide):
             return like.new_zeros(len(one.draw.samples), *like.shape)
@@ -275,7 +282,7 @@ class Walk:
 
     # ---- the last product
 
-    def _head(self, outputs: Any, one: _Pass) -> _Head | None:
+    def _head(self, outputs: Any, one: _CutPass) -> _LastProduct | None:
         """The last product, if the loss is the cross-entropy of its result and nothing else reads the logits."""
         objective = self._engine.objective
         if not isinstance(objective, CrossEntropy) or objective.unembedding is not None or objective.bias is not None:
@@ -310,9 +317,9 @@ class Walk:
 
         draws = softmax_cotangents(objective, logits, one.draw.batch.targets, columns)
         below = use.factor.new_zeros(len(one.draw.samples), *use.factor.shape)
-        return _Head(use, weight, bias, draws, draws.inner_products(one.draw.seeds), below)
+        return _LastProduct(use, weight, bias, draws, draws.inner_products(one.draw.seeds), below)
 
-    def _through_heads(self, heads: Sequence[tuple[_Pass, _Head]]) -> None:
+    def _through_heads(self, heads: Sequence[tuple[_CutPass, _LastProduct]]) -> None:
         """From the loss through the last product, some columns of the vocabulary at a time, which are done then."""
         use = heads[0][1].use
         row = self._pieces[use.parameter][0][0]
@@ -344,7 +351,7 @@ class Walk:
                 self._back(one, [GradientEdge(node, output)], [head.below])
         self._read = read
 
-    def _rows_read(self, heads: Sequence[tuple[_Pass, _Head]]) -> Tensor:
+    def _rows_read(self, heads: Sequence[tuple[_CutPass, _LastProduct]]) -> Tensor:
         """The rows of the head's parameter that look-ups read, each once."""
         found = [torch.zeros(0, dtype=torch.long)]
         for one, head in heads:
