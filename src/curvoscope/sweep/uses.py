@@ -23,7 +23,7 @@ _VIEWS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class WeightUse:
     """One product of a graph with a parameter of two axes.
 
     `region` is the part of the stored parameter that is used; `transposed`: the rows of w are its second axis.
@@ -71,7 +71,7 @@ def nodes_below(roots: Sequence[Node]) -> list[Node]:
     return stack
 
 
-def find_uses(nodes: Sequence[Node], leaves: Mapping[str, Tensor]) -> tuple[list[Use], set[str]]:
+def find_uses(nodes: Sequence[Node], leaves: Mapping[str, Tensor]) -> tuple[list[WeightUse], set[str]]:
     """The products with parameters among the nodes, and the names of parameters that are used otherwise, too."""
     names = {id(leaf): name for name, leaf in leaves.items()}
 
@@ -85,7 +85,7 @@ def find_uses(nodes: Sequence[Node], leaves: Mapping[str, Tensor]) -> tuple[list
             node = node.next_functions[0][0]
         return None
 
-    found: list[Use] = []
+    found: list[WeightUse] = []
     dense: set[str] = set()
     for node in nodes:
         kind = node.name()
@@ -104,7 +104,7 @@ def find_uses(nodes: Sequence[Node], leaves: Mapping[str, Tensor]) -> tuple[list
     return [use for use in found if use.parameter not in dense], dense
 
 
-def _use(node: Node, place: int, edge: GradientEdge, name: str, leaf: Tensor) -> Use | None:
+def _use(node: Node, place: int, edge: GradientEdge, name: str, leaf: Tensor) -> WeightUse | None:
     kind = node.name()
     if leaf.ndim != 2:
         return None
@@ -115,7 +115,7 @@ def _use(node: Node, place: int, edge: GradientEdge, name: str, leaf: Tensor) ->
             return None
         if 0 <= padding < leaf.shape[0]:
             rows = torch.where(rows == padding, -1, rows)
-        return Use(name, node, (slice(0, leaf.shape[0]), slice(0, leaf.shape[1])), False, rows)
+        return WeightUse(name, node, (slice(0, leaf.shape[0]), slice(0, leaf.shape[1])), False, rows)
     if kind not in _PRODUCTS:
         return None
     side = place - _PRODUCTS[kind]
@@ -132,8 +132,8 @@ def _use(node: Node, place: int, edge: GradientEdge, name: str, leaf: Tensor) ->
         return None
     X = other.detach()
     if side == 1:
-        return Use(name, node, region, transposed, X)
-    return Use(name, node, region, not transposed, X.mT, flipped=True)
+        return WeightUse(name, node, region, transposed, X)
+    return WeightUse(name, node, region, not transposed, X.mT, flipped=True)
 
 
 def _placed(edge: GradientEdge, leaf: Tensor) -> tuple[tuple[slice, slice], bool] | None:

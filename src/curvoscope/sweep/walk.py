@@ -30,7 +30,7 @@ from curvoscope.sweep.cotangents import (
 )
 from curvoscope.sweep.grams import Factors, add_crossed, add_gram
 from curvoscope.sweep.layers import LayerCall, NotRepeatableError, cut_at, layers_of
-from curvoscope.sweep.uses import Use, find_uses, nodes_below
+from curvoscope.sweep.uses import WeightUse, find_uses, nodes_below
 
 _IDENTITIES = {"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0"}
 _COPIES = 2.5  # of a layer's deltas, in memory at once
@@ -63,7 +63,7 @@ class _CutPass:
 class _LastProduct:
     """The last product, when the loss is the cross-entropy of its result: X (T, a), w (a, classes) and a bias."""
 
-    use: Use
+    use: WeightUse
     weight: Tensor
     bias: str | None
     draws: SoftmaxCotangents
