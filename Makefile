@@ -41,10 +41,10 @@ test-slow: $(VENV)/dev $(VENV)/browser
 	$(SAY_WHAT_IS_SKIPPED)
 	OMP_NUM_THREADS=$(THREADS) $(PYTEST) -m slow
 
-# `make test` on the CPU that differs most from a new one, in another order.
+# `make test-slow` with the instructions of another CPU, in another order.
 test-other-cpu: $(VENV)/dev $(VENV)/browser
 	$(SAY_WHAT_IS_SKIPPED)
-	$(SSE) OMP_NUM_THREADS=$(THREADS) $(PYTEST) $(SHUFFLED) -m "not slow"
+	$(AVX2) OMP_NUM_THREADS=$(THREADS) $(PYTEST) $(SHUFFLED) -m slow
 
 # All tests on every kind of CPU, with one and with two threads, in another order: some hours. ORDER=7 for a seventh one.
 test-portable: $(VENV)/dev $(VENV)/browser

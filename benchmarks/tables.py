@@ -81,6 +81,46 @@ def functional(found: dict[str, Any]) -> Iterator[Row]:
         yield f"largest relative error, L = {errors['length']}", worst, *[""] * 5, f"{errors['peak_gib']:.3g}"
 
 
+def swept(found: dict[str, Any]) -> Iterator[Row]:
+    """All blocks of GPT-2 small by a sweep, compared with products, ours and curvlinops', to the same error."""
+    one = found.get("sweep")
+    if not one:
+        return
+    aims, apart = one["limits"], ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
+    task = f"traces and norms of {one['blocks']} blocks, {one['samples']} samples{apart}"
+    spent = _bold(f"{one['gradients']:.3g} gradients", one["gradients"] > aims["gradients"])
+    yield (
+        task,
+        f"aim: {aims['gradients']} gradients",
+        f"{spent}; first block after {one['first_block_after_gradients']:.3g}",
+    )
+    middle, high = one["median_error"], one["95th_percentile_of_the_error"]
+    worse = middle > aims["median_error"] or high > aims["95th_percentile_of_the_error"]
+    told = _bold(f"{100 * middle:.2g} %, 95th percentile {100 * high:.2g} %", worse)
+    aim = f"aim: {100 * aims['median_error']:.2g} and {100 * aims['95th_percentile_of_the_error']:.2g} %"
+    yield "median relative standard error of the norms", aim, told
+    for key, peer in (("products", "our products, block by block"), ("curvlinops", "curvlinops' products")):
+        yield "the same, to the same error, on a sample of blocks", peer, faster(one[f"times_faster_than_{key}"])
+    ratio = one["peak_over_that_of_a_gradient"]
+    memory = _bold(f"{ratio:.2g} times", ratio > aims["peak_over_that_of_a_gradient"])
+    yield "peak memory", "a gradient", memory
+
+
+def overheads(found: dict[str, Any]) -> Iterator[Row]:
+    """Estimates over as many bare products."""
+    one = found.get("overhead", {})
+    for key, ratios in one.items():
+        if isinstance(ratios, dict):
+            for name, ratio in ratios.items():
+                where = key.rpartition(", ")[2]
+                told = _bold(f"{ratio:.2f} times", ratio > one["limit"])
+                yield (
+                    f"{name.replace('_', ' ')} from 16 products, {where}",
+                    f"16 bare products (aim: {one['limit']})",
+                    told,
+                )
+
+
 def products(found: dict[str, Any], kind: str) -> Iterator[Row]:
     """One model: each of our products, and the same product by the peers below it."""
     one, limits = (found.get("matrix_free", {}).get(key, {}) for key in (kind, "limits_gradients_a_vector"))
