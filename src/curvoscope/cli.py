@@ -144,7 +144,9 @@ def analyze(
     ] = Split.model,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Relative standard error of the norms; traces get the same products. (default: 0.05)"),
+        typer.Option(
+            help="Relative standard error of the norms; traces get the same products. (default: 0.05; of half of the norms of a sweep: 0.1)"
+        ),
     ] = None,
     matvecs: Annotated[
         int | None, typer.Option(help="Matrix-vector products per estimate (replaces --tolerance).")

@@ -29,6 +29,9 @@ from curvoscope.sweep import Sweep, sweep
 
 _SAMPLES = "samples.pt"
 _ROWS = 1  # sequences of a micro-batch: each sample passes through one
+_TOLERANCE = (
+    0.1  # of half of the norms; a trained model has blocks with one dominant direction, which need many samples
+)
 _PRODUCTS = 16  # for the largest eigenvalue of the whole Hessian
 
 
@@ -54,7 +57,7 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
             subject.loss,
             [subject.batch],
             chosen,
-            tolerance=options.tolerance or 0.05,
+            tolerance=options.tolerance or _TOLERANCE,
             seed=request.seed,
             micro_batch=_ROWS,
             earlier=kept.sweep,
