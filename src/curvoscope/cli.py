@@ -145,7 +145,7 @@ def analyze(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Relative standard error of the norms; traces get the same products. (default: 0.05; of half of the norms of a sweep: 0.1)"
+            help="Relative standard error of the norms; traces get the same products. (default: 0.05, of a sweep 0.1)"
         ),
     ] = None,
     matvecs: Annotated[
