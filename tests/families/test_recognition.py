@@ -62,7 +62,7 @@ def test_names_agree_with_those_of_the_tables(name):
             assert (found.heads, found.axis) == (expected.heads, expected.axis)
 
 
-@pytest.mark.parametrize("name", cases(WITHOUT_ATTENTION & set(zoo.cases())))
+@pytest.mark.parametrize("name", cases(sorted(WITHOUT_ATTENTION & set(zoo.cases()))))
 def test_without_attention_no_name_is_given(name):
     model, blocks = recognised(name)
     assert set(blocks) == set(dict(model.named_parameters()))

@@ -152,7 +152,7 @@ def sampled(make, cut):
         found = torch.zeros(SAMPLES, sum(rows.sizes.values()), dtype=torch.float64)
         weights, leaves = engine.snapshot.leaves(sorted(blocks.parameters))
         with engine.running():
-            for draw in sweeping._draws(SAMPLES, 0):
+            for draw in sweeping._draws(SAMPLES, 0)[0]:
                 outputs = engine.snapshot(weights, draw.batch)
                 F, draws = cotangents(engine.objective, outputs, draw.batch.targets)
                 for sample, seed in zip(draw.samples, draw.seeds, strict=True):

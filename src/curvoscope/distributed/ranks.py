@@ -35,7 +35,7 @@ class RankError(CurvoscopeError, RuntimeError):
 class Ranks:
     """This process alone; `Group` is the same for several."""
 
-    size = 1
+    size, rank = 1, 0
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -45,6 +45,12 @@ class Cotangents(ABC):
         """One g."""
 
 
+def column_ranges(classes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of columns in which g is made."""
+    for start in range(0, classes, COLUMNS):
+        yield start, min(start + COLUMNS, classes)
+
+
 class SoftmaxCotangents(Cotangents):
     """Those of cross-entropy.
 
@@ -67,11 +73,6 @@ class SoftmaxCotangents(Cotangents):
         self._logits, self._log_sums, self._roots = logits, log_sums, weights.sqrt()
         self.classes, self._restore = classes, restore
 
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """Ranges of columns in which g is made."""
-        for start in range(0, self.classes, COLUMNS):
-            yield start, min(start + COLUMNS, self.classes)
-
     def columns(self, start: int, stop: int, seeds: Sequence[SampleSeed], inner: Tensor) -> Tensor:
         """Columns of g for each seed, (n, T, stop - start), given `inner_products`."""
         roots = self._probabilities(start, stop).sqrt_()
@@ -82,7 +83,7 @@ class SoftmaxCotangents(Cotangents):
     def inner_products(self, seeds: Sequence[SampleSeed]) -> Tensor:
         """<sqrt(p_t), e> for each seed, (n, T, 1)."""
         found = self._log_sums.new_zeros(len(seeds), *self._log_sums.shape)
-        for start, stop in self.ranges():
+        for start, stop in column_ranges(self.classes):
             roots = self._probabilities(start, stop).sqrt_()
             for i, seed in enumerate(seeds):
                 found[i] += (signs(roots.shape, (*seed, start), roots) * roots).sum(-1, keepdim=True)
@@ -91,7 +92,11 @@ class SoftmaxCotangents(Cotangents):
     def draw(self, seed: SampleSeed) -> list[Tensor]:
         """One g, in the shape of the output."""
         inner = self.inner_products([seed])
-        return [self._restore(torch.cat([self.columns(*some, [seed], inner)[0] for some in self.ranges()], -1))]
+        return [
+            self._restore(
+                torch.cat([self.columns(*some, [seed], inner)[0] for some in column_ranges(self.classes)], -1)
+            )
+        ]
 
     def _probabilities(self, start: int, stop: int) -> Tensor:
         return (self._logits(start, stop) - self._log_sums).exp_()

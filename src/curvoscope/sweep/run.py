@@ -12,7 +12,7 @@ from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import trainable
-from curvoscope.distributed.ranks import mesh_of
+from curvoscope.distributed.ranks import mesh_of, ranks_of
 from curvoscope.errors import ModelError, NonFiniteError, RangeError
 from curvoscope.estimate.progress import Ticker
 from curvoscope.families.block_maps import blocks_of
@@ -39,6 +39,7 @@ def sweep(
     seed: int | None = None,
     micro_batch: int | None = None,
     device: torch.device | str | None = None,
+    process_group: object = None,
     earlier: Sweep | None = None,
     tell: Callable[[Sweep], None] | None = None,
 ) -> Sweep:
@@ -60,6 +61,8 @@ def sweep(
         seed: of the samples; by default that of `cv.settings`.
         micro_batch: rows at a time; None: a batch at a time.
         device: where to compute; None: where the model is.
+        process_group: the processes whose batches count, as for `cv.hessian`: each gives batches of its own, walks the
+            samples of these, and has the same answers in the end.
         earlier: a sweep of the same model to continue: its samples are kept, new ones are added.
         tell: called with the sweep so far whenever another block is known. Ctrl-C ends `cv.sweep`; what was told
             stays.
@@ -88,10 +91,13 @@ def sweep(
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module")
     if mesh_of(model) is not None:
         raise ModelError("model", "is sharded, and a sweep needs it in one piece; use cv.hessian(...).outer")
-    if blocks is None:
-        blocks = trainable(model, blocks_of(model))
+    ranks = ranks_of(process_group)
+    with ranks.together():
+        if blocks is None:
+            blocks = trainable(model, blocks_of(model))
+        found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
     with without_cache(model):
-        engine = Autodiff(model, objective_of(loss_fn), Batches(batches, micro_batch), blocks, device=device)
+        engine = Autodiff(model, objective_of(loss_fn), found, blocks, device=device, ranks=ranks)
         return _Sweeping(engine, seed, earlier, tell).until(tolerance, samples)
 
 
@@ -103,7 +109,12 @@ class _Sweeping:
     ) -> None:
         self._engine, self._seed, self._tell = engine, seed, tell
         self._rows = engine.blocks.per_head()
-        self._weights = torch.tensor(engine.survey.weights, dtype=torch.float64)
+        self._batches = [  # of all ranks: the rank, the number there, and the share in the loss
+            (rank, number, weight)
+            for rank, weights in enumerate(engine.ranks.exchange(engine.survey.weights))
+            for number, weight in enumerate(weights)
+        ]
+        self._weights = torch.tensor([weight for _, _, weight in self._batches], dtype=torch.float64)
         self.sweep = Sweep(engine.blocks, [] if earlier is None else earlier.chunks, engine.survey.loss)
         if earlier is not None and earlier.blocks.sizes != engine.blocks.sizes:
             raise ModelError("earlier", "is a sweep of other blocks")
@@ -133,10 +144,9 @@ class _Sweeping:
         """Run the model whole, once, and see how many samples fit into the memory."""
         scale = float(self._weights.sum()) ** 0.5
         with self._engine.running():
-            (draw,) = self._draws(1, 0)
             self._walk = Walk(self._engine, self._rows, scale, self._cut)
-            self._lengths, one = self._walk.examine(draw.batch, draw.seeds[0])
-        budget = int(_SHARE * checks.memory_budget())
+            self._lengths, one = self._walk.examine(self._draws(1, 0)[0])
+        budget = min(self._engine.ranks.exchange(int(_SHARE * checks.memory_budget())))
         checks.fits(
             LEAST * one,
             budget,
@@ -145,15 +155,22 @@ class _Sweeping:
         )
         self._at_once = max(LEAST, min(CHUNK, budget // max(one, 1)))
 
-    def _draws(self, count: int, chunk: int) -> list[SampleDraw]:
-        """The samples of a chunk by micro-batch, numbered so that those of a batch follow each other."""
+    def _draws(self, count: int, chunk: int) -> tuple[list[SampleDraw], list[int]]:
+        """The samples of a chunk that this rank has the batches of, by micro-batch, numbered so that those of a batch
+        follow each other; and where each sample of the chunk was drawn."""
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + chunk) % 2**63)
         drawn = torch.multinomial(self._weights, CHUNK, replacement=True, generator=generator)[:count].tolist()
-        found = {i: SampleDraw(batch) for i, batch in enumerate(self._engine.micro_batches()) if i in drawn}
-        for number, draw in enumerate(sorted(range(count), key=drawn.__getitem__)):
-            found[drawn[draw]].samples.append(number)
-            found[drawn[draw]].seeds.append((self._seed, chunk * CHUNK + draw))
-        return list(found.values())
+        order = sorted(range(count), key=drawn.__getitem__)
+        own = {
+            number: place for place, (rank, number, _) in enumerate(self._batches) if rank == self._engine.ranks.rank
+        }
+        wanted = {number for number, place in own.items() if place in drawn}
+        found = {own[i]: SampleDraw(batch) for i, batch in enumerate(self._engine.micro_batches()) if i in wanted}
+        for number, draw in enumerate(order):
+            if drawn[draw] in found:
+                found[drawn[draw]].samples.append(number)
+                found[drawn[draw]].seeds.append((self._seed, chunk * CHUNK + draw))
+        return list(found.values()), order
 
     def _add(self, count: int) -> None:
         """One more chunk; of the whole model at once, if its layers cannot be run alone."""
@@ -174,22 +191,23 @@ class _Sweeping:
         def tell(name: str, gram: Tensor) -> None:
             bad = (~gram.diagonal().isfinite()).nonzero().flatten().tolist()
             if bad:
-                batch = next(draw.batch.index for draw in draws if bad[0] in draw.samples)
-                raise NonFiniteError("batches", f"the sampled gradient of {name!r} is not finite on batch {batch}")
+                own = next((draw.batch.index for draw in draws if bad[0] in draw.samples), None)
+                where = "a batch of another rank" if own is None else f"batch {own}"
+                raise NonFiniteError("batches", f"the sampled gradient of {name!r} is not finite on {where}")
             grams[name] = checks.finite(name, gram)
             ticker.advance(1)
             if self._tell is not None:
                 self._tell(so_far)
 
         with self._engine.running():
-            draws = self._draws(count, chunk)
+            draws, order = self._draws(count, chunk)
         try:
             with self._engine.running():
-                self._walk.run(draws, tell)
+                self._walk.run(draws, count, tell)
         finally:
             ticker.close()
         if chunk == 0:
-            self._check(grams, next(draw.samples[0] for draw in draws if (self._seed, 0) in draw.seeds))
+            self._check(grams, order.index(0))
         self.sweep = so_far
 
     def _check(self, grams: dict[str, Tensor], sample: int) -> None:

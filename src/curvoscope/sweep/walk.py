@@ -3,6 +3,9 @@
 Each sample belongs to one micro-batch, drawn with its share of the loss as probability, and has a cotangent g of the
 outputs with E[g g^T] = S. The cotangents that it has further down give the Gram matrices of all blocks. A layer's graph
 exists while the samples pass through it; X and delta of its products are kept until its blocks are done.
+
+Several ranks have batches of their own, and each walks the samples of these. When a block is done, all ranks tell each
+other X and delta, and make the same Gram matrix of all samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,7 @@ from curvoscope.sweep.cotangents import (
     Cotangents,
     SampleSeed,
     SoftmaxCotangents,
+    column_ranges,
     cotangents,
     softmax_cotangents,
 )
@@ -94,6 +98,7 @@ class Walk:
 
     def __init__(self, engine: Autodiff, rows: Blocks, scale: float, cut: bool) -> None:
         self._engine, self._rows, self._scale = engine, rows, scale
+        self._ranks = engine.ranks
         self._weights, self._leaves = engine.snapshot.leaves(sorted(rows.parameters))
         self._layers = layers_of(engine.model) if cut else {}
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -105,8 +110,8 @@ class Walk:
 
     # ---- what is known beforehand
 
-    def examine(self, batch: Batch, seed: SampleSeed) -> tuple[dict[str, float], int]:
-        """Run the model whole, once.
+    def examine(self, draws: Sequence[SampleDraw]) -> tuple[dict[str, float], int]:
+        """Run the model whole, once, for the first sample, on the rank that has its batch.
 
         Returns the squared length of one sample's gradient in each row, by a plain backward pass, and the bytes that a
         sample takes in its widest layer.
@@ -141,8 +146,14 @@ class Walk:
                 for handle in handles:
                     handle.remove()
 
-        self._inside(action)
-        return found, int(_COPIES * max(sizes.values(), default=0) * self._engine.dtype.itemsize)
+        with self._ranks.together():
+            for draw in draws:
+                batch, seed = draw.batch, draw.seeds[0]
+                self._inside(action)
+        most = int(_COPIES * max(sizes.values(), default=0) * self._engine.dtype.itemsize)
+        told = self._ranks.exchange((found, most, self._dense, self._readers) if draws else None)
+        found, most, self._dense, self._readers = next(one for one in told if one is not None)
+        return found, most
 
     def _layer_of(self, name: str) -> str:
         """The path of the layer that holds a parameter, or ""."""
@@ -151,9 +162,11 @@ class Walk:
 
     # ---- the walk
 
-    def run(self, draws: Sequence[SampleDraw], tell: Callable[[str, Tensor], None]) -> None:
-        """Make the Gram matrix (c, c) of each row over all samples, and `tell` it with the row's name."""
-        count = sum(len(draw.samples) for draw in draws)
+    def run(self, draws: Sequence[SampleDraw], count: int, tell: Callable[[str, Tensor], None]) -> None:
+        """Make the Gram matrix (c, c) of each row over all samples, and `tell` it with the row's name.
+
+        `draws`: those of this rank; `count`: c, those of all ranks.
+        """
         self._grams = {name: torch.zeros(count, count, dtype=torch.float64) for name in self._rows}
         self._waiting = {name: {piece.parameter for piece in block.pieces} for name, block in self._rows.items()}
         self._factors: dict[str, list[Factors]] = {}
@@ -163,7 +176,8 @@ class Walk:
 
         def action() -> None:
             passes = self._forward(draws)
-            paths = [path for path, _ in passes[0].calls]
+            told = self._ranks.exchange([path for path, _ in passes[0].calls] if passes else None)
+            paths = next(one for one in told if one is not None)
             for number in reversed(range(len(paths))):
                 for one in passes:
                     self._through(one)
@@ -200,8 +214,11 @@ class Walk:
             drawn = [[F * self._scale for F in g.draw(seed)] for seed in draw.seeds]
             starts = [get_gradient_edge(F) for F in cut]
             self._back(one, starts, [torch.stack(column) for column in zip(*drawn, strict=True)])
-        if heads:
-            self._through_heads(heads)
+        use = heads[0][1].use if heads else None
+        told = self._ranks.exchange(use and (use.parameter, use.transposed, heads[0][1].draws.classes))
+        of_some = next((one for one in told if one is not None), None)
+        if of_some is not None:
+            self._through_heads(heads, *of_some)
         return passes
 
     def _through(self, one: _CutPass) -> None:
@@ -319,32 +336,32 @@ class Walk:
         below = use.factor.new_zeros(len(one.draw.samples), *use.factor.shape)
         return _LastProduct(use, weight, bias, draws, draws.inner_products(one.draw.seeds), below)
 
-    def _through_heads(self, heads: Sequence[tuple[_CutPass, _LastProduct]]) -> None:
+    def _through_heads(
+        self, heads: Sequence[tuple[_CutPass, _LastProduct]], name: str, transposed: bool, classes: int
+    ) -> None:
         """From the loss through the last product, some columns of the vocabulary at a time, which are done then."""
-        use = heads[0][1].use
-        row = self._pieces[use.parameter][0][0]
-        axis = 0 if use.transposed else 1
-        read = self._rows_read(heads)
+        row = self._pieces[name][0][0]
+        read = torch.cat(self._ranks.exchange(self._rows_read(heads))).unique()
         beside: list[list[Tensor]] = [[] for _ in heads]
-        for start, stop in heads[0][1].draws.ranges():
+        for start, stop in column_ranges(classes):
             found = []
             inside = read[(read >= start) & (read < stop)] - start
-            region = list(use.region)
-            region[axis] = slice(start, stop)
+            wide = slice(start, stop)
             for (one, head), some in zip(heads, beside, strict=True):
                 g = head.draws.columns(start, stop, one.draw.seeds, head.inner).mul_(self._scale)
                 head.below += g @ head.weight[:, start:stop].mT
                 if head.bias is not None:
                     self._gradients_of(head.bias)[one.samples, start:stop] = g.sum(1)
                 some.append(g[..., inside])
-                factors = Factors(one.samples, head.use.factor, g, (region[0], region[1]), use.transposed)
-                found.append(factors)
-            add_gram(self._grams[row], found)
+                across = slice(0, head.use.factor.shape[1])
+                region = (wide, across) if transposed else (across, wide)
+                found.append(Factors(one.samples, head.use.factor, g, region, transposed))
+            add_gram(self._grams[row], self._of_all(found))
         for (one, head), some in zip(heads, beside, strict=True):
             if len(read):
                 sides = slice(0, len(read)), slice(0, head.use.factor.shape[1])
-                factors = Factors(one.samples, head.use.factor, torch.cat(some, -1), sides, use.transposed)
-                self._beside.setdefault(use.parameter, []).append(factors)
+                factors = Factors(one.samples, head.use.factor, torch.cat(some, -1), sides, transposed)
+                self._beside.setdefault(name, []).append(factors)
             place = 0 if head.use.node.name() == "MmBackward0" else 1
             node, output = head.use.node.next_functions[place]
             if node is not None:
@@ -363,11 +380,17 @@ class Walk:
 
     # ---- results
 
+    def _of_all(self, found: list[Factors]) -> list[Factors]:
+        """What all ranks have found, in the order of the ranks."""
+        return [one for some in self._ranks.exchange(found) for one in some]
+
     def _finish(self, names: Sequence[str]) -> None:
         """Make the Gram matrices of parameters all of whose uses are known, and tell of the rows that are complete."""
         for name in names:
-            factors, gradients = self._factors.pop(name, []), self._gradients.pop(name, None)
-            beside = self._beside.pop(name, [])
+            factors, beside = (self._of_all(known.pop(name, [])) for known in (self._factors, self._beside))
+            told = self._ranks.exchange(self._gradients.pop(name, None))
+            several = [one for one in told if one is not None]
+            gradients = torch.stack(several).sum(0) if len(several) > 1 else next(iter(several), None)
             for row, piece in self._pieces[name]:
                 if row not in self._waiting or name not in self._waiting[row]:
                     continue
