@@ -106,6 +106,16 @@ def summary(H):
     }
 
 
+def swept(rank, cuts):
+    """Gram matrices of a sweep of a small GPT, tied and untied, in chunks of 8 samples."""
+    return swept_by(batches(tokens(ROWS), shares(cuts)[rank]), "world")
+
+
+def swept_by(found, group=None):
+    sweep = cv.sweep(GPT(), CrossEntropy(), found, samples=8, seed=3, process_group=group)
+    return dict(sweep.chunks[0]) | {"loss": torch.tensor(sweep.loss)}
+
+
 class Labelled(nn.Module):
     """A model that computes its own loss from labels."""
 

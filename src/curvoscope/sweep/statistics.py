@@ -104,8 +104,8 @@ def norm(value: float, variance: float, share: float, m: int) -> Estimate:
     """|H_bc|_F from its square, the variance of that and the share of one eigenvalue."""
     root = max(value, 0.0) ** 0.5
     stderr = math.sqrt(variance) / (2 * root) if root else variance**0.25
-    # the standard error is itself known from about half as many numbers as there are samples
-    return Estimate(root, stderr, m, METHOD, (m - 1) / 2, math.sqrt(8 * share / m))
+    # the standard error is a fourth moment: it is known as badly as a variance from a quarter of the samples
+    return Estimate(root, stderr, m, METHOD, (m - 1) / 4, math.sqrt(8 * share / m))
 
 
 def moment(grams: Sequence[Tensor], order: int) -> Estimate:
