@@ -45,8 +45,7 @@ def norms(found):
 SLACK = 4 * math.sqrt(0.05 * 0.95 / DRAWS)
 
 
-@pytest.mark.parametrize("name", SPECTRA)
-@pytest.mark.parametrize("chunks", [(64,), (64, 40)])
+@pytest.mark.parametrize(("name", "chunks"), [*((name, (64,)) for name in SPECTRA), ("two", (64, 40))])
 def test_intervals(name, chunks):
     spectrum = SPECTRA[name].double()
     found = grams(spectrum, chunks, 1)

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 _TEXT, _HEADING = 8, 11
 _MOST_LABELS = 80
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#000000", "#999999", "#882255", "#44AA99"),
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h")
 
 
 def norm_map(sweep: Sweep, title: str) -> "matplotlib.figure.Figure":
@@ -71,7 +74,7 @@ def depth_profile(sweep: Sweep) -> "matplotlib.figure.Figure":
             values = np.array([float(one) for one in estimates])
             ends = np.array([one.interval() for one in estimates]).T
             bars = np.clip(np.stack([values - ends[0], ends[1] - values]), 0, None)
-            style = {"color": _COLOURS[place % 8], "marker": _MARKERS[place % 8], "markersize": 3.5, "linewidth": 1.0}
+            style = {"color": _COLOURS[place % 10], "marker": _MARKERS[place % 10], "markersize": 3.5, "linewidth": 1.0}
             axes.errorbar([layer for layer, _ in found], values, bars, label=plain(role), **style)
         axes.set_yscale("log")
         axes.set_xlabel("layer", size=_HEADING)
