@@ -360,3 +360,19 @@ class TestNames:
     def test_a_seed_out_of_range(self):
         with pytest.raises(CurvoscopeError, match="seed: got -1"):
             configs.make("gpt2-tiny", -1)
+
+
+def test_a_gguf_file_needs_its_package(tmp_path, monkeypatch):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"install gguf: pip install .curvoscope\[gguf\]"):
+        load(file)
+
+
+def test_a_broken_gguf_file_is_named(tmp_path):
+    pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF and nothing else")
+    with pytest.raises(loading.LoadingError, match=r"model\.gguf"):
+        load(file)
