@@ -198,7 +198,7 @@ def _measure(H: BlockHessian, row: str, column: str, part: Part) -> BlockRow:
     median = float(np.median(dense.abs().cpu().numpy()))
     if row != column:
         return BlockRow(row, column, part, norm, median)
-    eigenvalues = torch.linalg.eigvalsh(dense)
+    eigenvalues = torch.linalg.eigvalsh(dense.double())  # in single precision some CPUs return NaN for tiny entries
     tolerance = torch.finfo(dense.dtype).eps * len(dense) * float(eigenvalues.abs().max())
     return BlockRow(
         row,

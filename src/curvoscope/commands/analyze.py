@@ -194,7 +194,8 @@ def _dense_blocks(H: BlockHessian | None) -> DenseBlocks:
         return DenseBlocks()
     rows, spectra = block_table(H), []
     for name in filter(tables.is_matrix, H.names):
-        density = Density.exact(torch.linalg.eigvalsh(H.total[name].dense()))
+        # in double precision: in single, LAPACK returns NaN for some blocks of tiny entries on some CPUs
+        density = Density.exact(torch.linalg.eigvalsh(H.total[name].dense().double()))
         spectra.append(BlockSpectrum(name, H.total[name].shape[0], "exact", density, density.log_spectrum()))
     comparable = {"Q", "V"} <= {name.rpartition(".")[2] for name in H.names}
     title = headline(rows) if comparable else "The Hessian, block by block"
