@@ -120,6 +120,8 @@ def test_continued_is_the_same_as_in_one_go():
     assert continued.samples == 128
     for name in whole.names:
         assert float(continued.trace(name)) == pytest.approx(float(whole.trace(name)), rel=1e-10)
+    with pytest.raises(ModelError, match="of other data"):
+        cv.sweep(model, None, batches[1:], samples=128, earlier=cv.Sweep(half.blocks, half.chunks, 2 * half.loss))
     with pytest.raises(ModelError, match="other blocks"):
         cv.sweep(model, None, batches, blocks=cv.blocks_of(model).select("*.attn.Q"), earlier=half)
 

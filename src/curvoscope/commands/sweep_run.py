@@ -1,7 +1,6 @@
 """`curvoscope analyze` of a large model: the Gauss-Newton part of all blocks by a sweep, shown as it is found."""
 
 import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
     for line in subject.about:
         console.print(Text(line), soft_wrap=True)
     console.print(f"{len(chosen)} blocks; Gauss-Newton part by sampled backward passes, one row of the batch each.\n")
-    kept = _Kept(out, chosen, request.seed)
+    kept = _Kept(out, chosen, [*subject.about, str(request.seed)])
     told = _Told(console)
     found, ended = kept.sweep, True
     try:
@@ -116,8 +115,8 @@ class _Told:
 class _Kept:
     """The samples of a run that has not ended, in a file of its directory."""
 
-    def __init__(self, out: Path, blocks: Blocks, seed: int) -> None:
-        self._path, self._blocks, self._seed = out / _SAMPLES, blocks, seed
+    def __init__(self, out: Path, blocks: Blocks, about: list[str]) -> None:
+        self._path, self._blocks, self._about = out / _SAMPLES, blocks, about
         self._chunks = 0
         self.sweep = self._read()
 
@@ -126,20 +125,21 @@ class _Kept:
             return None
         try:
             held = torch.load(self._path, weights_only=True)
-            seed, chunks = held["seed"], held["chunks"]
+            about, loss, chunks = held["about"], held["loss"], held["chunks"]
         except Exception:  # torch raises a dozen kinds for a file that is not whole; then there is nothing to continue
             return None
-        if seed != self._seed or not chunks or set(self._blocks.per_head()) != set(chunks[0]):
+        if about != self._about or not chunks or set(self._blocks.per_head()) != set(chunks[0]):
             return None
         self._chunks = len(chunks)
-        return Sweep(self._blocks, chunks, math.nan)
+        return Sweep(self._blocks, chunks, loss)
 
     def keep(self, so_far: Sweep) -> Sweep:
         """Write the chunks that are complete."""
         complete = so_far.chunks[:-1]
         if len(complete) > self._chunks:
             held = io.BytesIO()
-            torch.save({"seed": self._seed, "chunks": [dict(chunk) for chunk in complete]}, held)
+            kept = [dict(chunk) for chunk in complete]
+            torch.save({"about": self._about, "loss": so_far.loss, "chunks": kept}, held)
             commands.write(self._path, held.getvalue())
             self._chunks = len(complete)
         return so_far

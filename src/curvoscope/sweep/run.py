@@ -118,6 +118,9 @@ class _Sweeping:
         self.sweep = Sweep(engine.blocks, [] if earlier is None else earlier.chunks, engine.survey.loss)
         if earlier is not None and earlier.blocks.sizes != engine.blocks.sizes:
             raise ModelError("earlier", "is a sweep of other blocks")
+        if earlier is not None and abs(earlier.loss - self.sweep.loss) > _AGREE * abs(self.sweep.loss):
+            raise ModelError("earlier", f"has the loss {earlier.loss:.6g}, not {self.sweep.loss:.6g}: of other data?")
+        self._first = len(self.sweep.chunks)  # the chunk whose first sample is checked
         self._cut = True
 
     def until(self, tolerance: float, samples: int | None) -> Sweep:
@@ -145,7 +148,7 @@ class _Sweeping:
         scale = float(self._weights.sum()) ** 0.5
         with self._engine.running():
             self._walk = Walk(self._engine, self._rows, scale, self._cut)
-            self._lengths, one = self._walk.examine(self._draws(1, 0)[0])
+            self._lengths, one = self._walk.examine(self._draws(1, self._first)[0])
         budget = min(self._engine.ranks.exchange(int(_SHARE * checks.memory_budget())))
         checks.fits(
             LEAST * one,
@@ -206,7 +209,7 @@ class _Sweeping:
                 self._walk.run(draws, count, tell)
         finally:
             ticker.close()
-        if chunk == 0:
+        if chunk == self._first:
             self._check(grams, order.index(0))
         self.sweep = so_far
 
