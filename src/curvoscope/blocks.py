@@ -1,7 +1,7 @@
 """Named parameter blocks: which slice of which parameter is the weight Q of layer 0, in which layout.
 
 A block is a matrix W (a, p) as in `X @ W`, flattened row by row, whatever the model stores: nn.Linear keeps W^T,
-GPT-2 keeps Q, K and V in one tensor, TransformerLens one tensor a head. `Block.gather` takes the entries of a block
+GPT-2 keeps Q, K and V in one tensor, TransformerLens one tensor per head. `Block.gather` takes the entries of a block
 out of tensors shaped like the parameters (the parameters, their gradients), `Block.scatter` writes them back; both
 take a leading axis of several vectors too, and are differentiable.
 """
@@ -375,7 +375,7 @@ class Blocks(Mapping[str, Block]):
         return not pieces
 
     def check(self, model: nn.Module) -> None:
-        """Raise where the blocks do not fit the model: a parameter missing, reshaped, frozen, not floating point, or
+        """Raise if the blocks do not fit the model: a parameter missing, reshaped, frozen, not floating point, or
         entries that are in two blocks."""
         parameters = dict(model.named_parameters())
         for block, piece in [(owner, piece) for owner in self.values() for piece in owner.pieces]:

@@ -26,7 +26,7 @@ LEAST_CHUNK = 2**20  # bytes that a chunk may always have
 
 
 def floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` itself, once it is known to be a finite floating-point tensor, alike in dtype and device to `like`."""
+    """Check that `tensor` is a finite floating-point tensor, alike in dtype and device to `like`, and return it."""
     if not isinstance(tensor, Tensor):
         raise DtypeError(argument, f"expected a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
@@ -59,7 +59,7 @@ def finite(question: str, answer: Answer) -> Answer:
 
 
 def commensurate(factors: Mapping[str, Tensor]) -> None:
-    """Raise `RangeError` where huge factors of one product meet tiny ones: products of some of them would vanish on the
+    """Raise `RangeError` if huge factors of one product meet tiny ones: products of some of them would vanish on the
     way to a result that does not. Factors that are zero, or only tiny, or only huge, are no such danger."""
     sizes = {name: float(torch.stack(torch.aminmax(factor)).abs().max()) for name, factor in factors.items()}
     sizes = {name: size for name, size in sizes.items() if size}
@@ -77,7 +77,7 @@ def commensurate(factors: Mapping[str, Tensor]) -> None:
 
 
 def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:
-    """`value` itself, once it is known to be one of `allowed`."""
+    """Check that `value` is one of `allowed` and return it."""
     if value not in allowed:
         raise RangeError(argument, f"got {value!r}, expected one of {', '.join(map(repr, allowed))}")
     return value
@@ -102,7 +102,7 @@ def _free_memory(second: int) -> int:
 
 
 def fits(needed: int, budget: int | None, what: str, instead: str) -> None:
-    """Raise `MemoryLimitError` when `needed` bytes are more than the budget: None is `memory_budget()`."""
+    """Raise `MemoryLimitError` if `needed` bytes are more than the budget; None stands for `memory_budget()`."""
     budget = memory_budget() if budget is None else budget
     predict(needed)
     if needed > budget:
@@ -113,7 +113,7 @@ def fits(needed: int, budget: int | None, what: str, instead: str) -> None:
 def chunks(tokens: int, period: int, bytes_per_token: int, budget: int) -> Iterator[tuple[int, int]]:
     """Cut `tokens` into ranges of at most `budget` bytes: whole sequences of `period` tokens, or parts of one.
 
-    `MemoryLimitError` where a single token needs more than there is.
+    `MemoryLimitError` if a single token needs more than there is.
     """
     if bytes_per_token > max(budget, LEAST_CHUNK):
         fits(bytes_per_token, None, "a single token", "give a larger memory_limit, or narrower layers")

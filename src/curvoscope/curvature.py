@@ -54,7 +54,7 @@ class ModelHessian(BlockHessian):
     """The Hessian of a model's loss: `total`, `outer` and `functional` from the same kept graphs.
 
     The total is a double backward pass of its own, not the sum of the two parts: it costs less than they do. Single
-    blocks are in closed form where one is known, products with the whole matrix always take one pass of autodiff.
+    blocks are in closed form if one is known, products with the whole matrix always take one pass of autodiff.
     Made by `cv.hessian`. To ask for a block (`H["h.0.attn.Q"]`) or for the `plan` computes nothing; what a block is
     asked does, and what was computed is kept.
 
@@ -150,7 +150,7 @@ class ModelHessian(BlockHessian):
 
     @property
     def difference_error(self) -> float | None:
-        """The relative error of the worst product so far, as estimated; None where products are exact, or not yet
+        """The relative error of the worst product so far, as estimated; None if products are exact, or not yet
         made."""
         return self._engine.error
 

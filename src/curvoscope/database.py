@@ -145,7 +145,7 @@ class Database:
 
 
 def application_of(path: Path) -> int | None:
-    """The id of the program that made a file; None where it cannot be told, because it is no database for example."""
+    """The id of the program that made a file; None if it cannot be told, for example because it is no database."""
     try:
         # not from the file's header: after a crash the id may be in the write-ahead log alone
         with contextlib.closing(sqlite3.connect(path)) as connection:

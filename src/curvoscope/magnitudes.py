@@ -18,14 +18,14 @@ _ORDINARY = 12  # binary digits: products of a few factors within 2^-12 and 2^12
 
 
 def exponent_of(values: Tensor) -> int | None:
-    """The binary exponent of the largest entry; None where all are zero, or one is not finite."""
+    """The binary exponent of the largest entry; None if all are zero, or one is not finite."""
     low, high = torch.aminmax(values) if values.numel() else (values.new_zeros(()),) * 2
     largest = max(-float(low), float(high))
     return math.frexp(largest)[1] - 1 if largest and math.isfinite(largest) else None
 
 
 def power_of_two(values: Tensor) -> float:
-    """The one nearest below the largest entry, with a finite reciprocal; 1 where all entries are zero."""
+    """The one nearest below the largest entry, with a finite reciprocal; 1 if all entries are zero."""
     return 2.0 ** max(_LEAST, exponent_of(values) or 0)
 
 
@@ -47,7 +47,7 @@ def total(parts: Iterable[ScaledNumber]) -> ScaledNumber:
 
 
 def root(square: ScaledNumber) -> float:
-    """The square root of what is positive but for rounding; infinite where it overflows."""
+    """The square root of what is positive but for rounding; infinite if it overflows."""
     value, exponent = square
     try:
         return math.ldexp(math.sqrt(max(0.0, value) * (1 + exponent % 2)), exponent // 2)

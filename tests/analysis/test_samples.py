@@ -11,6 +11,7 @@ from curvoscope.analysis.samples import sample_losses, variance_law
 from curvoscope.analysis.surface import Surface
 from curvoscope.curvature import CrossEntropy, MeanLoss, blocks_of
 from curvoscope.errors import LossError, RangeError
+from curvoscope.losses import MSE, Contrastive, Regularised
 from surface_cases import flat_loss, regression
 
 
@@ -42,6 +43,21 @@ def test_rows_that_are_not_samples_are_refused():
         convergence(model, lambda out, t: (out - t).square().mean().sqrt(), [(X, y)])
     fine = MeanLoss(lambda out, t: (out - t).square().mean())
     assert convergence(model, fine, [(X, y)]).samples == 40
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.MSELoss(reduction="sum"),
+        Contrastive(nn.functional.mse_loss),
+        Regularised(MSE(), lambda parameters: parameters["up.weight"].square().sum()),
+    ],
+    ids=["a sum", "rows that meet", "a penalty"],
+)
+def test_a_loss_that_is_no_mean_over_rows_is_refused(loss):
+    X, y = points(8)
+    with pytest.raises(LossError, match="mean over terms of single rows"):
+        convergence(MLP(), loss, [(X[:4], y[:4]), (X[4:], y[4:])])
 
 
 # ---- the second-order law

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from autodiff_cases import GPT, cross_entropy, tokens, truth, truth_of
 from curvoscope.attention import sdpa, switch
-from curvoscope.attention.switch import long_attention
+from curvoscope.autodiff.kernels import long_attention
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from largest import Largest
 from reference import normal, relative

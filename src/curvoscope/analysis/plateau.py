@@ -16,7 +16,7 @@ from curvoscope.losses.objectives import LossFunction
 
 LEVEL = 0.05
 """The chance to call stationary weights moving."""
-_GROUPS = 32  # fewer than twice as many where they do not divide the batches: their gradients are kept
+_GROUPS = 32  # fewer than twice as many if they do not divide the batches: their gradients are kept
 _ORDERS = 32
 
 

@@ -24,7 +24,7 @@ class Prediction:
         value: the number.
         low, high: the ends of its interval.
         extrapolated: whether it lies beyond the measured sizes.
-        factor: 1 within the measured sizes, else the ratio to the nearest one.
+        factor: 1 within the measured sizes, otherwise the ratio to the nearest one.
 
     Example:
         >>> import curvoscope as cv

@@ -130,7 +130,7 @@ class VarianceLaw:
         V(τ) = Var ℓ + τ² [tr Cov g + Cov(ℓ, tr H)] + τ⁴/4 mean_i [2 |H_i - H|_F² + (tr (H_i - H))²]
 
     exact for losses that are quadratic in w. Variances are unbiased (N - 1). `method` is "exact" if products with
-    all unit vectors were taken, else "hutchinson": then `stderr` are those of `coupling`, `frobenius` and `trace`.
+    all unit vectors were taken, otherwise "hutchinson": then `stderr` are those of `coupling`, `frobenius` and `trace`.
     """
 
     losses: float  # Var ℓ

@@ -53,7 +53,7 @@ class BlockSpectrum:
         return Estimate(zero.value + left.value, stderr, zero.matvecs, zero.method, zero.degrees)
 
     def quantile(self, share: float) -> float | None:
-        """The eigenvalue below which this share of them lies; None where it is among those too small to be resolved."""
+        """The eigenvalue below which this share of them lies; None if it is among those too small to be resolved."""
         nodes, order = self.density.nodes.flatten().sort()
         total = self.density.weights.flatten()[order].cumsum(0)
         index = int(torch.searchsorted(total, share * total[-1] * (1 - _ROUNDING)))
@@ -71,7 +71,7 @@ def spectra(H: ModelHessian, matvecs: int, seed: int | None = None) -> Iterator[
 
 
 def whole_spectrum(H: ModelHessian, matvecs: int, seed: int | None = None) -> BlockSpectrum | None:
-    """The spectrum of the total over all blocks of `H`; None where not even short Lanczos runs fit in memory."""
+    """The spectrum of the total over all blocks of `H`; None if not even short Lanczos runs fit in memory."""
     size = H.shape[0]
     room = checks.memory_budget() // (H.total.dtype.itemsize * size) - _BESIDE
     if room < min(size, _LEAST_STEPS):

@@ -21,7 +21,7 @@ _REFINEMENTS = 12  # bisections of the radius, in the logarithm
 _UNITS = 16  # units of rounding that a loss may be off by
 _CLEAR = 30  # times the rounding: an error of this size is one of the expansion
 _FIT = 10.0**1.5  # the fit covers this factor of radii above the first clear error: the cubic term rules there
-_ORDER = 2.7  # a fitted order above this is the third, or a higher one where third derivatives vanish
+_ORDER = 2.7  # a fitted order above this is the third, or a higher one if third derivatives vanish
 _KNOWN = 0.5  # the widest interval of an order that says which one it is
 _KICK = 1e-3  # of the norm of the weights: the start of a descent beside them
 _FACTORS = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.3, 1.5)
@@ -244,7 +244,7 @@ class Divergence:
     losses: Tensor
     loss: float  # L(w)
     kick: float
-    gradient_norm: float  # at w: zero where the weights are stationary
+    gradient_norm: float  # at w: zero if the weights are stationary
 
     @property
     def critical_learning_rate(self) -> float:
@@ -328,7 +328,7 @@ def divergence(
 
 
 def _descend(surface: Surface, displacement: Tensor, rate: float, losses: Tensor) -> None:
-    """Write the losses of a run into (steps + 1,); where it leaves the range of floats, infinity stays."""
+    """Write the losses of a run into (steps + 1,); if it leaves the range of floats, infinity stays."""
     for i in range(len(losses)):
         loss = float(surface.losses(displacement[None])[0])
         if not math.isfinite(loss):

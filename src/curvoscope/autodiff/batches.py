@@ -81,7 +81,7 @@ class Batch:
 class Batches:
     """An iterable of batches that gives the same data on every pass, which is checked on every pass.
 
-    `may_be_empty`: where other processes have batches too.
+    `may_be_empty`: if other processes have batches too.
     """
 
     def __init__(self, source: Iterable[Any], micro_batch: int | None = None, may_be_empty: bool = False) -> None:

@@ -27,7 +27,7 @@ from curvoscope.errors import ModelError
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...]]  # part, rows, columns
 
-# times the least displacement, where there is nothing but rounding
+# times the least displacement, at which there is nothing but rounding
 _TRIES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5)
 _LEAST = 8  # times epsilon (1 + |w|)
 _LONGEST = 4  # times 1 + |w|
@@ -47,7 +47,7 @@ class Differences(Autodiff):
         self._scales: dict[Key, Scale] = {}
 
     def product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
-        """As that of `Autodiff`, from six gradients a vector, or more where the search goes on."""
+        """As that of `Autodiff`, from six gradients per vector, or more if the search goes on."""
         if part == "both":
             return torch.cat([self.product(one, rows, columns, vectors) for one in ("outer", "functional")], 1)
         lengths = self._lengths(vectors)
@@ -211,7 +211,7 @@ class _Batch:
 def _derivative(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor], retain: bool = False
 ) -> list[Tensor]:
-    """d<outputs, directions>/d inputs, zeros where there is no dependence."""
+    """d<outputs, directions>/d inputs, zeros if there is no dependence."""
     pairs = [(output, direction) for output, direction in zip(outputs, directions, strict=True) if output.requires_grad]
     if not pairs:
         return [torch.zeros_like(tensor) for tensor in inputs]

@@ -108,7 +108,7 @@ def climb(scale: Scale, norm: Callable[[Tensor], float]) -> Climb:
 
 
 def smooth_optimum(scale: Scale, first: MeasuredDifference, second: MeasuredDifference) -> float | None:
-    """The best displacement where the bias grows as d^2, by D at d and 2d behind it; None where it does not."""
+    """The best displacement if the bias grows as d^2, by D at d and 2d behind it; None if it does not."""
     if not math.isfinite(second.bias) or not 2 * first.bias < second.bias < 8 * first.bias:  # 4, and what else is in it
         return None
     d = second.displacement

@@ -5,7 +5,7 @@ of these weights, whatever becomes of the model later.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.guard import check_curvature, check_symmetry, probe
-from curvoscope.autodiff.hooks import ActivationHook, Site, layer_of
+from curvoscope.autodiff.hooks import ActivationHook, Site, check_layer, layer_of
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.safety import check_mode, undisturbed
 from curvoscope.autodiff.snapshot import (
@@ -45,7 +45,7 @@ class Autodiff:
     """Products with the Hessian of the mean loss over all batches, and with its two parts."""
 
     method = "autodiff"
-    error: float | None = None  # of products, relative; None where they are exact
+    error: float | None = None  # of products, relative; None if they are exact
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Autodiff:
             self._examine(whole, position, blocks, blocks, None)
 
     def _typical(self, block: Block) -> Tensor:
-        """The root mean square of a block's weights, or one where they are zero, (1,)."""
+        """The root mean square of a block's weights, or one if they are zero, (1,)."""
         squares = [self.snapshot.weight(piece.parameter).square().mean() for piece in block.pieces]
         size = torch.stack(squares).mean().sqrt()
         return torch.where(size > 0, size, 1.0)[None]
@@ -236,7 +236,7 @@ class Autodiff:
     def _products(
         self, graph: Graph, part: str, rows: Sequence[Block], wanted: Sequence[str], vectors: Mapping[str, Tensor]
     ) -> Tensor:
-        """One batch's products, (n, R): several vectors at once where the overhead of a call would dominate."""
+        """One batch's products, (n, R): several vectors at once if the overhead of a call would dominate."""
         count = next(iter(vectors.values())).shape[0]
         if count > 1 and self._can_batch and graph.nbytes <= _AT_ONCE:
             step = min(_MOST_AT_ONCE, max(1, _WORKSPACE // max(1, graph.nbytes)))
@@ -408,28 +408,3 @@ class Autodiff:
         known = {self._sites.get(piece.parameter) for piece in block.pieces}
         site = known.pop() if len(known) == 1 else None
         return site or layer_of(self.model, self.snapshot.paths, block)
-
-
-def check_layer(
-    layer: Site,
-    leaves: Mapping[str, Tensor],
-    model: tuple[Sequence[Tensor], Sequence[Tensor]],
-    output: tuple[Sequence[Tensor], Sequence[Tensor]],
-) -> None:
-    """The blocks must act on the loss through the layer's output alone: the gradients from there are all there is."""
-    whole, through = (
-        torch.autograd.grad(F, list(leaves.values()), G, retain_graph=True, materialize_grads=True)
-        for F, G in (model, output)
-    )
-    check_gradients(layer, leaves, whole, through)
-
-
-def check_gradients(layer: Site, names: Iterable[str], whole: Sequence[Tensor], through: Sequence[Tensor]) -> None:
-    """Raise unless the gradients of the whole loss are those through the layer's output."""
-    for name, expected, found in zip(names, whole, through, strict=True):
-        if float((found - expected).abs().max()) > torch.finfo(found.dtype).eps ** 0.5 * float(expected.abs().max()):
-            raise ModelError(
-                name,
-                f"also affects the loss other than through the {layer.side} of {layer.path!r}; is it tied? Use "
-                "split='model'",
-            )

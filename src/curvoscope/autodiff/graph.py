@@ -49,7 +49,7 @@ class _Switch:
 
 
 class _Gate(torch.autograd.Function):
-    """The identity; its derivative is the identity too while the switch is open, else zero."""
+    """The identity; its derivative is the identity too while the switch is open, otherwise zero."""
 
     @staticmethod
     def forward(ctx: Any, switch: _Switch, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ class Graph:
         return _saved_bytes(self._roots.values(), {_address(leaf) for leaf in self._leaves.values()})
 
     def product(self, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str], many: bool) -> dict[str, Tensor]:
-        """The product of `part` with vectors shaped like the parameters, where it is not zero.
+        """The product of `part` with vectors shaped like the parameters, if it is not zero.
 
         With `many`, vectors and products have a leading axis, one entry for each vector.
         """
@@ -127,7 +127,7 @@ class Graph:
         return [next(found) if depends else None for depends in self._depends]
 
     def pulled(self, directions: Sequence[Tensor], wanted: Sequence[str], many: bool) -> dict[str, Tensor]:
-        """J^T u from directions u, one for each of the tensors F, where it is not zero."""
+        """J^T u from directions u, one for each of the tensors F, if it is not zero."""
         chosen = [direction for direction, depends in zip(directions, self._depends, strict=True) if depends]
         return self._named(wanted, _backward(self._cut, self._wanted(wanted), chosen, many))
 

@@ -1,9 +1,10 @@
 """The layer that a block belongs to, for the split at the layer's own output."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from curvoscope.blocks import Block
@@ -23,7 +24,7 @@ class Site:
 def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> Site:
     """The output of the module at which the Hessian of `block` is split.
 
-    It is the module that owns the weight; `paths` says where a parameter stands. Where that is a mere projection of an
+    It is the module that owns the weight; `paths` says where a parameter stands. If that is a mere projection of an
     attention or feed-forward layer ("h.0.attn.Q" in nn.Linear or Conv1D), it is the module around it.
     """
     found = set()
@@ -35,6 +36,31 @@ def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> Site:
     if len(found) > 1:
         raise ModelError(block.name, f"lies in several modules, {', '.join(sorted(found))}; use split='model'")
     return Site(found.pop())
+
+
+def check_layer(
+    layer: Site,
+    leaves: Mapping[str, Tensor],
+    model: tuple[Sequence[Tensor], Sequence[Tensor]],
+    output: tuple[Sequence[Tensor], Sequence[Tensor]],
+) -> None:
+    """The blocks must act on the loss through the layer's output alone: the gradients from there are all there is."""
+    whole, through = (
+        torch.autograd.grad(F, list(leaves.values()), G, retain_graph=True, materialize_grads=True)
+        for F, G in (model, output)
+    )
+    check_gradients(layer, leaves, whole, through)
+
+
+def check_gradients(layer: Site, names: Iterable[str], whole: Sequence[Tensor], through: Sequence[Tensor]) -> None:
+    """Raise unless the gradients of the whole loss are those through the layer's output."""
+    for name, expected, found in zip(names, whole, through, strict=True):
+        if float((found - expected).abs().max()) > torch.finfo(found.dtype).eps ** 0.5 * float(expected.abs().max()):
+            raise ModelError(
+                name,
+                f"also affects the loss other than through the {layer.side} of {layer.path!r}; is it tied? Use "
+                "split='model'",
+            )
 
 
 class ActivationHook:

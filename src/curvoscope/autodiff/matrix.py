@@ -12,7 +12,7 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Block, Blocks
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockMatrix
-from curvoscope.operators.matrix_free import MatrixFree
+from curvoscope.operators.compositions import MatrixFree
 
 
 class AutodiffBlock(MatrixFree):
@@ -102,7 +102,7 @@ for _name, _method in vars(LinearOperator).items():
         _delegate(_name, _method)
 
 
-Known = Callable[[str, Block, Block], LinearOperator | None]  # part, row, column -> the block, where it is known better
+Known = Callable[[str, Block, Block], LinearOperator | None]  # part, row, column -> the block, if it is known better
 
 
 class AutodiffMatrix(MatrixFree, BlockMatrix):

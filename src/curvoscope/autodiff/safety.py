@@ -11,8 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from curvoscope.attention.switch import long_attention
-from curvoscope.autodiff.kernels import REPLACED
+from curvoscope.autodiff.kernels import REPLACED, long_attention
 from curvoscope.errors import ModelError
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
@@ -24,7 +23,7 @@ def undisturbed(
 ) -> Iterator[None]:
     """Run the model so that it can be differentiated twice, and put everything back however the run ends.
 
-    Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours where there are many
+    Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours if there are many
     scores and `own_kernels`; compiled modules run eagerly; autocast is off and gradients are on. Afterwards the
     kernels, the random states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers
     are what they were, also after an exception or Ctrl-C.
@@ -80,7 +79,7 @@ def same_randomness(generators: Iterable[torch.Generator] = ()) -> Iterator[None
 
 
 def check_mode(model: nn.Module) -> None:
-    """Raise where the loss would depend on chance or on the cut into batches."""
+    """Raise if the loss would depend on chance or on the cut into batches."""
     for path, module in model.named_modules():
         if not module.training:
             continue

@@ -106,7 +106,7 @@ class Snapshot:
 
 
 def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) -> CurvoscopeError | None:
-    """What to do about an error of the model's forward pass, where that is known."""
+    """What to do about an error of the model's forward pass, if that is known."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, ValueError) and _lacks_decoder_inputs(model, keywords) and "labels" not in keywords:
         return BatchError(
@@ -289,7 +289,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def check_same(value: float, again: float, dtype: torch.dtype) -> None:
-    """Raise where the loss of two identical calls differs by more than rounding."""
+    """Raise if the loss of two identical calls differs by more than rounding."""
     if abs(again - value) > _ROUNDING * torch.finfo(dtype).eps * abs(value):
         raise LossError(
             "model",
@@ -352,7 +352,7 @@ def keywords_for(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device given, else the one where all parameters are."""
+    """The device given, otherwise the one that holds all parameters."""
     found = {tensor.device for tensor in model.parameters()}
     if len(found) > 1 and device is None:
         seen = ", ".join(sorted(map(str, found)))

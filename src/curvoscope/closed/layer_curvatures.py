@@ -19,7 +19,7 @@ from curvoscope.exact.backpropagation import JacobianProducts
 from curvoscope.exact.grouped import Grouped
 from curvoscope.exact.links import AttentionLink, Link, TokenwiseLink
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.matrix_free import MatrixFree
+from curvoscope.operators.compositions import MatrixFree
 
 _MOST_PRODUCTS = 512  # through the tail of the network, for all of S
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from curvoscope.autodiff.batches import Batch
-from curvoscope.autodiff.engine import Autodiff, check_gradients
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.hooks import check_gradients
 from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError, ModelError
 from curvoscope.exact.activations import ACTIVATIONS

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _TABLE_WIDTH = 120
-"""Columns of a table where there is no terminal to ask."""
+"""Columns of a table if there is no terminal to ask."""
 
 
 class OutputError(CurvoscopeError):
@@ -64,6 +64,6 @@ def png(figure: "matplotlib.figure.Figure") -> bytes:
 
 
 def console() -> Console:
-    """Of stdout: as wide as the terminal, or wide enough for the tables where there is none."""
+    """Of stdout: as wide as the terminal, or wide enough for the tables if there is none."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=_TABLE_WIDTH)

@@ -19,7 +19,7 @@ FORMATS = ("csv", "parquet")
 def run(source: Path, kind: str, out: Path | None) -> None:
     """Write the table of `source`, a store or the directory of a run, to `out`; without `out`, CSV goes to stdout.
 
-    Of experiments (`reproduce`), the coordinates of the points become columns of their own, empty where a figure has
+    Of experiments (`reproduce`), the coordinates of the points become columns of their own, empty if a figure has
     none of that name. Of monitored runs (`watch`), a row is one number of one record.
     """
     checks.choice("format", kind, FORMATS)

@@ -1,4 +1,4 @@
-"""One progress bar for a command with many measurements, in place of one for each of them."""
+"""Progress bars of commands with many measurements, in place of one for each of them."""
 
 import contextlib
 import sys
@@ -6,11 +6,27 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from curvoscope.settings import settings
 
 _PATIENCE = 1.0  # seconds without a bar
+
+
+def counted(left: bool = False) -> Progress:
+    """A bar with the numbers of tasks done and of all, on stderr, if that is a terminal; with `left`, the time left."""
+    console = Console(stderr=True, highlight=False)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        *((TextColumn("left"), TimeRemainingColumn()) if left else ()),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        speed_estimate_period=300.0,
+    )
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from curvoscope import commands
 from curvoscope.commands import reproduce_report
 from curvoscope.commands.document import REPORTS
+from curvoscope.commands.progress import counted
 from curvoscope.errors import RangeError
 from curvoscope.papers import experiments
 from curvoscope.papers.experiments import Figure, Row, Store, Task, Verdict, panel_figures, panel_pages
@@ -72,25 +72,13 @@ def run(
 
 def _measure(figures: Sequence[Figure], store: Store, quick: bool, jobs: int, dask: str | None) -> None:
     tasks = experiments.missing(figures, store, quick)
-    stderr = Console(stderr=True, highlight=False)
     seconds = sum(task.figure.seconds(task.point) for task in tasks) / jobs
     if seconds > _LONG:
-        stderr.print(
+        Console(stderr=True, highlight=False).print(
             f"{len(tasks)} points to measure, about {_duration(seconds)} with {jobs} jobs. Measurements are kept: "
             "stop at any time and run the same command again to continue."
         )
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=stderr,
-        transient=True,
-        disable=not stderr.is_terminal,
-        speed_estimate_period=300.0,
-    ) as bar:
+    with counted(left=True) as bar:
         whole = bar.add_task("measuring", total=len(tasks))
 
         def advance(task: Task) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from curvoscope.commands.progress import counted
 from curvoscope.papers.theorems import Result
 from curvoscope.papers.theorems.registry import TheoremStatus
 from curvoscope.papers.theorems.verify import examine, names
 from curvoscope.versions import versions
 
 _TABLE_WIDTH = 160
-"""Columns of the table where there is no terminal to ask."""
+"""Columns of the table if there is no terminal to ask."""
 
 
 def run(seed: int, as_json: bool) -> int:
@@ -36,18 +36,8 @@ def run(seed: int, as_json: bool) -> int:
 
 
 def _examine(seed: int) -> list[Result]:
-    stderr = Console(stderr=True)
-    results = []
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=stderr,
-        transient=True,
-        disable=not stderr.is_terminal,
-    ) as progress:
-        expected = names()
+    results, expected = [], names()
+    with counted() as progress:
         task = progress.add_task(expected[0], total=len(expected))
         for following, result in zip([*expected[1:], "done"], examine(seed), strict=True):
             results.append(result)

@@ -1,7 +1,6 @@
 """`curvoscope watch`: train a small model with the monitor on; stop at any time, go on with --resume."""
 
 import dataclasses
-import shlex
 import signal
 import threading
 import time
@@ -17,7 +16,7 @@ from rich.table import Table
 from curvoscope import commands
 from curvoscope.commands.document import REPORTS
 from curvoscope.commands.reproduce import STORE
-from curvoscope.commands.watch_report import DOCUMENT, write_report
+from curvoscope.commands.watch_report import DOCUMENT, run_facts, write_report
 from curvoscope.commands.watch_run import TrainingRun, WatchOptions, load, save
 from curvoscope.database import StoreError
 from curvoscope.errors import EmptyError
@@ -102,7 +101,7 @@ def _restore(stored: StoredRun, training: TrainingRun) -> None:
 
 
 def _measured(stored: StoredRun, training: TrainingRun) -> tuple[list[Record], list[Incident]]:
-    """Of the store and of this process, which has more where the store failed."""
+    """Of the store and of this process, which has more if the store failed."""
     kept: tuple[list[Record], list[Incident]] = [], []
     try:
         kept = stored.records(), stored.incidents()
@@ -173,21 +172,11 @@ def _table(records: list[Record]) -> Table:
 
 
 def _facts(training: TrainingRun, name: str, records: list[Record], incidents: list[Incident]) -> dict[str, Any]:
-    options = {key: value for key, value in dataclasses.asdict(training.options).items() if value is not None}
-    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    return {
-        "kind": "watch",
-        "title": f"Curvature during training on {options['task']}",
+    return run_facts(name, dataclasses.asdict(training.options), versions(), records, incidents) | {
+        "title": f"Curvature during training on {training.options.task}",
         "about": training.about,
-        "run": name,
-        "configuration": options,
-        "command": shlex.join(["curvoscope", "watch", *words]),
-        "versions": versions(),
-        "seed": options["seed"],
         "steps": training.monitor.steps,
         "share_of_time": training.monitor.pace.share,
-        "records": [record.facts() for record in records],
-        "incidents": [incident.facts() for incident in incidents],
     }
 
 

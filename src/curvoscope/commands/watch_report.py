@@ -9,10 +9,9 @@ from curvoscope.commands.document import pictures, write_run
 from curvoscope.commands.watch_run import MOMENTUM
 from curvoscope.report import answers
 from curvoscope.report.contents import ReportError
-from curvoscope.report.training_figures import training_figure
+from curvoscope.report.training_figures import block_map, detailed, trace_figure, training_figure
 from curvoscope.report.training_sections import records_of
-from curvoscope.report.watch_figures import block_map, detailed, trace_figure
-from curvoscope.training import Record, RunStore
+from curvoscope.training import Incident, Record, RunStore
 
 DOCUMENT = "watch.json"
 
@@ -37,23 +36,32 @@ def read_store(path: Path) -> None:
             raise ReportError("RUN", f"{path} contains no run; start one with curvoscope watch")
         run = store.run(store.names[-1])
         facts, records, incidents = run.facts, run.records(), run.incidents()
-    options = {name: value for name, value in facts["configuration"].items() if value is not None}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     steps = max([0, *(one.step for one in records), *(one.step for one in incidents)])
-    document = {
+    document = run_facts(run.name, facts["configuration"], facts["versions"], records, incidents)
+    about = [f"The run did not finish: these are the {len(records)} measurements up to step {steps}."]
+    write_report(path.parent, {**document, "title": "Curvature during training", "about": about, "steps": steps})
+
+
+def run_facts(
+    name: str,
+    configuration: Mapping[str, Any],
+    versions: Mapping[str, str],
+    records: Sequence[Record],
+    incidents: Sequence[Incident],
+) -> dict[str, Any]:
+    """What the document says of any run; title, about and steps are still to be added."""
+    options = {key: value for key, value in configuration.items() if value is not None}
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    return {
         "kind": "watch",
-        "title": "Curvature during training",
-        "about": [f"The run did not finish: these are the {len(records)} measurements up to step {steps}."],
-        "run": run.name,
+        "run": name,
         "configuration": options,
         "command": shlex.join(["curvoscope", "watch", *words]),
-        "versions": facts["versions"],
+        "versions": versions,
         "seed": options.get("seed"),
-        "steps": steps,
         "records": [one.facts() for one in records],
         "incidents": [one.facts() for one in incidents],
     }
-    write_report(path.parent, document)
 
 
 def _draw(records: Sequence[Record]) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from curvoscope.errors import CurvoscopeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
 from curvoscope.estimate.space import Space
 from curvoscope.operators.base import LinearOperator, ProductPair
-from curvoscope.operators.matrix_free import MatrixFree
+from curvoscope.operators.compositions import MatrixFree
 
 _CHUNK = 2**20  # random numbers drawn at once; a multiple of 64, so that none is drawn and not used
 

@@ -44,7 +44,7 @@ def diagonal(
 
         diag B = diag(Z Q^T + Q Z^T - Q (Q^T Z) Q^T) + E[z * P B P z],
 
-    so that only P B P is sampled. `auto` deflates a symmetric operator where the sketch shows that it pays. With as
+    so that only P B P is sampled. `auto` deflates a symmetric operator if the sketch shows that it pays. With as
     many products as B has columns, or when a tolerance would cost more, the answer is exact.
 
     Args:

@@ -100,7 +100,7 @@ def lanczos(
         start: (n,) or (n, p) approximate eigenvectors, of an earlier point in training for example. A random tenth is
             added, so that an eigenvalue that has overtaken theirs is found too. They make residuals small sooner; to
             rule out that an eigenvalue has overtaken takes as many products as without them.
-        block: vectors a product; the number of starting vectors, or min(k, 8).
+        block: vectors per product; the number of starting vectors, or min(k, 8).
         vectors: whether to return eigenvectors.
 
     Returns:

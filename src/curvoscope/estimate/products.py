@@ -67,13 +67,13 @@ class Products:
         self.row_space, self.space = spaces or (Space(self.rows), Space(self.size))
         self._longest = max(self.row_space.longest, self.space.longest)
         self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
-        # sums over entries are float64, where the device has it
+        # sums over entries are float64, if the device has it
         self.device = torch.device("cpu") if operator.device.type == "mps" else operator.device
         self.matvecs = 0
         self._exponent: int | None = None  # that of the unit, once known
         needed = _COPIES * self.dtype.itemsize * max(1, self._longest)
         self.columns = max(1, min(COLUMNS, self.budget() // needed))  # vectors in memory at once
-        self._together = max(1, min(self.columns, _ENTRIES // max(1, self._longest)))  # vectors a product
+        self._together = max(1, min(self.columns, _ENTRIES // max(1, self._longest)))  # vectors per product
         what = f"a product with a vector of length {self._longest}"
         checks.fits(self.columns * needed, self.budget(), what, "give a larger memory_limit")
         self._ticker = Ticker(label, total)
@@ -126,7 +126,7 @@ class Products:
         return 2.0 ** (self._exponent or 0)
 
     def _common_exponent(self, product: Tensor) -> int | None:
-        """The exponent of the largest entry in all processes, or 0 where it is ordinary; None for a zero product."""
+        """The exponent of the largest entry in all processes, or 0 if it is ordinary; None for a zero product."""
         mine = exponent_of(product)
         exponent = -self.row_space.least(_ZERO if mine is None else -mine)
         if exponent == -_ZERO:

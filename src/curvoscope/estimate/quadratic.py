@@ -37,9 +37,9 @@ def trace(
     """The trace of a square operator.
 
     `hutchinson` averages z^T B z over random signs z; `hutch++` and `xtrace` find the large eigenvectors first and
-    sample the rest. `auto` spends half of its products on a sketch; where the sketch shows that few eigenvectors hold
-    most of B it goes on with XTrace, else the sketch's own columns are probes and it goes on with more of them. With as
-    many products as B has columns, or when a tolerance would cost more, the answer is exact.
+    sample the rest. `auto` spends half of its products on a sketch; if the sketch shows that few eigenvectors hold
+    most of B it goes on with XTrace, otherwise the sketch's own columns are probes and it goes on with more of them.
+    With as many products as B has columns, or when a tolerance would cost more, the answer is exact.
 
     Args:
         operator: (n, n), not necessarily symmetric.

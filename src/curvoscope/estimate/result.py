@@ -149,7 +149,7 @@ class Estimate(float):
         return Estimate(root, stderr, self.matvecs, self.method, self.degrees, self.skewness, 2 * self.power)
 
     def checked(self, question: str) -> "Estimate":
-        """The estimate itself, once value and error are known to be finite."""
+        """Check that value and error are finite and return the estimate."""
         checks.finite(question, self.value)
         checks.finite(question, self.stderr)
         return self

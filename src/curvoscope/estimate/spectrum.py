@@ -179,7 +179,7 @@ class Density:
         """The density of log10 |λ|, of positive and of negative eigenvalues.
 
         The mass of a Gauss node may belong to any eigenvalue between its two neighbours. So its sign and its decade are
-        known only where the neighbour on the side of zero has its sign, or where the node itself is an eigenvalue, to a
+        known only if the neighbour on the side of zero has its sign, or if the node itself is an eigenvalue, to a
         tenth. What is left is the part of the spectrum below the resolution of the quadrature: more steps resolve more.
         """
         nodes, size = self.nodes, self.nodes.abs()

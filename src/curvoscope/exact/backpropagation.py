@@ -17,14 +17,13 @@ from curvoscope import checks, estimate, losses
 from curvoscope.errors import MemoryLimitError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.exact.block import Stack, TransformerBlock
-from curvoscope.exact.chain import Chain
-from curvoscope.exact.descent import Descent
+from curvoscope.exact.chain import Chain, Descent
 from curvoscope.exact.grouped import Grouped
 from curvoscope.exact.links import Layer, Link
 from curvoscope.magnitudes import norm
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
-from curvoscope.operators.matrix_free import MatrixFree
+from curvoscope.operators.compositions import MatrixFree
 
 
 class CurvatureProducts(MatrixFree):

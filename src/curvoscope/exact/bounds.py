@@ -212,7 +212,7 @@ def feed_forward(layer: FeedForward, X: Tensor, loss: losses.LossFunction) -> Bl
     With c1, c2 the largest |φ'|, |φ''|, x = |X| for a weight and √T for a bias, w = max_e |W2_e| over the rows of W2:
 
         J_1 ≤ x c1 |W2|         J_2 ≤ |z| ≤ |X|_F |W1| + √T |b1|, and √T for b2
-        H_f(1, 1) ≤ x² c2 w max|G_t|, or x c2 w |G| where one is a bias      H_f(1, 2) ≤ x c1 |G|     nothing with b2
+        H_f(1, 1) ≤ x² c2 w max|G_t|, or x c2 w |G| if one is a bias      H_f(1, 2) ≤ x c1 |G|     nothing with b2
 
     In the gated form z = φ(v) ∘ h the constants are max|v| for W1, c1 max|h| for the gate, c1 between them and
     c2 max|h| for the gate twice, with max|h| ≤ max|x_t| max_e|W1_e| + max|b1| over the columns of W1.
@@ -242,7 +242,7 @@ def feed_forward(layer: FeedForward, X: Tensor, loss: losses.LossFunction) -> Bl
 
 
 def layer_norm(layer: LayerNorm | RMSNorm, X: Tensor) -> dict[str, Bound]:
-    """Bounds on the "jacobian" dy/dX and the "second derivative" d²y/dX², exact where all γ have one magnitude.
+    """Bounds on the "jacobian" dy/dX and the "second derivative" d²y/dX², exact if all γ have one magnitude.
 
     |dy/dX| ≤ max|γ| max_t |dx̂_t/dx_t| = max|γ| / min σ, and the same for d²y/dX² as a matrix of N L d · N L d rows and
     N L d columns: tokens do not mix, and diag(γ) multiplies from the left. For ε = 0 and d ≥ 3 the norms of x̂ are

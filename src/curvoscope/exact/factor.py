@@ -15,8 +15,8 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.exact.attention.cores import Answered, Response, Scores, rotated
 from curvoscope.exact.attention.moments import Covariance
-from curvoscope.exact.ports import ProjectedCurvature, seen_through
 from curvoscope.losses import Curvature, PairCurvature, Port, through
+from curvoscope.losses.curvatures import ProjectedCurvature, seen_through
 from curvoscope.operators.cores import Core, TokenForm
 from curvoscope.operators.terms import Single, Term
 

@@ -123,7 +123,7 @@ class _Norm(TokenwiseLayer):
         return at.curvature(self.gamma * checks.floating("gradient", gradient, like=X).reshape(at.x_hat.shape))
 
     def jacobian_norm(self, X: Tensor) -> Tensor:
-        """|J| of dx̂/dx for every token, (L,) or (N, L): 1/σ, or ε/σ³ where x̂ spans the range of P."""
+        """|J| of dx̂/dx for every token, (L,) or (N, L): 1/σ, or ε/σ³ if x̂ spans the range of P."""
         at, rank = self._at(X), self._rank
         norm = 1 / at.sigma if rank > 1 else rank * self.eps / at.sigma**3
         return norm.view(X.shape[:-1])
@@ -131,7 +131,7 @@ class _Norm(TokenwiseLayer):
     def second_derivative_norm(self, X: Tensor, *, flattened: bool = False) -> Tensor:
         """|D²x̂| for every token, (L,) or (N, L): the largest |D²x̂[u, v]| over unit u, v.
 
-        With ρ² = |x̂|²/d it is 2/(√(3d) σ²) where ρ ≥ 1/√3, else 3ρ(1 - ρ²)/(√d σ²); in one dimension always the
+        With ρ² = |x̂|²/d it is 2/(√(3d) σ²) if ρ ≥ 1/√3, otherwise 3ρ(1 - ρ²)/(√d σ²); in one dimension always the
         latter. `flattened`: the spectral norm of D²x̂ as a matrix (d·d, d), whose Gram matrix has the eigenvalues
         2ρ²/(d σ⁴) across x̂ and ρ² (r - 1 + 9 (1 - ρ²)²)/(d σ⁴) along it, r the rank of P.
         """

@@ -184,7 +184,7 @@ class ScalarAttention:
                 raise ShapeError("y", f"expected {tuple(x.shape)} like x, got {tuple(y.shape)}")
             return losses.MSE(y[..., None])
         if y is not None:
-            raise LossError("loss", "given beside targets y; leave out one of the two")
+            raise LossError("loss", "is given together with targets y; leave out one of the two")
         if isinstance(loss, losses.Objective):
             return loss
         return lambda F: loss(F[..., 0])

@@ -173,7 +173,7 @@ def matrices(state: State) -> Matrices:
 
 
 def curves(found: Matrices) -> Curves:
-    """Growth and the scalar model. Those who ask at the same time wait for each other."""
+    """Growth and the scalar model. Requests are handled one at a time."""
     with _one_curve:
         return _curves(found)
 

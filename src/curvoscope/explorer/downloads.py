@@ -23,7 +23,7 @@ def matrix(found: Matrices, part: str) -> CsvTable:
 
 
 def attention(found: Matrices) -> CsvTable:
-    """A line a weight."""
+    """One line per weight."""
     rows = ([*(place + 1 for place in where), float(value)] for where, value in np.ndenumerate(found.attention))
     return ["head", "query", "key", "weight"], rows
 

@@ -31,7 +31,7 @@ class Listening:
 
 
 def listen(host: str | None, port: int) -> Listening:
-    """Bind `port`, or a free one where it is taken (0: any). `host` None: loopback; any other needs a token."""
+    """Bind `port`, or a free one if it is taken (0: any). `host` None: loopback; any other needs a token."""
     if not 0 <= port <= 65535:
         raise RangeError("port", f"got {port}, expected 0 to 65535")
     token = None if host is None else secrets.token_urlsafe(24)

@@ -2,7 +2,6 @@
 
 from curvoscope.losses.any_loss import at
 from curvoscope.losses.any_loss import objective_of as objective_of
-from curvoscope.losses.contrastive import Contrastive
 from curvoscope.losses.cross_entropy import CrossEntropy, SoftmaxCurvature
 from curvoscope.losses.curvatures import (
     Curvature,
@@ -17,8 +16,8 @@ from curvoscope.losses.curvatures import curvature_of as curvature_of
 from curvoscope.losses.curvatures import group_size as group_size
 from curvoscope.losses.curvatures import through as through
 from curvoscope.losses.mse import MSE
+from curvoscope.losses.objectives import Contrastive, MeanLoss
 from curvoscope.losses.objectives import LossFunction as LossFunction
-from curvoscope.losses.objectives import MeanLoss
 from curvoscope.losses.objectives import Objective as Objective
 from curvoscope.losses.regularised import Regularised
 

@@ -42,7 +42,7 @@ def at(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
 
 
 def _by_autodiff(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
-    """G and S by double backward, which is right also where nested torch.func transforms are not."""
+    """G and S by double backward, which is right also when nested torch.func transforms are not."""
     if not takes(loss, 1):
         raise LossError("loss", "must be a function of the layer's output alone; give lambda F: loss(F, targets)")
     leaf = F.detach().clone().requires_grad_()

@@ -347,7 +347,7 @@ class BlockHessian:
 
 
 def _twice(mirrored: bool, norm: float) -> float:
-    """The norm of a block, with its mirror image where it has one."""
+    """The norm of a block, with its mirror image if it has one."""
     return math.sqrt(2) * norm if mirrored else norm
 
 

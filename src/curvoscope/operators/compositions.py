@@ -1,8 +1,9 @@
-"""Operators made of others: added, scaled, squared, or given by their products alone."""
+"""Operators known by their products alone, and operators made of others: added, scaled, squared."""
 
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import power_of_two
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
@@ -24,8 +25,31 @@ class Product(LinearOperator):
         return Product((self._products[1], self._products[0]), self.column_shape, self.row_shape, self.like)
 
 
+class MatrixFree(LinearOperator):
+    """An operator whose every entry costs a product: estimates are the default, `dense()` must be asked for.
+
+    `matvecs` is the budget, `tolerance` the relative error to stop at.
+    """
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        fits = other.ndim == 1 and other.shape[0] == self.shape[1] and other.dtype == self.dtype
+        if fits and other.device == self.device and bool(torch.isfinite(other.sum())):
+            # the usual checks take 5 % of a product's time
+            return checks.finite("product", self._matmat(other[:, None])[:, 0])
+        return super().__matmul__(other)
+
+    @property
+    def estimated(self) -> bool:
+        """Always."""
+        return True
+
+    def norm_bound(self) -> float:
+        """|B|_2 <= |B|_F: with all products, so for small blocks."""
+        return float(self.dense().norm())
+
+
 class Sum(LinearOperator):
-    """The sum of two operators, of which each answers for itself where the answers add."""
+    """The sum of two operators, of which each answers for itself if the answers add."""
 
     def __init__(self, first: LinearOperator, second: LinearOperator) -> None:
         if first.shape != second.shape:
@@ -86,8 +110,19 @@ class Scaled(LinearOperator):
         return abs(self._factor) * self._operator._norm()
 
 
+class DiagonallyScaled(LinearOperator):
+    """D B D for a symmetric B (n, n) and a diagonal D (n,): step sizes and preconditioners around a Hessian."""
+
+    def __init__(self, operator: LinearOperator, diagonal: Tensor) -> None:
+        super().__init__(operator.row_shape, operator.column_shape, operator.like, symmetric=True)
+        self._operator, self._scales = operator, diagonal.to(operator.dtype)[:, None]
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self._scales * self._operator._matmat(self._scales * columns)
+
+
 class Gram(LinearOperator):
-    """M^T M / unit², for the singular values of M, or of its transpose where that is narrower. The unit, a power of
+    """M^T M / unit², for the singular values of M, or of its transpose if that is narrower. The unit, a power of
     two, is the size of the first product with M, so that squares neither over- nor underflow."""
 
     def __init__(self, operator: LinearOperator) -> None:
@@ -103,7 +138,7 @@ class Gram(LinearOperator):
 
 
 def summed(first: ProductPair | None, second: ProductPair | None) -> ProductPair | None:
-    """The products with a sum, where those with both summands are known."""
+    """The products with a sum, if those with both summands are known."""
     if first is None or second is None:
         return None
     (one, one_t), (two, two_t) = first, second

@@ -52,7 +52,7 @@ class RowForm:
 
 
 class Core(ABC):
-    """C_t (p, q) for tokens t. `workspace` counts the numbers a token needs while `dense` computes it."""
+    """C_t (p, q) for tokens t. `workspace` counts the numbers that a token needs while `dense` computes it."""
 
     def __init__(self, shape: tuple[int, int], period: int, workspace: int, symmetric: bool = False) -> None:
         self.shape, self.period, self.symmetric = shape, period, symmetric
@@ -82,11 +82,11 @@ class Core(ABC):
         return self.diagonal_workspace
 
     def token_form(self) -> TokenForm | None:
-        """The token-space form where there is one."""
+        """The token-space form, if there is one."""
         return None
 
     def row_form(self) -> RowForm | None:
-        """The form with E a diagonal matrix plus outer products where there is one."""
+        """The form with E a diagonal matrix plus outer products, if there is one."""
         return None
 
     # ---- what a product keeps for the next one
@@ -159,7 +159,7 @@ class SumCore(Core):
 
     @property
     def diagonal_workspace(self) -> int:
-        """Of the core that needs most, beside the diagonals of the others."""
+        """Of the core that needs most, with the diagonals of the others."""
         return max(core.diagonal_workspace for core in self._cores) + len(self._cores) * self.shape[0]
 
     @property

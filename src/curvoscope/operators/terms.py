@@ -93,7 +93,7 @@ class Term:
         return cls(first, second, DenseCore(blocks.transpose(2, 3).reshape(-1, p, q)), axes)
 
     def chunks(self, budget: int, extra: int = 0, core: int | None = None) -> list[tuple[int, int]]:
-        """Ranges of tokens that fit into the budget, with `core` numbers a token (those of dense cores) and `extra`."""
+        """Ranges of tokens that fit the budget, with `core` numbers per token (those of dense cores) and `extra`."""
         numbers = (self.core.workspace if core is None else core) + extra
         return list(checks.chunks(self.tokens, self.core.period, numbers * self.left.element_size(), budget))
 

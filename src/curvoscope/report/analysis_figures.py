@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +13,7 @@ from curvoscope.analysis.power_law import PowerLaw
 from curvoscope.analysis.scaling import Scaling
 from curvoscope.analysis.taylor import Divergence, Taylor
 from curvoscope.report import style
-
-if TYPE_CHECKING:
-    import matplotlib.axes
-    import matplotlib.figure
+from curvoscope.report.style import Axes, Figure
 
 _TEXT, _HEADING = 9, 10
 _DIRECTIONS = {
@@ -33,7 +30,7 @@ _QUANTITIES = {
 }
 
 
-def taylor_figure(found: Taylor) -> "matplotlib.figure.Figure":
+def taylor_figure(found: Taylor) -> Figure:
     """Actual and predicted change of the loss in size against the distance, and the error with its order below."""
     figure = style.blank(6.4, 6.4)
     top, bottom = figure.subplots(2, 1, sharex=True)
@@ -80,7 +77,7 @@ def _reach(found: Taylor) -> str:
     return f"The second-order prediction holds to {found.tolerance:.0%} up to {beyond}{found.radius:.2g}"
 
 
-def landscape_figure(found: Slice) -> "matplotlib.figure.Figure":
+def landscape_figure(found: Slice) -> Figure:
     """The loss on a line beside its quadratic, or on a plane as a map with the quadratic's contours."""
     axes_names = [_axis(one.name, one.eigenvalue) for one in found.directions]
     figure = style.blank(6.4, 4.4 if len(axes_names) == 1 else 5.6)
@@ -118,7 +115,7 @@ def _axis(name: str, eigenvalue: object) -> str:
     return f"distance {_DIRECTIONS.get(name, name)}"
 
 
-def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
+def convergence_figure(found: Convergence) -> Figure:
     """|L_{k+b} - L_k| against k with its laws, bound and random numbers, one panel per distance; then the gradient."""
     count = len(found.curves) + 1
     figure = style.blank(0.8 + 3.4 * count, 4.8)
@@ -137,7 +134,7 @@ def convergence_figure(found: Convergence) -> "matplotlib.figure.Figure":
     return figure
 
 
-def _changes(axes: "matplotlib.axes.Axes", curve: ConvergenceCurve, batch: int) -> None:
+def _changes(axes: Axes, curve: ConvergenceCurve, batch: int) -> None:
     k = curve.counts.numpy()
     axes.loglog(k, curve.mean.numpy(), "o", color=style.BLUE, markersize=4, label="measured, mean")
     axes.plot(k, curve.law.numpy(), color=style.BLUE, linewidth=1.2, label="law of the spread")
@@ -155,7 +152,7 @@ def _changes(axes: "matplotlib.axes.Axes", curve: ConvergenceCurve, batch: int) 
     axes.set_ylabel(f"$|L_{{k+{batch}}} - L_k|$", size=_HEADING)
 
 
-def _gradient(axes: "matplotlib.axes.Axes", plateau: GradientPlateau) -> None:
+def _gradient(axes: Axes, plateau: GradientPlateau) -> None:
     k = plateau.counts.numpy()
     seen = np.where(plateau.norms.numpy() > 1e-12 * plateau.trace**0.5, plateau.norms.numpy(), np.nan)
     axes.loglog(k, seen, "o", color=style.GREEN, markersize=4, label="measured")
@@ -167,7 +164,7 @@ def _gradient(axes: "matplotlib.axes.Axes", plateau: GradientPlateau) -> None:
     axes.set_ylabel("$|\\nabla L_k|$", size=_HEADING)
 
 
-def scaling_figure(found: Scaling, size: str = "size") -> "matplotlib.figure.Figure":
+def scaling_figure(found: Scaling, size: str = "size") -> Figure:
     """Each quantity against the size, its power law and the law's band; one panel per measured quantity."""
     quantities = [name for name in _QUANTITIES if found.values(name)]
     columns = min(3, len(quantities))
@@ -200,7 +197,7 @@ def _level(found: Scaling) -> str:
     return next((f"{law.level:.0%}" for law in found.laws.values()), "no")
 
 
-def _law(axes: "matplotlib.axes.Axes", law: PowerLaw) -> None:
+def _law(axes: Axes, law: PowerLaw) -> None:
     x = np.geomspace(min(law.sizes), max(law.sizes), 60)
     band = [law(float(n)) for n in x]
     axes.fill_between(
@@ -209,7 +206,7 @@ def _law(axes: "matplotlib.axes.Axes", law: PowerLaw) -> None:
     axes.plot(x, [one.value for one in band], color=style.ORANGE, linestyle=style.DASHED, linewidth=1.4)
 
 
-def divergence_figure(found: Divergence) -> "matplotlib.figure.Figure":
+def divergence_figure(found: Divergence) -> Figure:
     """Losses of gradient descent by step at each learning rate, and loss at the end over that at the start."""
     from matplotlib import colormaps
 
@@ -253,14 +250,14 @@ def divergence_figure(found: Divergence) -> "matplotlib.figure.Figure":
     return figure
 
 
-def _finish(panels: Sequence["matplotlib.axes.Axes"]) -> None:
+def _finish(panels: Sequence[Axes]) -> None:
     """A legend in each panel, and what `_clean` does."""
     for axes in panels:
         axes.legend(fontsize=_TEXT, frameon=False)
     _clean(panels)
 
 
-def _clean(panels: Sequence["matplotlib.axes.Axes"]) -> None:
+def _clean(panels: Sequence[Axes]) -> None:
     """Small ticks, and no box around the panel."""
     for axes in panels:
         axes.tick_params(labelsize=_TEXT)

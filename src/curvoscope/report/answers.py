@@ -88,7 +88,7 @@ def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, en
 
 
 def of_training(records: Sequence[Record], momentum: float | None) -> Conclusion:
-    """Of a watched training run; momentum: that of SGD, None where the steps are those of another optimizer."""
+    """Of a watched training run; momentum: that of SGD, None if the steps are those of another optimizer."""
     first, last = records[0], records[-1]
     tops = [one.largest_eigenvalue.value for one in records]
     if len(records) == 1:

@@ -1,16 +1,12 @@
 """Figures of a model's blocks, one panel per layer."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from curvoscope.analysis.heterogeneity import Part
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.blocks import layer_and_role
 from curvoscope.report import style
-
-if TYPE_CHECKING:
-    import matplotlib.axes
-    import matplotlib.figure
+from curvoscope.report.style import Axes, Figure
 
 OUTSIDE = "outside of the layers"
 _MARKERS: dict[Part, str] = {"outer": "o", "functional": "D", "total": "_"}
@@ -27,7 +23,7 @@ def split_name(name: str) -> tuple[str, str]:
     return found[0], name.removeprefix(f"{found[0]}.").removeprefix("attn.").removeprefix("mlp.")
 
 
-def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> "matplotlib.figure.Figure":
+def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> Figure:
     """Frobenius norms of the outer and the functional part of every block, and of their sum, with 95 % intervals.
 
     One logarithmic axis for all panels. A part that is zero, or not larger than `rounding`, is an open marker on the
@@ -77,7 +73,7 @@ def norm_figure(rows: Sequence[Measurement], title: str, rounding: float = 0.0) 
     return figure
 
 
-def _point(axes: "matplotlib.axes.Axes", place: int, row: Measurement, low: float, rounding: float) -> None:
+def _point(axes: Axes, place: int, row: Measurement, low: float, rounding: float) -> None:
     """One part with its interval."""
     estimate, color = row.frobenius_norm, style.STYLES[row.part]["color"]
     x = place + _SHIFTS[row.part]
@@ -87,9 +83,8 @@ def _point(axes: "matplotlib.axes.Axes", place: int, row: Measurement, low: floa
     if row.part == "total":
         axes.plot([x - 0.35, x + 0.35], [estimate.value] * 2, color=color, linewidth=1.4)
         return
-    bottom, top = estimate.interval()
-    bars = [[estimate.value - max(bottom, low)], [top - estimate.value]]
-    axes.errorbar([x], [estimate.value], bars, color=color, marker=_MARKERS[row.part], markersize=3.5, linewidth=1.3)
+    look = {"color": color, "marker": _MARKERS[row.part], "markersize": 3.5, "linewidth": 1.3}
+    axes.errorbar([x], *style.with_bars([estimate], low), **look)
 
 
 def short(name: str) -> str:

@@ -18,7 +18,7 @@ def estimated(estimate: Estimate | None, zero: float = 0.0) -> Cell:
 
 
 def plain(value: float | None, tolerance: float | None = None) -> Cell:
-    """A number that is exact, or has the error `tolerance`: ~0 where it is not larger."""
+    """A number that is exact, or has the error `tolerance`: ~0 if it is not larger."""
     if value is None:
         return Cell("")
     zero = tolerance is not None and 0 < abs(value) <= tolerance
@@ -26,7 +26,7 @@ def plain(value: float | None, tolerance: float | None = None) -> Cell:
 
 
 def short(value: float | None) -> Cell:
-    """Three digits, without an exponent where the number is of a common size."""
+    """Three digits, without an exponent if the number is of a common size."""
     return Cell("") if value is None else Cell(f"{value:.3g}", value)
 
 

@@ -65,7 +65,7 @@ class Section:
 class Report:
     """A run in words, tables and figures, with the command that repeats it.
 
-    `missing`: what was not measured, and why, a sentence each. `command` is None where the run does not tell it.
+    `missing`: what was not measured, and why, one sentence each. `command` is None if the run does not tell it.
     """
 
     title: str
@@ -117,7 +117,7 @@ def _rich_table(table: Table) -> Any:
 
 
 def report_of(document: str | bytes, files: Mapping[str, bytes]) -> Report:
-    """The report of a run, from its JSON and its figures by name: PNG, and SVG where there is one."""
+    """The report of a run, from its JSON and its figures by name: PNG, and SVG if there is one."""
     from pydantic import TypeAdapter, ValidationError
 
     from curvoscope.report.documents import Document

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,10 +9,7 @@ from curvoscope.analysis.propagation import LayerCurvature, Propagation
 from curvoscope.errors import EmptyError, ShapeError
 from curvoscope.estimate import Estimate
 from curvoscope.report import style
-
-if TYPE_CHECKING:
-    import matplotlib.axes
-    import matplotlib.figure
+from curvoscope.report.style import Axes, Figure
 
 _COLOURS = style.COLOURS[:6]  # each network has a marker of its own too
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -29,7 +25,7 @@ _PANELS: tuple[tuple[str, _DepthNumber], ...] = (
 )
 
 
-def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matplotlib.figure.Figure":
+def propagation_figure(networks: Mapping[str, Propagation], title: str) -> Figure:
     """Four logarithmic panels over the layers from input to output, one line per network, with 95 % intervals."""
     if not networks:
         raise EmptyError("networks", "is empty; give at least one")
@@ -53,7 +49,7 @@ def propagation_figure(networks: Mapping[str, Propagation], title: str) -> "matp
     return figure
 
 
-def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title: str) -> "matplotlib.figure.Figure":
+def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title: str) -> Figure:
     """log10 |S|_2 as a heat map: training steps from left to right, layers from input (top) to output (bottom)."""
     if len(steps) != len(networks) or not steps:
         raise ShapeError(
@@ -76,17 +72,12 @@ def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title
     return figure
 
 
-def _line(axes: "matplotlib.axes.Axes", name: str, network: Propagation, number: _DepthNumber, place: int) -> None:
+def _line(axes: Axes, name: str, network: Propagation, number: _DepthNumber, place: int) -> None:
     found = [(i, number(layer)) for i, layer in enumerate(network.layers)]
-    known = [(i, estimate) for i, estimate in found if estimate is not None and estimate.value > 0]
-    values = [estimate.value for _, estimate in known]
-    intervals = [estimate.interval() for _, estimate in known]
-    below = [value - max(low, 0.0) for value, (low, _) in zip(values, intervals, strict=True)]
-    above = [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]
+    known = {i: estimate for i, estimate in found if estimate is not None and estimate.value > 0}
     axes.errorbar(
-        [i for i, _ in known],
-        values,
-        [below, above],
+        list(known),
+        *style.with_bars(list(known.values()), floor=0.0),
         color=_COLOURS[place % len(_COLOURS)],
         marker=_MARKERS[place % len(_MARKERS)],
         markersize=4,
@@ -95,7 +86,7 @@ def _line(axes: "matplotlib.axes.Axes", name: str, network: Propagation, number:
     )
 
 
-def _ticks(axes: "matplotlib.axes.Axes", network: Propagation) -> None:
+def _ticks(axes: Axes, network: Propagation) -> None:
     names = [style.plain(layer.name) for layer in network.layers]
     step = -(-len(names) // _MOST_LABELS)
     places = range(0, len(names), step)

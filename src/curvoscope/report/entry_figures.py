@@ -1,19 +1,16 @@
 """Histograms of the entries of a model's blocks."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from curvoscope.analysis.entries import EntryHistogram
 from curvoscope.errors import EmptyError
 from curvoscope.report import style
-
-if TYPE_CHECKING:
-    import matplotlib.figure
+from curvoscope.report.style import Figure
 
 _TEXT, _HEADING = 10, 11
 
 
-def entry_figure(found: Sequence[EntryHistogram], title: str) -> "matplotlib.figure.Figure":
+def entry_figure(found: Sequence[EntryHistogram], title: str) -> Figure:
     """One panel per block, one line per part: the share of the entries in each bin of log10 |entry|."""
     from matplotlib.lines import Line2D
 

@@ -1,16 +1,11 @@
 """The picture of a Hessian, entry by entry."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import Tensor
 
 from curvoscope.operators import BlockHessian
 from curvoscope.report import style
-
-if TYPE_CHECKING:
-    import matplotlib.axes
-    import matplotlib.figure
+from curvoscope.report.style import Figure
 
 _LONG_NAMES = {"Q": "query", "K": "key", "V": "value", "O": "output"}
 _LABELLED, _ANNOTATED = 0.03, 0.15  # shares of the Hessian's size from which a block has a label, and its median
@@ -18,7 +13,7 @@ _SIZE = (6.4, 6.2)  # inches; the text is large enough for print at half of it
 _TEXT, _HEADING = 12, 13
 
 
-def hessian_figure(H: BlockHessian, title: str) -> "matplotlib.figure.Figure":
+def hessian_figure(H: BlockHessian, title: str) -> Figure:
     """log10 |H| entry by entry with the borders of the blocks, and the median |entry| written into each.
 
     The scale runs from the first percentile of the non-zero entries to the largest one; what is below has the

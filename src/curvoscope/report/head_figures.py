@@ -1,15 +1,12 @@
 """The figure of the attention moments, head by head."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from curvoscope.analysis.attention_heads import HeadMoments
 from curvoscope.errors import EmptyError
 from curvoscope.estimate import Estimate
 from curvoscope.report import style
-
-if TYPE_CHECKING:
-    import matplotlib.figure
+from curvoscope.report.style import Figure
 
 _COLOURS = (style.BLUE, style.ORANGE)  # layers in turn
 _MARKERS = ("o", "s")
@@ -23,7 +20,7 @@ _PANELS: tuple[tuple[str, _HeadNumber], ...] = (
 )
 
 
-def head_figure(heads: Sequence[HeadMoments], title: str) -> "matplotlib.figure.Figure":
+def head_figure(heads: Sequence[HeadMoments], title: str) -> Figure:
     """One panel per quantity, one point per head with its 95 % interval; the heads of a layer stand side by side."""
     if not heads:
         raise EmptyError("heads", "is empty; give at least one head")
@@ -38,10 +35,8 @@ def head_figure(heads: Sequence[HeadMoments], title: str) -> "matplotlib.figure.
             if estimate is None:
                 continue
             turn = layers.index(one.layer) % 2
-            low, high = estimate.interval()
-            bars = [[estimate.value - low], [high - estimate.value]]
             look = {"color": _COLOURS[turn], "marker": _MARKERS[turn], "markersize": 4, "linewidth": 1.2}
-            axes.errorbar([place], [estimate.value], bars, **look)
+            axes.errorbar([place], *style.with_bars([estimate]), **look)
         axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, 1e-12))
         axes.set_xlim(-0.6, len(heads) - 0.4)
         axes.set_title(label, size=_HEADING, loc="left")

@@ -1,7 +1,6 @@
 """Heat maps of the norms of a Hessian's blocks and of pairs of blocks, one panel per part."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,20 +9,16 @@ from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.report import style
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
+from curvoscope.report.style import Figure
 
-if TYPE_CHECKING:
-    import matplotlib.figure
-
-_CELL, _SMALL_CELL = 0.3, 0.15  # inches; small where there are many
+_CELL, _SMALL_CELL = 0.3, 0.15  # inches; small if there are many
 _MANY = 16
 _TEXT, _HEADING = 9, 11
 
 NormsByPlace = dict[tuple[int, int], float]
 
 
-def pair_map(
-    rows: Sequence[Measurement], pairs: Sequence[PairNorm], title: str, rounding: float = 0.0
-) -> "matplotlib.figure.Figure":
+def pair_map(rows: Sequence[Measurement], pairs: Sequence[PairNorm], title: str, rounding: float = 0.0) -> Figure:
     """log10 |H(a, b)|_F for all pairs of a model's blocks, the diagonal from `rows`."""
     names = list(dict.fromkeys(row.block for row in rows))
     panels: dict[Part, NormsByPlace] = {part: {} for part in PARTS}
@@ -36,7 +31,7 @@ def pair_map(
     return _draw(panels, labels, labels, title, rounding)
 
 
-def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> "matplotlib.figure.Figure":
+def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) -> Figure:
     """log10 |H(a, a)|_F of the diagonal blocks, one row per layer. Norms up to `rounding` count as zero."""
     places = [split_name(row.block) for row in rows]
     layers = sorted(dict.fromkeys(layer for layer, _ in places), key=lambda layer: layer == OUTSIDE)
@@ -50,15 +45,13 @@ def layer_map(rows: Sequence[Measurement], title: str, rounding: float = 0.0) ->
 
 def _draw(
     panels: Mapping[Part, NormsByPlace], lines: Sequence[str], columns: Sequence[str], title: str, rounding: float
-) -> "matplotlib.figure.Figure":
+) -> Figure:
     """One colour scale for all panels; zero is grey, what was not measured is left blank."""
     from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
     from matplotlib.patches import Patch
 
     seen = [value for norms in panels.values() for value in norms.values() if value > rounding]
-    low, high = (min(seen), max(seen)) if seen else (0.1, 1.0)
-    scale = LogNorm(low, high if high > low else 10 * low)
+    scale, least = style.log_scale(seen), min(seen, default=0.1)
     beside = len(columns) <= min(2 * len(lines), _MANY)
     cell = _CELL if len(lines) <= _MANY else _SMALL_CELL
     width, height = max(2.0, cell * len(columns)), max(0.6, cell * len(lines))
@@ -69,7 +62,7 @@ def _draw(
     for axes, (part, norms) in zip(grid, panels.items(), strict=True):
         table = np.full((len(lines), len(columns)), np.nan)
         for place, value in norms.items():
-            table[place] = value if value > rounding else low / 10
+            table[place] = value if value > rounding else least / 10
         colors = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=style.ZERO)
         image = axes.imshow(table, cmap=colors, norm=scale, aspect="auto")
         axes.set_title(part, size=_HEADING, loc="left")

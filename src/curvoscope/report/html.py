@@ -26,7 +26,7 @@ def fragment(report: Report) -> str:
 
 
 def _image(figure: ReportFigure, prefix: str) -> str:
-    """The SVG in the colours of the page; where there is none that can be read, the PNG, always on white."""
+    """The SVG in the colours of the page; if none can be read, the PNG, always on white."""
     if figure.svg is not None:
         try:
             return inline(figure.svg, prefix, figure.alt)

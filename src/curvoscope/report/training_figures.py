@@ -1,26 +1,24 @@
-"""The figure of a monitored training run."""
+"""Figures of a monitored training run: its course, and what is measured more seldom (trace, λ min, norms)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from curvoscope.errors import EmptyError
+from curvoscope.estimate import Estimate
 from curvoscope.report import style
-from curvoscope.training.records import Record
+from curvoscope.report.style import Axes, Figure
+from curvoscope.training.records import Details, Record
 
-if TYPE_CHECKING:
-    import matplotlib.axes
-    import matplotlib.figure
-
-_TEXT, _HEADING = 9, 10
+_TEXT, _HEADING, _LARGE = 9, 10, 11
+ROUNDING = 1e-7  # of the largest norm: models are trained in float32
 _COLORS = (*style.COLOURS, style.GREY)
 
 Number = Callable[[Record], float | None]
 
 
-def training_figure(records: Sequence[Record]) -> "matplotlib.figure.Figure":
+def training_figure(records: Sequence[Record]) -> Figure:
     """Loss; sharpness, critical sharpness and the edge 2/lr; share of functional and of negative curvature; entropy
     and spread of attention; all against the step."""
     if not records:
@@ -61,7 +59,7 @@ def training_figure(records: Sequence[Record]) -> "matplotlib.figure.Figure":
 
 
 def _line(
-    axes: "matplotlib.axes.Axes",
+    axes: Axes,
     records: Sequence[Record],
     number: Number,
     label: str,
@@ -95,3 +93,66 @@ def _of_rows(record: Record, layer: str, quantity: str) -> float | None:
 
 def _first(records: Sequence[Record]) -> float:
     return records[0].largest_eigenvalue.value
+
+
+def detailed(records: Sequence[Record]) -> list[tuple[int, Details]]:
+    """The steps whose details were measured."""
+    return [(one.step, one.details) for one in records if one.details is not None]
+
+
+def trace_figure(records: Sequence[Record]) -> Figure:
+    """Trace and smallest eigenvalue with 95 % intervals."""
+    known = _known(records)
+    figure = style.blank(9.6, 3.4)
+    for axes, (label, name) in zip(
+        figure.subplots(1, 2), (("trace", "trace"), ("$\\lambda_{min}$", "smallest_eigenvalue")), strict=True
+    ):
+        found: list[Estimate] = [getattr(details, name) for _, details in known]
+        look = {"color": style.BLUE, "marker": "o", "markersize": 3, "linewidth": 1.2}
+        axes.errorbar([step for step, _ in known], *style.with_bars(found), **look)
+        axes.axhline(0, color="#666666", linewidth=0.8, linestyle=":")
+        axes.set_title(label, size=_LARGE, loc="left")
+        axes.set_xlabel("step", size=_TEXT + 1)
+        axes.tick_params(labelsize=_TEXT)
+        style.open_box(axes)
+    first, last = known[0][1].trace.value, known[-1][1].trace.value
+    figure.suptitle(f"The trace went from {first:.3g} to {last:.3g}", size=_LARGE + 1)
+    return figure
+
+
+def block_map(records: Sequence[Record]) -> Figure:
+    """|H_bb|_F of both parts: one row per block, one column per measurement, one logarithmic colour scale."""
+    from matplotlib import colormaps
+
+    known = _known(records)
+    names = list(known[-1][1].blocks)
+    if not names:
+        raise EmptyError("records", "have no blocks")
+    tables = {
+        part: np.array([[getattr(details.blocks[name], part).value for _, details in known] for name in names])
+        for part in ("outer", "functional")
+    }
+    everything = np.concatenate(list(tables.values()))
+    seen = everything[everything > ROUNDING * everything.max()]
+    scale = style.log_scale(seen)
+    figure = style.blank(9.6, 1.8 + 0.24 * len(names))
+    grid = figure.subplots(1, 2, sharey=True)
+    for axes, (part, table) in zip(grid, tables.items(), strict=True):
+        colors = colormaps["viridis"].with_extremes(under=style.ZERO)
+        image = axes.imshow(np.maximum(table, 1e-300), cmap=colors, norm=scale, aspect="auto", interpolation="nearest")
+        axes.set_title(f"{part} part", size=_LARGE, loc="left")
+        places = np.unique(np.linspace(0, len(known) - 1, min(6, len(known))).round().astype(int))
+        axes.set_xticks(places, [str(known[place][0]) for place in places], size=_TEXT)
+        axes.set_yticks(range(len(names)), [style.plain(name) for name in names], size=_TEXT)
+        axes.tick_params(length=0)
+        axes.set_xlabel("step", size=_TEXT + 1)
+    style.colour_bar(image, grid, "$\\|H_{bb}\\|_F$", _LARGE, _TEXT, aspect=25)
+    figure.suptitle("Norms of the diagonal blocks (grey: zero to rounding)", size=_LARGE + 1)
+    return figure
+
+
+def _known(records: Sequence[Record]) -> list[tuple[int, Details]]:
+    known = detailed(records)
+    if not known:
+        raise EmptyError("records", "no details were measured; give a larger budget or more steps")
+    return known

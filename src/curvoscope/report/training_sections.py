@@ -6,7 +6,7 @@ from typing import Any
 from curvoscope.report import cells
 from curvoscope.report.contents import Cell, ReportError, ReportFigure, Section, Table
 from curvoscope.report.documents import Training
-from curvoscope.report.watch_figures import ROUNDING
+from curvoscope.report.training_figures import ROUNDING
 from curvoscope.training.records import Record
 
 _SHOWN = 40  # measurements beyond which their table is folded

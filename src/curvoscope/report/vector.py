@@ -3,11 +3,9 @@
 import html
 import io
 import re
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-if TYPE_CHECKING:
-    import matplotlib.figure
+from curvoscope.report.style import Figure
 
 _DPI = 150  # of the pictures inside
 _LEAST = 0.8  # of its own width, to which a page may shrink a figure; a narrower page scrolls it
@@ -29,7 +27,7 @@ class VectorError(ValueError):
     """No SVG of a figure."""
 
 
-def svg(figure: "matplotlib.figure.Figure") -> bytes:
+def svg(figure: Figure) -> bytes:
     """The figure without a background, the same bytes for the same figure."""
     from matplotlib import rc_context
 
@@ -43,7 +41,7 @@ def inline(content: bytes, prefix: str, label: str) -> str:
     """The SVG as an element of a page: shapes only, ids with a prefix of their own, a label for those who do not see.
 
     Raises:
-        VectorError: where the content is no SVG.
+        VectorError: if the content is no SVG.
     """
     try:
         text = content.decode()

@@ -18,8 +18,8 @@ from curvoscope.estimate import lanczos
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
 from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.compositions import DiagonallyScaled
 from curvoscope.settings import chosen_seed
-from curvoscope.training.scaled import DiagonallyScaled
 
 BASES = ("sgd", "adam")
 

@@ -10,7 +10,7 @@ from curvoscope.papers import tasks
 from curvoscope.papers.experiments import Row
 from curvoscope.papers.experiments.figures import phases
 from curvoscope.papers.experiments.one_hot import query_bound, row_moments, row_numbers, sharpened, smallest_gap
-from curvoscope.papers.experiments.training import checkpoints
+from curvoscope.papers.experiments.setting import checkpoints
 from curvoscope.papers.networks import GPT2
 
 TINY = {"d": 4, "sequences": 3, "batch": 8, "checkpoints": (0, 4)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvoscope.exact.attention.moments import Feature, Rows
 from curvoscope.exact.attention.rotary import Rotary
-from curvoscope.exact.ports import ProjectedCurvature
+from curvoscope.losses.curvatures import ProjectedCurvature
 from curvoscope.operators.cores import Core, TokenForm
 
 _SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about single keys at a time

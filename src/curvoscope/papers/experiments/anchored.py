@@ -1,4 +1,4 @@
-"""Networks trained to a strict minimum of a full-batch loss: where gradient descent sees one quadratic.
+"""Networks trained to a strict minimum of a full-batch loss: there gradient descent sees one quadratic.
 
 Cross-entropy alone has no minimum on data that a network fits, and a ReLU has kinks. So the feed-forward layer of the
 paper's GPT-2 gets a GELU, and once trained (weights w₀) the network is pulled towards w₀ (the L2-SP penalty):

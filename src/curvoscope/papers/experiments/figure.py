@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -42,6 +43,25 @@ class MeasuredValue:
     at: float = 0.0
 
 
+def named_values(
+    numbers: Mapping[str, float], part: str = "total", block: str = "all", at: float = 0.0
+) -> list[MeasuredValue]:
+    """One value of the first layer for each number, by the names of the quantities."""
+    return [MeasuredValue(1, block, part, float(n), quantity=name, at=at) for name, n in numbers.items()]
+
+
+def curve_values(
+    quantity: str,
+    numbers: Iterable[float],
+    places: Iterable[float] | None = None,
+    part: str = "total",
+    block: str = "all",
+) -> list[MeasuredValue]:
+    """One value of the first layer for each place along a curve; without places, they are counted from 0."""
+    pairs = enumerate(numbers) if places is None else zip(places, numbers, strict=True)
+    return [MeasuredValue(1, block, part, float(n), quantity=quantity, at=float(at)) for at, n in pairs]
+
+
 @dataclass(frozen=True)
 class Row:
     """A measured number with the point and the seed that it belongs to.
@@ -69,7 +89,7 @@ class Configuration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-Measure = Callable[[BaseModel, Point, int, int], list[MeasuredValue]]
+Measure = Callable[[Any, Point, int, int], list[MeasuredValue]]
 """(configuration, point, seed, draw) -> values; `draw` seeds what is redrawn at each point."""
 
 

@@ -4,22 +4,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row
 from curvoscope.papers.experiments.fits import Growth
 from curvoscope.papers.experiments.lower_layers import lower_layer_norms
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
 from curvoscope.papers.experiments.setting import Setting
+from curvoscope.papers.experiments.summaries import curve, select
 from curvoscope.papers.experiments.top_layer import top_layer_norms
 
 PARTS = ("outer", "functional", "total")
 _LONG = {"Q": "query", "V": "value", "W": "weight"}
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: Setting, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norms of the query and value blocks, all parts and layers, of one network; the top layer's are exact."""
-    assert isinstance(configuration, Setting)
     depth = int(point.get("depth", 1))
     model = configuration.swept(seed, depth, float(point["sigma"]))
     tokens = configuration.additions()
@@ -56,15 +55,11 @@ def panels(
     found = []
     for block in blocks:
         for part in parts:
-            chosen = [
-                row
-                for row in rows
-                if (row.found.block, row.found.part) == (block, part)
-                and all(row.point.get(name) == value for name, value in where.items())
-            ]
+            chosen = select(rows, block=block, part=part, **where)
             layers = sorted({row.found.layer for row in chosen})
-            series = [curve(chosen, layer, label=f"layer {layer}" if len(layers) > 1 else "") for layer in layers]
-            series = [one for one in series if any(one.y)]
+            labels = {layer: f"layer {layer}" if len(layers) > 1 else "" for layer in layers}
+            curves = [curve(select(chosen, layer=layer), "sigma", labels[layer], layer - 1) for layer in layers]
+            series = [one for one in curves if any(one.y)]
             title = f"{heading}{_LONG[block]}, {part}"
             if not series:
                 found.append(Panel(title, x_log=log, y_log=log, note="exactly zero"))
@@ -87,23 +82,6 @@ def panels_by_depth(rows: Sequence[Row], predictions: Sequence[Growth], **option
             **options,
         )
     ]
-
-
-def curve(rows: Sequence[Row], layer: int, label: str) -> Series:
-    """Mean over the seeds with its standard error, and with that of the estimates: whichever is larger."""
-    by_sigma: dict[float, list[Row]] = {}
-    for row in rows:
-        if row.found.layer == layer:
-            by_sigma.setdefault(float(row.point["sigma"]), []).append(row)
-    sigma = sorted(by_sigma)
-    means, errors = [], []
-    for group in (by_sigma[one] for one in sigma):
-        values = np.array([row.found.value for row in group])
-        over_seeds = float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
-        estimated = float(np.sqrt(sum(row.found.stderr**2 for row in group))) / len(group)
-        means.append(float(values.mean()))
-        errors.append(max(over_seeds, estimated))
-    return Series(label, sigma, means, errors, colour=layer - 1, stroke=layer - 1)
 
 
 def guide(series: Sequence[Series], prediction: Growth) -> Guide:

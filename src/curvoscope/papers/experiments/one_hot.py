@@ -37,7 +37,7 @@ def query_bound(model: GPT2, inputs: Tensor, targets: Tensor, moments: Moments) 
 
         s² |W_K|² Σ_i |x_i|² (|W_V W_O|² |S_i|_F |M2_i|² + |M3_i| |W_V W_O G_i|)
 
-    with spectral norms where nothing is said, M3_i as (d², d), and G and S the derivatives of the loss at the layer's
+    with spectral norms if nothing is said, M3_i as (d², d), and G and S the derivatives of the loss at the layer's
     output. It is the triangle inequality, Γ_i = (W_V W_O)^T M2_i W_K and N_i = W_K^T (M3_i contracted with W_V W_O G_i)
     W_K: zero for one-hot rows, of second order in M2 and of first in M3.
     """

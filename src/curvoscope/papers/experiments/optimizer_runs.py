@@ -17,12 +17,12 @@ from curvoscope.errors import NonFiniteError
 from curvoscope.estimate import lanczos
 from curvoscope.losses import CrossEntropy
 from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.compositions import DiagonallyScaled
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments.figure import MeasuredValue
+from curvoscope.papers.experiments.figure import MeasuredValue, named_values
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import IGNORED
 from curvoscope.training import BlockCurvature
-from curvoscope.training.scaled import DiagonallyScaled
 
 OPTIMIZERS = ("sgd", "block-sgd", "adam", "block-adam")
 NORMS = ("pre", "none")
@@ -79,10 +79,10 @@ def search(c: OptimizerStudy, optimizer: str, norm: str, rate: float) -> list[Me
     for seed in c.search_seeds:
         values = train(c, optimizer, norm, rate, seed, curvature=False)
         if values[-1].quantity == "diverged":
-            return [MeasuredValue(1, "all", "total", values[-1].value, quantity="diverged", at=rate)]
+            return named_values({"diverged": values[-1].value}, at=rate)
         losses = [value.value for value in values if value.quantity == "loss"]
         means.append(sum(losses) / len(losses))
-    return [MeasuredValue(1, "all", "total", sum(means) / len(means), quantity="mean_loss", at=rate)]
+    return named_values({"mean_loss": sum(means) / len(means)}, at=rate)
 
 
 def train(
@@ -105,9 +105,7 @@ def train(
                 found = {**_look(model, *fresh), "seconds": seconds}
                 if curvature and step and step % c.curvatures == 0:
                     found |= edge()
-                values += [
-                    MeasuredValue(1, "all", "total", n, quantity=name, at=float(step)) for name, n in found.items()
-                ]
+                values += named_values(found, at=float(step))
             if step == c.steps:
                 break
             start = time.process_time()
@@ -117,7 +115,7 @@ def train(
             stepper.step()
             seconds += time.process_time() - start
         except NonFiniteError:
-            return [*values, MeasuredValue(1, "all", "total", float(step), quantity="diverged")]
+            return values + named_values({"diverged": step})
     return values
 
 
@@ -166,7 +164,7 @@ class Edge:
         first = group["betas"][0]
         return torch.cat(parts).sqrt(), 2 * (1 + first) / (1 - first)
 
-    def _largest(self, name: str, matrix: LinearOperator | DiagonallyScaled) -> float:
+    def _largest(self, name: str, matrix: LinearOperator) -> float:
         found = lanczos(matrix, 1, "LA", tolerance=_TOLERANCE, start=self._starts.get(name), vectors=True)
         assert found.vectors is not None
         self._starts[name] = found.vectors[:, 0]

@@ -3,30 +3,23 @@
 import io
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
-from curvoscope.report.style import COLOURS
-
-if TYPE_CHECKING:
-    import matplotlib.axes
-    import matplotlib.axis
-    import matplotlib.figure
-
+from curvoscope.report import style
+from curvoscope.report.style import COLOURS, Axes, Figure
 
 _STROKES = ("-", (0, (6, 1.5)), (0, (3, 1, 1, 1)), (0, (1.5, 1)), (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v")
 GREY = "#666666"
-_WIDTH, _HEIGHT = 3.3, 2.9  # inches a panel; the text is large enough for print at half of it
+_WIDTH, _HEIGHT = 3.3, 2.9  # inches per panel; the text is large enough for print at half of it
 _TEXT, _HEADING = 12, 13
 
 
-def draw(title: str, panels: Sequence[Panel], columns: int) -> "matplotlib.figure.Figure":
+def draw(title: str, panels: Sequence[Panel], columns: int) -> Figure:
     """A Matplotlib figure of the panels, row by row."""
-    from matplotlib.figure import Figure
-
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows + 0.5), layout="constrained")
+    figure = style.blank(_WIDTH * columns, _HEIGHT * rows + 0.5)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw_panel(axes, panel)
@@ -36,7 +29,7 @@ def draw(title: str, panels: Sequence[Panel], columns: int) -> "matplotlib.figur
     return figure
 
 
-def encode(figure: "matplotlib.figure.Figure", kind: str) -> bytes:
+def encode(figure: Figure, kind: str) -> bytes:
     """The bytes of a "png" or "pdf" file, the same for the same figure."""
     buffer = io.BytesIO()
     metadata = {"CreationDate": None} if kind == "pdf" else {"Software": None}
@@ -44,7 +37,7 @@ def encode(figure: "matplotlib.figure.Figure", kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_panel(axes: "matplotlib.axes.Axes", panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=_TEXT)
     axes.tick_params(labelsize=_TEXT - 2)
     if panel.image is not None:
@@ -78,7 +71,7 @@ def _draw_panel(axes: "matplotlib.axes.Axes", panel: Panel) -> None:
         axes.legend(fontsize=_TEXT - 3, frameon=False, handlelength=2.2)
 
 
-def _few_ticks(axis: "matplotlib.axis.Axis") -> None:
+def _few_ticks(axis: Any) -> None:
     """Less than two decades: 1, 2, 5, 10, ... in place of every number, which would not fit side by side."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -89,7 +82,7 @@ def _few_ticks(axis: "matplotlib.axis.Axis") -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_series(axes: "matplotlib.axes.Axes", series: Series) -> None:
+def _draw_series(axes: Axes, series: Series) -> None:
     style: dict[str, Any] = {
         "color": COLOURS[series.colour % len(COLOURS)],
         "linestyle": _STROKES[series.stroke % len(_STROKES)],
@@ -102,7 +95,7 @@ def _draw_series(axes: "matplotlib.axes.Axes", series: Series) -> None:
     axes.errorbar(series.x, series.y, series.error, marker=marker, markersize=4, linewidth=1.6, capsize=2, **style)
 
 
-def _draw_guide(axes: "matplotlib.axes.Axes", guide: Guide, panel: Panel) -> None:
+def _draw_guide(axes: Axes, guide: Guide, panel: Panel) -> None:
     in_legend = any(series.label for series in panel.series)  # which keeps clear of the curves
     label = _powers(guide.label) if in_legend and guide.label else None
     axes.plot(guide.x, guide.y, color=GREY, linestyle="--", linewidth=1.4, zorder=1, label=label)
@@ -117,7 +110,7 @@ def _draw_guide(axes: "matplotlib.axes.Axes", guide: Guide, panel: Panel) -> Non
     axes.text(s=_powers(guide.label), transform=axes.transAxes, color=GREY, fontsize=_TEXT, bbox=box, **place)
 
 
-def _draw_image(axes: "matplotlib.axes.Axes", panel: Panel) -> None:
+def _draw_image(axes: Axes, panel: Panel) -> None:
     image = panel.image
     assert image is not None
     low, high = image.shades

@@ -14,7 +14,7 @@ from curvoscope.report.style import COLOURS
 
 _STROKES = ("solid", "longdash", "dashdot", "dot", "longdashdot")
 _MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down")
-_NARROWEST, _NARROWEST_IMAGE = 420, 500  # pixels a panel: narrower windows scroll
+_NARROWEST, _NARROWEST_IMAGE = 420, 500  # pixels per panel: narrower windows scroll
 _ROW = 380  # pixels
 _MARGINS = {"t": 40, "b": 80, "l": 80, "r": 80}
 _LEGEND_LINE, _LEGEND_SYMBOL, _LEGEND_LETTER = 19, 50, 5.5  # pixels
@@ -43,7 +43,7 @@ p {{ max-width: 46rem; }}
 
 
 def page(title: str, panels: Sequence[Panel], columns: int, *notes: str) -> str:
-    """One HTML page with the panels as an interactive figure, and a paragraph a note; it loads nothing from the
+    """One HTML page with the panels as an interactive figure, and one paragraph per note; it loads nothing from the
     network."""
     from plotly.graph_objects import Figure
     from plotly.subplots import make_subplots

@@ -1,4 +1,4 @@
-"""The setting of the paper's experiments: its network, its embeddings, and its losses at the six answer digits.
+"""The setting of the paper's experiments: its networks, their losses at the six answer digits, short trainings.
 
 A network reads 18 tokens `XXXXX+YYYYY=ZZZZZZ`; only the logits at positions 11 to 16 enter a loss. There
 
@@ -9,23 +9,27 @@ The parts of a block are cut at the logits, as in the Gauss-Newton matrix: H_o =
 logits, H_f the Hessian of <G, logits> at fixed G.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.nn.functional import one_hot
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
 
 from curvoscope import losses
+from curvoscope.exact import SelfAttention
+from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments.figure import Configuration
 from curvoscope.papers.networks import GPT2
-from curvoscope.papers.tasks import VOCABULARY
+from curvoscope.papers.tasks import IGNORED, VOCABULARY
 
 ANSWERS = slice(11, 17)
 """The positions whose logits enter a loss."""
 
 _EMBEDDING_SEEDS = 2**31  # away from the seeds of the weights
+_DATA_SEEDS = 10_000  # of training batches: away from those of the batch that is measured
 
 
 class Additions(Configuration):
@@ -62,7 +66,7 @@ class Setting(Additions):
     def swept(self, seed: int, depth: int, sigma: float) -> GPT2:
         """The network with W_E and W_pos redrawn from N(0, sigma²).
 
-        One draw a seed, times sigma: along a sweep the inputs of a network scale and nothing else changes, so that no
+        One draw per seed, times sigma: along a sweep the inputs of a network scale and nothing else changes, so that no
         slope is blurred by draws.
         """
         model = self.network(seed, depth)
@@ -70,6 +74,35 @@ class Setting(Additions):
         for weight in (model.W_E, model.W_pos):
             weight.copy_(sigma * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
         return model
+
+
+class PaperLayer(Additions):
+    """One block without a norm at initialisation, cross-entropy on additions; parts are cut at the layer's output."""
+
+    d: int = 16
+
+    def network(self, seed: int, attention: str = "softmax") -> GPT2:
+        """The network at initialisation, its parameters frozen."""
+        return GPT2(self.d, activation=attention, seed=seed).requires_grad_(False)
+
+    def hessian(self, seed: int, **options: Any) -> AttentionHessian:
+        """The layer's exact Hessian; `options` as for `parts`."""
+        layer, X, loss = self.parts(seed, **options)
+        return layer.hessian(X, loss)
+
+    def parts(self, seed: int, attention: str = "softmax", logit_scale: float = 1.0, **options: Any) -> Any:
+        """The layer, its input X (N, L, d), and the loss as a function of its output.
+
+        W_Q is multiplied with `logit_scale`; `options` are those of `SelfAttention` (heads, temperature).
+        """
+        model = self.network(seed, attention)
+        block = model.blocks[0]
+        weights: list[Tensor] = [getattr(block, f"W_{name}").detach() for name in "QKVO"]
+        weights[0] = logit_scale * weights[0]
+        inputs, targets = self.probe()
+        layer = SelfAttention(*weights, activation=attention, causal=True, **options)
+        with torch.no_grad():
+            return layer, model.attention_input(inputs), model.tail(inputs, targets)
 
 
 @dataclass(frozen=True)
@@ -88,3 +121,23 @@ def logit_loss(kind: str, logits: Tensor, tokens: Tensor) -> LogitLoss:
         return LogitLoss(2 * (logits - targets), (2**0.5 * identity).expand(*logits.shape, -1))
     loss = losses.CrossEntropy(tokens[:, ANSWERS.start + 1 : ANSWERS.stop + 1])
     return LogitLoss(loss.at(logits).gradient, loss.curvature(logits).root())
+
+
+def checkpoints(model: nn.Module, steps: Sequence[int], sequences: int, rate: float, seed: int) -> Iterator[int]:
+    """Train with Adam on a fresh batch of additions a step; yields each of the ascending `steps` when it is reached."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    done = 0
+    for step in steps:
+        while done < step:
+            tokens = tasks.addition(sequences, seed=_DATA_SEEDS * (seed + 1) + done)
+            optimizer.zero_grad()
+            loss_of(model, tokens)().backward()
+            optimizer.step()
+            done += 1
+        yield step
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
+    """Cross-entropy at the answers, as a function of the model's present weights."""
+    inputs, targets = tokens[:, :-1], tasks.answer_targets(tokens)
+    return lambda: cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

@@ -16,19 +16,22 @@ def select(rows: Sequence[Row], **wanted: float | int | str) -> list[Row]:
     return [row for row in rows if all(_coordinate(row, name) == value for name, value in wanted.items())]
 
 
-def by(rows: Sequence[Row], name: str) -> dict[float, list[float]]:
-    """The values of all seeds for each value of a coordinate, in its order."""
+def by(rows: Sequence[Row], name: str, what: str = "value") -> dict[float, list[float]]:
+    """The values of all seeds, or what else was found, for each value of a coordinate, in its order."""
     groups: dict[float, list[float]] = {}
     for row in sorted(rows, key=lambda row: float(_coordinate(row, name))):
-        groups.setdefault(float(_coordinate(row, name)), []).append(row.found.value)
+        groups.setdefault(float(_coordinate(row, name)), []).append(getattr(row.found, what))
     return groups
 
 
 def curve(rows: Sequence[Row], name: str, label: str, index: int, steps: bool = False) -> Series:
-    """Mean and standard error over the seeds, along a coordinate."""
-    groups = by(rows, name)
-    means = [float(np.mean(group)) for group in groups.values()]
-    errors = [float(np.std(group, ddof=1)) / len(group) ** 0.5 if len(group) > 1 else 0.0 for group in groups.values()]
+    """Mean along a coordinate with its standard error over the seeds, or with that of the estimates if it is larger."""
+    groups, bars = by(rows, name), by(rows, name, "stderr")
+    means, errors = [], []
+    for values, stderr in zip(groups.values(), bars.values(), strict=True):
+        over_seeds = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        means.append(float(np.mean(values)))
+        errors.append(max(over_seeds, float(np.linalg.norm(stderr)) / len(stderr)))
     return Series(label, list(groups), means, None if steps else errors, colour=index, stroke=index, steps=steps)
 
 

@@ -108,7 +108,7 @@ def _exact(norm: PrimitiveLayerNorm) -> exact.LayerNorm:
 
 
 def _jacobian(norm: nn.Module, x: Tensor) -> Tensor | None:
-    """dy/dx of every token, (N, 6, d, d); None where there is no norm."""
+    """dy/dx of every token, (N, 6, d, d); None if there is no norm."""
     return _exact(norm).input_jacobian(x).view(*x.shape, -1) if isinstance(norm, PrimitiveLayerNorm) else None
 
 

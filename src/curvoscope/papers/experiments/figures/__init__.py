@@ -1,4 +1,4 @@
-"""The figures: what is said of them in `catalogue.toml`, what they compute in one file each."""
+"""The figures: what is said of them in `catalogue.toml`, what they compute in the file of their name, or in `file`."""
 
 import difflib
 import importlib
@@ -59,6 +59,8 @@ def left_out() -> tuple[str, ...]:
 
 def load(name: str) -> Figure:
     """One figure."""
-    figure = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").FIGURE
+    shared = CATALOGUE[name].get("file")
+    module = importlib.import_module(f"{__name__}.{shared or name.replace('-', '_')}")
+    figure = module.FIGURES[name] if shared else module.FIGURE
     assert isinstance(figure, Figure)
     return figure

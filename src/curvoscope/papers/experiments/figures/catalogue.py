@@ -3,23 +3,25 @@
 import importlib.resources
 import tomllib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import Figure, Measure, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel
 
 CATALOGUE: dict[str, dict[str, Any]] = tomllib.loads(
     importlib.resources.files(__package__).joinpath("catalogue.toml").read_text("utf-8")
 )
 
+Chosen = TypeVar("Chosen", bound=BaseModel)
+
 
 def declared(
     name: str,
-    configuration: BaseModel,
+    configuration: Chosen,
     points: Sequence[Point],
-    measure: Measure,
+    measure: Callable[[Chosen, Point, int, int], list[MeasuredValue]],
     verdicts: Callable[[Sequence[Row]], list[Verdict]],
     panels: Callable[[Sequence[Row]], list[Panel]],
     quick_points: Sequence[Point] = (),

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope import exact, losses
@@ -49,9 +48,8 @@ class DepthNetwork(Additions):
         return exact.TransformerBlock(block.attention, block.feedforward, norm, norm, placement="post")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: DepthNetwork, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """|S|_2 and |S_functional|_2 at the input and behind each block, and |H|_F of the first block's Q and V."""
-    assert isinstance(configuration, DepthNetwork)
     depth = int(point["depth"])
     stack, X, loss = configuration.parts(str(point["placement"]), depth, seed)
     records = {record.name: record for record in exact.backpropagate(stack, X, loss)}

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
@@ -12,7 +11,7 @@ from curvoscope.analysis.surface import Surface
 from curvoscope.analysis.taylor import divergence, taylor
 from curvoscope.estimate import lanczos
 from curvoscope.papers.experiments.anchored import Anchored, loss, minimum
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, curve_values, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
 from curvoscope.papers.experiments.setting import Additions
@@ -42,13 +41,12 @@ class DivergenceConfiguration(Additions):
     most: float = 1e3
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: DivergenceConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The loss above that of the minimum, over what it was at the start, after the runs from two kinds of start.
 
     "eigenvector": `short` steps from w* + κ v, v that of λ_max. "random": `long` steps from w* + κ ξ, ξ ~ N(0, I), each
     run until its loss is `most` times that of its start, and then counted as that: further out L is no quadratic.
     """
-    assert isinstance(configuration, DivergenceConfiguration)
     c = configuration
     batch = c.probe()
     model = minimum(c.d, str(point["norm"]), batch, c.train, c.rate, c.pull, seed)
@@ -64,7 +62,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         "loss": surface.loss,
         "radius": radius / float(surface.weights.norm()),
     }
-    values = [MeasuredValue(1, "all", "total", number, quantity=name) for name, number in numbers.items()]
+    values = named_values(numbers)
 
     found = divergence(model, loss, [batch], rates, steps=c.short, kick=kick)
     above = found.losses - found.loss
@@ -72,12 +70,9 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     for start, ratios in runs.items():
         for factor, run in zip(c.factors, ratios, strict=True):
             run = run[run.isfinite()].clamp_max(c.most) if start == "random" else run
-            values.append(MeasuredValue(1, "all", start, float(run[-1]), quantity="growth", at=factor))
+            values += named_values({"growth": run[-1]}, start, at=factor)
             if start == "random" and factor in _NEAR:
-                places = range(0, len(run), c.every)
-                values += [
-                    MeasuredValue(1, "all", start, float(run[i]), quantity=_run(factor), at=float(i)) for i in places
-                ]
+                values += curve_values(_run(factor), run[:: c.every], range(0, len(run), c.every), start)
     return values
 
 

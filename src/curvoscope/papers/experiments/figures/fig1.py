@@ -5,15 +5,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, curve_values
 from curvoscope.papers.experiments.figures.catalogue import declared
-from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Image, Panel
+from curvoscope.papers.experiments.setting import PaperLayer, loss_of
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, pixels, select
-from curvoscope.papers.experiments.training import loss_of
 from curvoscope.papers.networks import GPT2
 
 _PIXELS = 120
@@ -21,9 +19,8 @@ _ATTENTION = ("W_Q", "W_K", "W_V", "W_O")
 _AT_ONCE = 64  # columns of the Hessian
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: PaperLayer, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Median |entry| and norm of every block; of seed 0 also the picture: the mean |entry| of each pixel."""
-    assert isinstance(configuration, PaperLayer)
     model = configuration.network(seed)
     sizes = {name.split(".")[-1]: p.numel() for name, p in model.named_parameters()}
     H = dense_hessian(model, configuration.additions())
@@ -38,8 +35,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     if seed == 0:
         attention = slice(edges[_ATTENTION[0]][0], edges[_ATTENTION[-1]][1])
         for name, matrix in (("block", H), ("attention", H[attention, attention])):
-            shades = enumerate(pixels(matrix, _PIXELS))
-            values += [MeasuredValue(1, name, "total", v, quantity="pixel", at=float(i)) for i, v in shades]
+            values += curve_values("pixel", pixels(matrix, _PIXELS), block=name)
     return values
 
 

@@ -3,30 +3,27 @@
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, curve_values, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
-from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel
+from curvoscope.papers.experiments.setting import PaperLayer
 from curvoscope.papers.experiments.summaries import claim, curve, geometric_mean, select
 
 _EDGES = np.linspace(-10, 0, 51)  # of log10 |entry|
 _ATTENTION = ("softmax", "linear")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: PaperLayer, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Shares of the entries in each bin, the first with all below it and the last with all above; and the medians."""
-    assert isinstance(configuration, PaperLayer)
     H = configuration.hessian(seed, attention=str(point["attention"]))
     values = []
     for block in ("Q", "V"):
         entries = H.total[block].dense().abs().numpy()
         logarithms = np.log10(entries, out=np.full(entries.shape, -np.inf), where=entries > 0)
         shares = np.histogram(logarithms.clip(_EDGES[0], _EDGES[-1]), _EDGES)[0] / entries.size
-        for left, share in zip(_EDGES, shares, strict=False):
-            values.append(MeasuredValue(1, block, "total", float(share), quantity="share", at=float(left)))
-        values.append(MeasuredValue(1, block, "total", float(np.median(entries)), quantity="median"))
+        values += curve_values("share", shares, _EDGES[:-1], block=block)
+        values += named_values({"median": float(np.median(entries))}, block=block)
     return values
 
 

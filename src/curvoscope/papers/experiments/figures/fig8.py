@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -33,9 +32,8 @@ class LinearNetworkConfiguration(Additions):
         return sigma * normal, exact.LinearMLP(weights)
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: LinearNetworkConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The exact norm of every layer's diagonal block, which is all outer: the network is linear in each weight."""
-    assert isinstance(configuration, LinearNetworkConfiguration)
     tokens = configuration.additions()[:, ANSWERS]
     embeddings, network = configuration.network(seed, int(point["depth"]), float(point["sigma"]))
     targets = one_hot(tokens, VOCABULARY).double()

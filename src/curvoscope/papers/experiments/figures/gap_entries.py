@@ -5,14 +5,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import GROUPS, Digits, groups_of
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, curve_values
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Image, Panel
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, pixels, select
@@ -27,9 +26,8 @@ _FLAT = {
 }
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: Digits, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Median |entry| of every pair of groups, and the flat directions; of seed 0 also the picture."""
-    assert isinstance(configuration, Digits)
     model = configuration.network(seed)
     values = []
     for step in configuration.training(model, seed):
@@ -48,8 +46,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
             numbers[name, "flat"] = float((H[:, slice(*edges[name])] @ directions).norm(dim=0).max()) / norm
         values += [MeasuredValue(1, name, "total", n, quantity=q, at=float(step)) for (name, q), n in numbers.items()]
         if seed == 0:
-            shades = enumerate(pixels(H, _PIXELS))
-            values += [MeasuredValue(1, "all", "total", v, quantity=f"pixel {step}", at=float(i)) for i, v in shades]
+            values += curve_values(f"pixel {step}", pixels(H, _PIXELS))
             sizes = {name: float(stop - start) for name, (start, stop) in edges.items()}
             values += [MeasuredValue(1, name, "total", n, quantity="size", at=float(step)) for name, n in sizes.items()]
     return values

@@ -4,14 +4,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from curvoscope.analysis.plateau import LEVEL, gradient_plateau
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import Digits
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, curve_values, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
@@ -32,9 +31,8 @@ class GapGradientConfiguration(Digits):
     passes: int = 625
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: GapGradientConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The plateau and its test at three weights; at trained ones also the norm of running sums in two precisions."""
-    assert isinstance(configuration, GapGradientConfiguration)
     c = configuration
     model = c.network(seed)
     patches, labels = c.probe()
@@ -44,8 +42,8 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
     gradients = _gradients(model, patches, labels, c.group)
     for precision in _PRECISIONS:
         name = str(precision).removeprefix("torch.")
-        for count, norm in running_norms(gradients, c.passes, precision):
-            values.append(MeasuredValue(1, "all", "trained", norm, quantity=name, at=float(count * c.group)))
+        counts, norms = zip(*running_norms(gradients, c.passes, precision), strict=True)
+        values += curve_values(name, norms, (count * c.group for count in counts), "trained")
     descend(model, patches, labels, c.descent)
     return values + _plateau(model, patches, labels, "descended")
 
@@ -59,13 +57,12 @@ def _plateau(model: nn.Module, patches: Tensor, labels: Tensor, weights: str) ->
         "sample_norm": math.sqrt(plateau.full_norm**2 + plateau.trace),
         "law_ratio": float((plateau.norms / plateau.law).mean()),
     }
-    values = [MeasuredValue(1, "all", weights, number, quantity=name) for name, number in scalars.items()]
+    values = named_values(scalars, weights)
     shown = (
         torch.logspace(0, math.log10(len(plateau.counts)), _PLACES // 2, dtype=torch.float64).round().long().unique()
     )
     for name, numbers in {"norm": plateau.norms, "law": plateau.law}.items():
-        pairs = zip(plateau.counts[shown - 1].tolist(), numbers[shown - 1].tolist(), strict=True)
-        values += [MeasuredValue(1, "all", weights, y, quantity=name, at=float(k)) for k, y in pairs]
+        values += curve_values(name, numbers[shown - 1].tolist(), plateau.counts[shown - 1].tolist(), weights)
     return values
 
 

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 
 from curvoscope.analysis.convergence import ConvergenceCurve, convergence
 from curvoscope.analysis.data_sufficiency import data_sufficiency
 from curvoscope.estimate.result import student
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers.experiments.digits import Digits, VisionTransformer
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, curve_values, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
@@ -34,9 +33,8 @@ class GapLossConfiguration(Digits):
     tolerance: float = 0.01
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: GapLossConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The study of `analysis.convergence` at every distance, and k*(ε)."""
-    assert isinstance(configuration, GapLossConfiguration)
     c = configuration
     model = c.model(seed, str(point["weights"]))
     batches = [c.probe()]
@@ -56,7 +54,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
         values += _values(one, c.added, expected_ceiling(model, one.distance, draw), study.variance(one.distance))
     enough = data_sufficiency(model, CrossEntropy(), batches, c.tolerance, c.added, seed=draw)
     ends = {"k_star": enough.samples, "k_star_low": enough.interval[0], "k_star_high": enough.interval[1]}
-    return values + [MeasuredValue(1, "all", _part(0.0), float(n), quantity=name) for name, n in ends.items()]
+    return values + named_values(ends, _part(0.0))
 
 
 def _values(one: ConvergenceCurve, added: int, ceiling: float, second_order: float) -> list[MeasuredValue]:
@@ -74,10 +72,9 @@ def _values(one: ConvergenceCurve, added: int, ceiling: float, second_order: flo
         "second_order": second_order,
         "over_ceiling": float((one.mean / curves["ceiling"]).max()),
     }
-    found = [MeasuredValue(1, "all", _part(one.distance), number, quantity=name) for name, number in scalars.items()]
+    found = named_values(scalars, _part(one.distance))
     for name, numbers in curves.items():
-        pairs = zip(one.counts.tolist(), numbers.tolist(), strict=True)
-        found += [MeasuredValue(1, "all", _part(one.distance), y, quantity=name, at=float(k)) for k, y in pairs]
+        found += curve_values(name, numbers.tolist(), one.counts.tolist(), _part(one.distance))
     return found
 
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel
-
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.losses import CrossEntropy
@@ -21,9 +19,8 @@ _OTHERS = ("patches", "norm 1", "feed-forward", "norm 2", "head")
 _PAPER = ("query", "key", "value", "norm 1", "feed-forward")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: Digits, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Spectral norm of each group's diagonal block, of the whole Hessian, and the norms of the weights."""
-    assert isinstance(configuration, Digits)
     model = configuration.network(seed)
     values = []
     for step in configuration.training(model, seed):

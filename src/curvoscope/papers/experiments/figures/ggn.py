@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor, nn
 
 from curvoscope.curvature import hessian
 from curvoscope.losses import CrossEntropy
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel
-from curvoscope.papers.experiments.setting import Additions
+from curvoscope.papers.experiments.setting import Additions, checkpoints
 from curvoscope.papers.experiments.summaries import claim, curve, mean, select
-from curvoscope.papers.experiments.training import checkpoints
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import VOCABULARY
 
@@ -54,20 +52,16 @@ class MLP(nn.Module):
         return x
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: GaussNewtonConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """The largest eigenvalues of the Hessian and of the Gauss-Newton matrix, and their ratio, during training."""
-    assert isinstance(configuration, GaussNewtonConfiguration)
     c = configuration
     model = GPT2(c.d, seed=seed) if point["network"] == "transformer" else MLP(c.d, c.hidden, seed)
     values = []
     for step in checkpoints(model, c.steps, c.sequences, c.rate, seed):
         H = hessian(model, CrossEntropy(), [c.probe()], method="autodiff")
         total, outer = (float(matrix.eigenvalues(1, "LA")[0]) for matrix in (H.total, H.outer))
-        numbers = {("total", "largest_eigenvalue"): total, ("outer", "largest_eigenvalue"): outer}
-        numbers["outer", "share"] = outer / total
-        values += [
-            MeasuredValue(1, "all", part, n, quantity=name, at=float(step)) for (part, name), n in numbers.items()
-        ]
+        values += named_values({"largest_eigenvalue": total}, at=float(step))
+        values += named_values({"largest_eigenvalue": outer, "share": outer / total}, "outer", at=float(step))
     return values
 
 

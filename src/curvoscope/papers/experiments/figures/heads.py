@@ -3,21 +3,18 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pydantic import BaseModel
-
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.figures.catalogue import declared
-from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel
+from curvoscope.papers.experiments.setting import PaperLayer
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 
 _HEADS = (1, 2, 4, 8, 16)
 _POINTS = [{"heads": heads} for heads in _HEADS]
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: PaperLayer, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Of the whole Hessian: the share of functional entries that are not zero, and the functional part's norm."""
-    assert isinstance(configuration, PaperLayer)
     H = configuration.hessian(seed, heads=int(point["heads"]))
     functional, outer = H.functional.dense(), H.outer.dense()
     return [

@@ -3,22 +3,20 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel
 
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.growth import log_grid
-from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel, Series
+from curvoscope.papers.experiments.setting import PaperLayer
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 
 _POINTS = [{"scale": scale} for scale in log_grid(-1.0, 8.0, 28)]
 _MOMENTS, _BLOCKS = ("M1", "M2", "M3"), ("Q", "K", "V")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: PaperLayer, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norms of the attention moments over all tokens, and of the diagonal blocks; the rows' mean entropy."""
-    assert isinstance(configuration, PaperLayer)
     layer, X, loss = configuration.parts(seed, logit_scale=float(point["scale"]))
     moments, H = layer.moments(X), layer.hessian(X, loss)
     values = [

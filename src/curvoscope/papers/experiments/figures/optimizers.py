@@ -5,8 +5,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pydantic import BaseModel
-
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.optimizer_runs import NORMS, OPTIMIZERS, OptimizerStudy, search, train
@@ -21,9 +19,8 @@ _TUNED = {"pre": (0.01, 0.1, 0.003, 0.1), "none": (0.03, 0.1, 0.01, 0.1)}
 _TITLES = {"pre": "pre-norm", "none": "no norm"}
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: OptimizerStudy, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """A run of the study; or one of the search, in which the seed counts the candidates and the networks are others."""
-    assert isinstance(configuration, OptimizerStudy)
     optimizer, norm = str(point["optimizer"]), str(point["norm"])
     if point["stage"] == "search":
         return search(configuration, optimizer, norm, configuration.candidates[optimizer][seed])

@@ -6,20 +6,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.curvature import ModelHessian, hessian
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import CrossEntropy
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.fits import slope
 from curvoscope.papers.experiments.one_hot import query_bound, row_moments, row_numbers, sharpened, smallest_gap
 from curvoscope.papers.experiments.panels import Guide, Panel, Series
-from curvoscope.papers.experiments.setting import Additions
+from curvoscope.papers.experiments.setting import Additions, checkpoints
 from curvoscope.papers.experiments.summaries import by, claim, curve, mean, select
-from curvoscope.papers.experiments.training import checkpoints
 from curvoscope.papers.networks import GPT2
 
 _BLOCKS = ("Q", "K", "V", "O", "up", "down")
@@ -47,9 +45,8 @@ class PhasesConfiguration(Additions):
     sharpness: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 12.0, 14.0, 16.0, 18.0, 20.0)
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: PhasesConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """At each checkpoint (`at`, the step) loss, rows and norms; then the norms with sharpened scores (`at`, βδ)."""
-    assert isinstance(configuration, PhasesConfiguration)
     c = configuration
     model = GPT2(c.d, norm=str(point["norm"]), seed=seed)
     batch = c.probe()
@@ -73,8 +70,8 @@ def _checkpoint(model: GPT2, batch: tuple[Tensor, Tensor], step: float) -> list[
     with torch.no_grad():
         loss = float(model.loss(*batch))
     norms = _norms(H)
-    values = [MeasuredValue(1, "all", "total", loss, quantity="loss", at=step)]
-    values += [MeasuredValue(1, "A", "moment", n, quantity=name, at=step) for name, n in row_numbers(moments).items()]
+    values = named_values({"loss": loss}, at=step)
+    values += named_values(row_numbers(moments), "moment", "A", step)
     values += [MeasuredValue(1, block, part, norm, at=step) for (block, part), norm in norms.items()]
     for group, blocks in {**_GROUPS, "all": _BLOCKS}.items():
         squares = [sum(norms[block, part] ** 2 for block in blocks) for part in _PARTS]

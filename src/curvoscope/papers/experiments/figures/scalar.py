@@ -3,12 +3,19 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 from torch.func import grad, jacfwd
 
 from curvoscope.exact import ScalarAttention
-from curvoscope.papers.experiments.figure import Configuration, MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import (
+    Configuration,
+    MeasuredValue,
+    Point,
+    Row,
+    Verdict,
+    curve_values,
+    named_values,
+)
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.growth import log_grid
 from curvoscope.papers.experiments.panels import Guide, Panel
@@ -34,21 +41,17 @@ class ScalarConfiguration(Configuration):
         return ScalarAttention(shared + norm * axes[:, 1], shared + norm * axes[:, 2], 1.0), x, y
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: ScalarConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Bulk, outliers, and the largest error of the closed form against eigenvalues of the Hessian by autodiff."""
-    assert isinstance(configuration, ScalarConfiguration)
     model, x, y = configuration.model(seed, float(point["norm"]))
     spectrum = model.spectrum(x, y)
     numerical = torch.linalg.eigvalsh(_by_autodiff(model, x, y))
     error = float((spectrum.eigenvalues - numerical).abs().max() / numerical.abs().max())
     return [
-        MeasuredValue(1, "all", "bulk", spectrum.bulk, quantity="eigenvalue"),
-        *(
-            MeasuredValue(1, "all", "outlier", float(value), quantity="eigenvalue", at=float(i))
-            for i, value in enumerate(spectrum.outliers)
-        ),
-        MeasuredValue(1, "all", "outlier", float(spectrum.outliers.abs().max()), quantity="largest_outlier"),
-        MeasuredValue(1, "all", "total", error, quantity="relative_error"),
+        *named_values({"eigenvalue": spectrum.bulk}, "bulk"),
+        *curve_values("eigenvalue", spectrum.outliers, part="outlier"),
+        *named_values({"largest_outlier": float(spectrum.outliers.abs().max())}, "outlier"),
+        *named_values({"relative_error": error}),
     ]
 
 

@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.exact import ScalarAttention
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.panels import Panel
-from curvoscope.papers.experiments.setting import Additions
+from curvoscope.papers.experiments.setting import Additions, checkpoints
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
-from curvoscope.papers.experiments.training import checkpoints
 from curvoscope.papers.networks import GPT2
 
 _MODELS = ("scalar", "gpt2")
@@ -29,13 +27,12 @@ class SinkConfiguration(Additions):
     rate: float = 0.003
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: SinkConfiguration, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Scalar model: bulk and largest outlier. Network: the extreme eigenvalues of its attention layer's Hessian."""
-    assert isinstance(configuration, SinkConfiguration)
     found = _scalar(configuration, seed) if point["model"] == "scalar" else _network(configuration, seed)
     values = []
     for bias, numbers in zip(configuration.biases, found, strict=True):
-        values += [MeasuredValue(1, "all", "total", n, quantity=name, at=bias) for name, n in numbers.items()]
+        values += named_values(numbers, at=bias)
     return values
 
 

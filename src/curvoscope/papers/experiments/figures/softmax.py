@@ -3,20 +3,18 @@
 from collections.abc import Sequence
 
 import torch
-from pydantic import BaseModel
 
-from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
+from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict, named_values
 from curvoscope.papers.experiments.figures.catalogue import declared
-from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Panel, Series
+from curvoscope.papers.experiments.setting import PaperLayer
 from curvoscope.papers.experiments.summaries import claim, geometric_mean, mean, select
 
 _ATTENTION, _BLOCKS = ("softmax", "linear"), ("Q", "K", "V", "O")
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: PaperLayer, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norm and extreme eigenvalues of the diagonal blocks; eigenvalues within rounding of zero are zero."""
-    assert isinstance(configuration, PaperLayer)
     H = configuration.hessian(seed, attention=str(point["attention"]))
     values = []
     for name in _BLOCKS:
@@ -29,7 +27,7 @@ def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> lis
             "smallest_eigenvalue": lowest,
             "largest_eigenvalue": float(eigenvalues[-1]),
         }
-        values += [MeasuredValue(1, name, "total", number, quantity=what) for what, number in numbers.items()]
+        values += named_values(numbers, block=name)
     return values
 
 

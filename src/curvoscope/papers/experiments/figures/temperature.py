@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel
 from torch import Tensor
 
 from curvoscope.exact import SelfAttention
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.growth import log_grid
-from curvoscope.papers.experiments.layer import PaperLayer
 from curvoscope.papers.experiments.panels import Guide, Panel
+from curvoscope.papers.experiments.setting import PaperLayer
 from curvoscope.papers.experiments.summaries import by, claim, curve, power, select
 
 _PARTS = ("T-outer", "T-functional")
@@ -21,12 +20,11 @@ _POINTS: list[Point] = [{"attention": attention, "t": t} for attention in _ATTEN
 _WARM = 100.0
 
 
-def measure(configuration: BaseModel, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
+def measure(configuration: PaperLayer, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
     """Norms of the two parts of the query-key Hessian.
 
     Frozen attention: what the temperature takes from the scores, a mask puts back, so that A is that of t = 1.
     """
-    assert isinstance(configuration, PaperLayer)
     t = float(point["t"])
     layer, X, loss = configuration.parts(seed, logit_scale=_SCALE, temperature=t)
     mask = (1 - 1 / t) * _scores(layer, X) if point["attention"] == "frozen" else None
