@@ -83,6 +83,32 @@ def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def at_least(least: int, **numbers: float | None) -> None:
+    """Raise `RangeError` if one of the named numbers is below `least`; None is none."""
+    for argument, value in numbers.items():
+        if value is not None and value < least:
+            raise RangeError(argument, f"got {value}, expected at least {least}")
+
+
+def positive(expected: str = "a positive number", **numbers: float | None) -> None:
+    """Raise `RangeError` if one of the named numbers is not positive and finite; None is none."""
+    for argument, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise RangeError(argument, f"got {value}, expected {expected}")
+
+
+def probability(argument: str, value: float) -> None:
+    """Raise `RangeError` unless the value is between 0 and 1."""
+    if not 0 < value < 1:
+        raise RangeError(argument, f"got {value}, expected a probability between 0 and 1")
+
+
+def torch_seed(seed: int) -> None:
+    """Raise `RangeError` unless the seed has at most 32 bits: torch's CPU generator ignores those above."""
+    if not 0 <= seed < 2**32:
+        raise RangeError("seed", f"got {seed}, expected 0 to 2**32 - 1")
+
+
 def predict(peak: int) -> None:
     """Say how many bytes a computation will use."""
     here = current()

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from curvoscope import checks
 from curvoscope.analysis.measurements import Extremes, Measurement
 from curvoscope.analysis.spectra import Distances
 from curvoscope.analysis.taylor import Taylor
@@ -58,8 +59,7 @@ class Findings:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
-            raise RangeError("learning_rate", f"got {self.learning_rate}, expected a positive number")
+        checks.positive(learning_rate=self.learning_rate)
         if not 0 <= self.momentum < 1:
             raise RangeError("momentum", f"got {self.momentum}, expected 0 to below 1")
         if self.taylor is not None and self.taylor.direction.name != "gradient":

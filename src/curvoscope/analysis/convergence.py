@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvoscope import checks
 from curvoscope.analysis.fitting import Slope, log_slope
 from curvoscope.analysis.plateau import GradientPlateau, plateau_of
 from curvoscope.analysis.samples import Samples, VarianceLaw, sample_losses, variance_law
@@ -150,11 +151,8 @@ def convergence(
     taus = sorted({float(tau) for tau in distances})
     if not taus or taus[0] < 0 or not math.isfinite(taus[-1]):
         raise RangeError("distances", f"got {taus}, expected distances of 0 or more")
-    for name, value in (("batch", batch), ("orders", orders), ("draws", draws)):
-        if value < 1:
-            raise RangeError(name, f"got {value}, expected at least 1")
-    if smoothness is not None and not 0 < smoothness < math.inf:
-        raise RangeError("smoothness", f"got {smoothness}, expected a positive number")
+    checks.at_least(1, batch=batch, orders=orders, draws=draws)
+    checks.positive(smoothness=smoothness)
     surface = Surface(model, loss_fn, batches, blocks, device)
     generator = torch.Generator().manual_seed(chosen_seed(seed))
     here = sample_losses(surface, torch.zeros(1, surface.size, dtype=torch.float64))

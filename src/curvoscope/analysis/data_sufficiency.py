@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from curvoscope import checks
 from curvoscope.analysis.convergence import displacements
 from curvoscope.analysis.samples import Samples, sample_losses
 from curvoscope.analysis.surface import Surface
@@ -101,15 +102,12 @@ def data_sufficiency(
         >>> found.is_enough, found.available
         (True, 40)
     """
-    if not 0 < tolerance < math.inf:
-        raise RangeError("tolerance", f"got {tolerance}, expected a positive change of the loss")
+    checks.positive("a positive change of the loss", tolerance=tolerance)
     if not 0 <= distance < math.inf:
         raise RangeError("distance", f"got {distance}, expected 0 or more")
-    if not 0 < level < 1:
-        raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
-    for name, value, least in (("batch", batch, 1), ("draws", draws, 1), ("resamples", resamples, 100)):
-        if value < least:
-            raise RangeError(name, f"got {value}, expected at least {least}")
+    checks.probability("level", level)
+    checks.at_least(1, batch=batch, draws=draws)
+    checks.at_least(100, resamples=resamples)
     surface = Surface(model, loss_fn, batches, blocks, device)
     generator = torch.Generator().manual_seed(chosen_seed(seed))
     found = sample_losses(surface, displacements(surface, distance, draws, generator), "distance")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvoscope import checks
 from curvoscope.analysis.surface import Direction, Surface, finite
 from curvoscope.blocks import Blocks
 from curvoscope.errors import RangeError, ShapeError
@@ -95,8 +96,7 @@ def landscape(
     surface = Surface(model, loss_fn, batches, blocks, device)
     if radius is None:
         radius = _RADIUS * (float(surface.weights.norm()) or 1.0)
-    if not 0 < radius < float("inf"):
-        raise RangeError("radius", f"got {radius}, expected a positive distance")
+    checks.positive("a positive distance", radius=radius)
     lines = tuple(surface.direction(one, chosen_seed(seed) + i, "directions") for i, one in enumerate(wanted))
     vectors = torch.stack([line.vector for line in lines], 1)
     if len(lines) == 2 and abs(float(vectors[:, 0] @ vectors[:, 1])) > 1 - _PARALLEL:

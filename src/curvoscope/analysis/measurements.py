@@ -10,8 +10,8 @@ from curvoscope import checks, estimate
 from curvoscope.analysis.heterogeneity import PARTS, Part, times
 from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.curvature import ModelHessian
-from curvoscope.errors import RangeError
 from curvoscope.estimate import Estimate, JointEstimate
+from curvoscope.estimate.products import check_budget
 from curvoscope.operators import LinearOperator
 
 DEFAULT_TOLERANCE = 0.05
@@ -28,12 +28,7 @@ class Effort:
     matvecs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None and self.matvecs is not None:
-            raise RangeError("tolerance", "got both matvecs and tolerance; give a budget or a precision, not both")
-        if self.tolerance is not None and not 0 < self.tolerance < 1:
-            raise RangeError("tolerance", f"got {self.tolerance}, expected a relative error between 0 and 1")
-        if self.matvecs is not None and self.matvecs < 2:
-            raise RangeError("matvecs", f"got {self.matvecs}, expected at least 2")
+        check_budget(self.matvecs, self.tolerance)
         if self.tolerance is None and self.matvecs is None:
             object.__setattr__(self, "tolerance", DEFAULT_TOLERANCE)
 

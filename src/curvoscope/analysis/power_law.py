@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
+from curvoscope import checks
 from curvoscope.errors import EmptyError, NonFiniteError, RangeError
 from curvoscope.settings import chosen_seed
 
@@ -85,8 +86,7 @@ class PowerLaw:
         Returns:
             The value with its interval.
         """
-        if not 0 < size < math.inf:
-            raise RangeError("size", f"got {size}, expected a positive number")
+        checks.positive(size=size)
         factor = self._factor(size)
         self._check("size", size, factor, most)
         drawn = self.resampled[:, 0] + self.resampled[:, 1] * math.log(size)
@@ -109,8 +109,7 @@ class PowerLaw:
         Returns:
             The size with its interval.
         """
-        if not 0 < target < math.inf:
-            raise RangeError("target", f"got {target}, expected a positive number")
+        checks.positive(target=target)
         low, high = self.interval
         if low <= 0 <= high:
             raise RangeError(
@@ -130,8 +129,7 @@ class PowerLaw:
         return max(1.0, min(self.sizes) / size, size / max(self.sizes))
 
     def _check(self, argument: str, size: float, factor: float, most: float) -> None:
-        if most < 1:
-            raise RangeError("most", f"got {most}, expected at least 1")
+        checks.at_least(1, most=most)
         if factor > most:
             raise RangeError(
                 argument,
@@ -164,10 +162,8 @@ def power_law(
         >>> round(law.prefactor, 6), round(law.exponent, 6)
         (3.0, 1.0)
     """
-    if not 0 < level < 1:
-        raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
-    if resamples < 100:
-        raise RangeError("resamples", f"got {resamples}, expected at least 100")
+    checks.probability("level", level)
+    checks.at_least(100, resamples=resamples)
     sizes, values = _checked(measurements)
     x, logs = np.log(sizes), [np.log(group) for group in values]
     y = np.array([group.mean() for group in logs])

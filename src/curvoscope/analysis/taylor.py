@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvoscope import checks
 from curvoscope.analysis.fitting import Slope, log_slope
 from curvoscope.analysis.surface import Direction, Surface, finite, positions
 from curvoscope.blocks import Blocks
@@ -306,13 +307,11 @@ def divergence(
         >>> round(found.critical_learning_rate, 6), tuple(found.losses.shape)  # 2/λ_max
         (0.5, (8, 6))
     """
-    if steps < 1:
-        raise RangeError("steps", f"got {steps}, expected at least 1")
+    checks.at_least(1, steps=steps)
     surface = Surface(model, loss_fn, batches, blocks, device)
     if kick is None:
         kick = _KICK * _scale(surface)
-    if not kick > 0:
-        raise RangeError("kick", f"got {kick}, expected a positive distance")
+    checks.positive("a positive distance", kick=kick)
     top = surface.direction("top", seed)
     assert top.eigenvalue is not None
     if top.eigenvalue.value <= 0:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.autodiff.graph import Graph
+from curvoscope.autodiff.graph import Graph, derivative
 from curvoscope.autodiff.snapshot import Losses, LossSummary, check_same, evaluate, summary
 from curvoscope.blocks import Block
 from curvoscope.errors import LossError, ModelError
@@ -137,14 +137,4 @@ class _LossOfBatch:
 
     def product(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """S u."""
-        pairs = [(G, u) for G, u in zip(self.gradient, directions, strict=True) if G.requires_grad]
-        if not pairs:  # a loss linear in the outputs
-            return [torch.zeros_like(F) for F in self._outputs]
-        found = torch.autograd.grad(
-            [G for G, _ in pairs],
-            self._outputs,
-            [u for _, u in pairs],
-            retain_graph=True,
-            materialize_grads=True,
-        )
-        return list(found)
+        return derivative(self.gradient, self._outputs, directions, retain=True)

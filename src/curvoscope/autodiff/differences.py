@@ -22,6 +22,7 @@ from torch import Tensor
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.displacements import Climb, MeasuredDifference, Scale, climb, smooth_optimum
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.graph import derivative
 from curvoscope.blocks import Block
 from curvoscope.errors import ModelError
 
@@ -170,8 +171,8 @@ class _Batch:
                 pairs = zip(self._cut(vector, step), self._cut(vector, -step), strict=True)
                 moved = [(above - below) / (2 * step) for above, below in pairs]
             leaves, cut, gradient = self._run({}, 0.0)
-            curved = _derivative(gradient, cut, moved, retain=True)
-            found = _derivative(cut, list(leaves.values()), curved)
+            curved = derivative(gradient, cut, moved, retain=True)
+            found = derivative(cut, list(leaves.values()), curved)
             return dict(zip(leaves, found, strict=True))
         above, below = (self._gradient(part, vector, sign * step) for sign in (1, -1))
         return {name: (above[name] - below[name]) / (2 * step) for name in above}
@@ -183,7 +184,7 @@ class _Batch:
             if self._constant is None:
                 self._constant = [G.detach() for G in self._run({}, 0.0)[2]]
             gradient = self._constant
-        found = _derivative(cut, list(leaves.values()), [G.detach() for G in gradient])
+        found = derivative(cut, list(leaves.values()), [G.detach() for G in gradient])
         return dict(zip(leaves, found, strict=True))
 
     def _cut(self, vector: Mapping[str, Tensor], step: float) -> list[Tensor]:
@@ -206,20 +207,3 @@ class _Batch:
             outputs = snapshot(weights, self._batch)
             cut, gradient = self._engine._gradient(weights, outputs, self._batch)
         return {name: weights[snapshot.paths[name]] for name in leaves}, cut, gradient
-
-
-def _derivative(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor], retain: bool = False
-) -> list[Tensor]:
-    """d<outputs, directions>/d inputs, zeros if there is no dependence."""
-    pairs = [(output, direction) for output, direction in zip(outputs, directions, strict=True) if output.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(tensor) for tensor in inputs]
-    found = torch.autograd.grad(
-        [output for output, _ in pairs],
-        list(inputs),
-        [direction for _, direction in pairs],
-        retain_graph=retain,
-        materialize_grads=True,
-    )
-    return list(found)

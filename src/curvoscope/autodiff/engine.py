@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, Batches
-from curvoscope.autodiff.graph import Graph
+from curvoscope.autodiff.graph import Graph, Operation, unchecked
 from curvoscope.autodiff.guard import check_curvature, check_symmetry, probe
 from curvoscope.autodiff.hooks import ActivationHook, Site, check_layer, layer_of
 from curvoscope.autodiff.kernels import kept_derivatives
@@ -31,7 +31,6 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.distributed.ranks import Facts, Ranks, common, describe, hashes
 from curvoscope.errors import ModelError
 from curvoscope.losses.objectives import Objective
-from curvoscope.operations import Operation, unchecked
 
 Selection = tuple[frozenset[str], Site | None]  # parameters with derivatives, and where the graph is cut
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from curvoscope.autodiff.graph import SecondDerivativeError
-from curvoscope.operations import Operation
+from curvoscope.autodiff.graph import Operation, SecondDerivativeError
 
 _ROUNDING = 64  # times epsilon: the error of a loss, or of a product relative to its vectors
 _BIAS = 10  # times the third difference: what the second may be off by

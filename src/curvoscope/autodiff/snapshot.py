@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvoscope.autodiff.batches import Batch, BatchError
+from curvoscope.autodiff.graph import Operation, operations
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
 from curvoscope.errors import CurvoscopeError, DeviceError, EmptyError, LossError, ModelError, NonFiniteError
 from curvoscope.losses import MSE, CrossEntropy
 from curvoscope.losses.counting import ROWS, SUM, conclude
 from curvoscope.losses.objectives import BinaryCrossEntropy, Objective, logits_of
-from curvoscope.operations import Operation
 
 _SAME_LOSS = 1e-5  # relative: models may add up in another order, and in float32
 _ROUNDING = 64  # times epsilon: what two identical calls may differ by, with threads adding in different orders
@@ -168,7 +168,8 @@ class Losses:
         count = 1.0 if self._inquiry is not None else float(self._objective.terms(seen, batch.targets))
         value = self._loss(seen, batch.targets) if count else 0.0
         if count and not self.values:
-            self.operations = self._objective.operations(seen, batch.targets)
+            node = self._objective.node(seen, batch.targets)
+            self.operations = frozenset() if node is None else operations([node])
         if self._inquiry is not None:
             self._inquiry.add(outputs, batch.targets)
         elif not math.isfinite(value):

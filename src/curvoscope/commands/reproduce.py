@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from curvoscope import commands
+from curvoscope import checks, commands
 from curvoscope.commands import reproduce_report
 from curvoscope.commands.document import REPORTS
 from curvoscope.commands.progress import counted
-from curvoscope.errors import RangeError
 from curvoscope.papers import experiments
 from curvoscope.papers.experiments import Figure, Row, Store, Task, Verdict, panel_figures, panel_pages
 from curvoscope.report.reproduction_sections import VERDICTS
@@ -40,8 +39,7 @@ def run(
     and nothing else does.
     """
     figures = experiments.find(names)
-    if jobs < 1:
-        raise RangeError("jobs", f"got {jobs}, expected at least 1")
+    checks.at_least(1, jobs=jobs)
     if "all" in names and experiments.left_out():
         absent = ", ".join(experiments.left_out())
         Console(stderr=True, highlight=False).print(

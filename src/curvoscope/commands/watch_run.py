@@ -44,19 +44,12 @@ class WatchOptions:
     def __post_init__(self) -> None:
         checks.choice("task", self.task, _TASKS)
         checks.choice("optimizer", self.optimizer, _OPTIMIZERS)
-        if self.steps < 1:
-            raise RangeError("steps", f"got {self.steps}, expected at least 1")
+        checks.at_least(1, steps=self.steps, d=self.d, every=self.every, sequences=self.sequences)
+        checks.positive(lr=self.lr)
         if not 0 <= self.seed < 1000:
             raise RangeError("seed", f"got {self.seed}, expected 0 to 999")
-        if not 0 < self.lr < float("inf"):
-            raise RangeError("lr", f"got {self.lr}, expected a positive number")
-        for name, number in (("d", self.d), ("every", self.every)):
-            if number < 1:
-                raise RangeError(name, f"got {number}, expected at least 1")
         if not 0 < self.budget <= 1:
             raise RangeError("budget", f"got {self.budget}, expected a share of the time above 0 and at most 1")
-        if self.sequences is not None and self.sequences < 1:
-            raise RangeError("sequences", f"got {self.sequences}, expected at least 1")
 
     @property
     def batch(self) -> int:

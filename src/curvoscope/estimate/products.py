@@ -207,8 +207,7 @@ def check_budget(matvecs: int | None, tolerance: float | None, least: int = 2) -
     """Raise `RangeError` unless at most one of the two is given, and in its range."""
     if matvecs is not None and tolerance is not None:
         raise RangeError("tolerance", "got both matvecs and tolerance; give a budget or a precision, not both")
-    if matvecs is not None and matvecs < least:
-        raise RangeError("matvecs", f"got {matvecs}, expected at least {least}")
+    checks.at_least(least, matvecs=matvecs)
     if tolerance is not None and not 0 < tolerance < 1:
         raise RangeError("tolerance", f"got {tolerance}, expected a relative error between 0 and 1")
 

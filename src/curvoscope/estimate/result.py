@@ -10,7 +10,6 @@ from scipy import special
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import RangeError
 
 _SYMMETRIC = 1e-4  # a skewness below this is none
 _FIELDS = ("stderr", "matvecs", "method", "degrees", "skewness", "power")
@@ -131,8 +130,7 @@ class Estimate(float):
         standard error s is as large as the deviation: s = σ χ²_ν/ν. So μ = x - s sqrt(ν/2) (1 - ν/χ²_ν), a pivot. Both
         ends are widened by the ratio of Student's to normal quantiles, for an s that is itself an estimate.
         """
-        if not 0 < level < 1:
-            raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
+        checks.probability("level", level)
         below, above = _reach(level, self.degrees, abs(self.skewness))
         if self.skewness < 0:
             below, above = above, below
@@ -210,8 +208,7 @@ class EstimatedVector(Tensor):
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The two ends (n,) of the confidence interval of each entry, by Student's distribution."""
-        if not 0 < level < 1:
-            raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
+        checks.probability("level", level)
         reach = student(level, self.degrees) * self.stderr
         return self.value - reach, self.value + reach
 

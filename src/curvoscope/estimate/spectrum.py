@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import RangeError
 from curvoscope.estimate.result import Estimate, student
 from curvoscope.magnitudes import unit
 
@@ -140,8 +139,7 @@ class Density:
         """The density at x with a Gaussian kernel of the given width (1 % of the spread), and Student's band."""
         points = _points(x)
         width = width if width is not None else (_WIDTH * self.spread or 1.0)
-        if not width > 0:
-            raise RangeError("width", f"got {width}, expected a positive number")
+        checks.positive(width=width)
         kernel = torch.exp(-((points[:, None, None] - self.nodes) / width).square() / 2) / (width * math.tau**0.5)
         values = (kernel * self.weights).sum(-1).T
         reach = self._reach(values, level)
@@ -154,8 +152,7 @@ class Density:
 
     def moments(self, count: int) -> list[Estimate]:
         """The moments of order 1 to `count`."""
-        if count < 1:
-            raise RangeError("count", f"got {count}, expected at least 1")
+        checks.at_least(1, count=count)
         return [self.moment(order) for order in range(1, count + 1)]
 
     def error(self) -> float:
@@ -226,8 +223,7 @@ class Density:
 
     def _reach(self, values: Tensor, level: float) -> Tensor:
         """Half the length of Student's interval for the mean of (probes, points) over the probes."""
-        if not 0 < level < 1:
-            raise RangeError("level", f"got {level}, expected a probability between 0 and 1")
+        checks.probability("level", level)
         if self.probes == 1:
             return torch.zeros_like(values[0])
         return student(level, self.probes - 1.0) * values.std(0) / self.probes**0.5

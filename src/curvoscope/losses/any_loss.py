@@ -13,7 +13,7 @@ from curvoscope.losses.counting import measure
 from curvoscope.losses.cross_entropy import CrossEntropy
 from curvoscope.losses.curvatures import LossAt, curvature_of, group_size
 from curvoscope.losses.mse import MSE
-from curvoscope.losses.objectives import LossFunction, MeanLoss, Objective, takes
+from curvoscope.losses.objectives import LossFunction, MeanLoss, Objective, scalar, takes
 
 _REDUCTIONS = ("mean", "sum", "batchmean")
 
@@ -47,13 +47,10 @@ def _by_autodiff(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
         raise LossError("loss", "must be a function of the layer's output alone; give lambda F: loss(F, targets)")
     leaf = F.detach().clone().requires_grad_()
     with torch.enable_grad():
-        value = loss(leaf[0] if squeeze else leaf)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise LossError("loss", f"must return a scalar tensor, got {shape}")
+        value = scalar("loss", loss(leaf[0] if squeeze else leaf))
         if not value.requires_grad:
             raise LossError("loss", "does not depend on the layer's output, or detaches it")
-        gradient = torch.autograd.grad(value.reshape(()), leaf, create_graph=True)[0]
+        gradient = torch.autograd.grad(value, leaf, create_graph=True)[0]
 
     def product(direction: Tensor) -> Tensor:
         if not gradient.requires_grad:  # a loss linear in F

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn import functional
 
 from curvoscope.errors import LossError
 from curvoscope.losses.counting import SUM, Count, Inquiry, number_of_terms
 from curvoscope.losses.curvatures import Curvature, LossAt
 from curvoscope.losses.outputs import flatten, tensors
-from curvoscope.operations import Operation, operations
 
 LossFunction = Callable[..., Tensor]  # of a layer's output, or of a model's outputs and targets
 NumberOfTerms = Callable[[Any, Any], int | float]
@@ -57,9 +57,9 @@ class Objective(ABC):
         """What the loss reads, made of the model's outputs and its parameters by name: the outputs alone."""
         return outputs
 
-    def operations(self, outputs: Any, targets: Any) -> frozenset[Operation]:
-        """The operations of the loss that autograd differentiates; none if G and S are in closed form."""
-        return frozenset()
+    def node(self, outputs: Any, targets: Any) -> Node | None:
+        """The end of the graph of the loss that autograd differentiates; None if G and S are in closed form."""
+        return None
 
     def inquiry(self) -> Inquiry | None:
         """What finds out how the terms are counted; None if it is known."""
@@ -166,11 +166,7 @@ class MeanLoss(Objective):
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """Call the function, and check that it returns a scalar."""
-        value = self.function(outputs, targets)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise LossError("loss_fn", f"must return a scalar tensor, the mean over its terms; got {seen}")
-        return value.reshape(())
+        return scalar("loss_fn", self.function(outputs, targets), ", the mean over its terms")
 
     def terms(self, outputs: Any, targets: Any) -> int | float:
         """What `terms` says."""
@@ -186,16 +182,15 @@ class MeanLoss(Objective):
         """The same function, with its terms."""
         return MeanLoss(self.function, partial(number_of_terms, self.function, count), count == SUM)
 
-    def operations(self, outputs: Any, targets: Any) -> frozenset[Operation]:
-        """Those of the function."""
+    def node(self, outputs: Any, targets: Any) -> Node | None:
+        """That of the function."""
         leaves, rebuild = flatten(outputs)
         with torch.enable_grad():
             floating = [
                 leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
                 for leaf in leaves
             ]
-            value = self(rebuild(floating), targets)
-        return frozenset() if value.grad_fn is None else operations([value.grad_fn])
+            return self(rebuild(floating), targets).grad_fn
 
     def gradient(self, outputs: Any, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
         """G by differentiating the loss in an alias of each output, so that outputs made of one another count once."""
@@ -230,6 +225,14 @@ def _check_only_through(value: Tensor, aliases: Iterable[Tensor], opaque: list[s
                 "cv.losses.Regularised(loss, penalty)",
             )
         stack.extend(following for following, _ in node.next_functions)
+
+
+def scalar(argument: str, value: object, what: str = "") -> Tensor:
+    """Check that what a function returned is a tensor of one number and return it, as a tensor without axes."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise LossError(argument, f"must return a scalar tensor{what}; got {seen}")
+    return value.reshape(())
 
 
 def takes(function: object, arguments: int) -> bool:

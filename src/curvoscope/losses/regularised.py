@@ -10,7 +10,7 @@ from torch import Tensor
 from curvoscope.errors import LossError
 from curvoscope.losses.any_loss import objective_of
 from curvoscope.losses.counting import Count, Inquiry
-from curvoscope.losses.objectives import LossFunction, Objective
+from curvoscope.losses.objectives import LossFunction, Objective, scalar
 
 Penalty = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -70,7 +70,7 @@ class Regularised(Objective):
 
     def __call__(self, outputs: _WithParameters, targets: Any) -> Tensor:
         """Loss and penalty."""
-        return self._loss(outputs.outputs, targets) + self._scalar(outputs.parameters)
+        return self._loss(outputs.outputs, targets) + scalar("penalty", self._penalty(outputs.parameters))
 
     def terms(self, outputs: _WithParameters, targets: Any) -> int | float:
         """Those of the loss."""
@@ -80,16 +80,9 @@ class Regularised(Objective):
         """G at the outputs, and the gradient of the penalty at the parameters."""
         cut, gradient = self._loss.gradient(outputs.outputs, targets)
         aliases = {name: w.view_as(w) for name, w in outputs.parameters.items() if w.requires_grad}
-        value = self._scalar({**outputs.parameters, **aliases})
+        value = scalar("penalty", self._penalty({**outputs.parameters, **aliases}))
         if not value.requires_grad:  # the penalty is of other parameters
             return cut, gradient
         found = torch.autograd.grad(value, list(aliases.values()), create_graph=True, allow_unused=True)
         pairs = [(w, G) for w, G in zip(aliases.values(), found, strict=True) if G is not None]
         return [*cut, *(w for w, _ in pairs)], [*gradient, *(G for _, G in pairs)]
-
-    def _scalar(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        value = self._penalty(parameters)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise LossError("penalty", f"must return a scalar tensor, got {seen}")
-        return value.reshape(())

@@ -432,6 +432,14 @@ class LinearOperator(ABC):
         return f"{type(self).__name__}({kind}{self.shape[0]} x {self.shape[1]}, {self.dtype})"
 
 
+def summed(first: ProductPair | None, second: ProductPair | None) -> ProductPair | None:
+    """The products with a sum, if those with both summands are known."""
+    if first is None or second is None:
+        return None
+    (one, one_t), (two, two_t) = first, second
+    return lambda columns: one(columns) + two(columns), lambda columns: one_t(columns) + two_t(columns)
+
+
 def _wanted(values: Tensor, k: int | None, which: str) -> Tensor:
     """Indices of the k wanted among ascending values, ascending."""
     order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from curvoscope.errors import BlockNameError
 from curvoscope.estimate import Density, DiagonalEstimate, Estimate
-from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape
-from curvoscope.operators.compositions import summed
+from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape, summed
 
 Entries = dict[tuple[str, str], Tensor]  # (a, p, b, q) for each pair of blocks
 

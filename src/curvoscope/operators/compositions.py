@@ -135,11 +135,3 @@ class Gram(LinearOperator):
         product = self._operator._matmat(columns)
         self.unit = self.unit or power_of_two(product)
         return self._operator.T._matmat(product / self.unit) / self.unit
-
-
-def summed(first: ProductPair | None, second: ProductPair | None) -> ProductPair | None:
-    """The products with a sum, if those with both summands are known."""
-    if first is None or second is None:
-        return None
-    (one, one_t), (two, two_t) = first, second
-    return lambda columns: one(columns) + two(columns), lambda columns: one_t(columns) + two_t(columns)

@@ -14,8 +14,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import norm, root, total
-from curvoscope.operators.base import LinearOperator, ProductPair, Shape
-from curvoscope.operators.compositions import summed
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed
 from curvoscope.operators.inner_products import inner, inner_cost, merged
 from curvoscope.operators.terms import Axes, Single, Term, pair_numbers
 from curvoscope.settings import settings

@@ -122,11 +122,8 @@ class GPT2(nn.Module):
         residual: bool = True,
     ) -> None:
         super().__init__()
-        for argument, value in (("d", d), ("depth", depth), ("vocabulary", vocabulary), ("context", context)):
-            if value < 1:
-                raise RangeError(argument, f"got {value}, expected at least 1")
-        if not 0 <= seed < 2**32:  # torch's CPU generator ignores the bits above
-            raise RangeError("seed", f"got {seed}, expected 0 to 2**32 - 1")
+        checks.at_least(1, d=d, depth=depth, vocabulary=vocabulary, context=context)
+        checks.torch_seed(seed)
         if not dtype.is_floating_point:
             raise DtypeError("dtype", f"got {dtype}, expected a floating-point dtype")
         checks.choice("norm", norm, _NORMS)

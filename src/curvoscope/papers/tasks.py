@@ -7,7 +7,8 @@ answer digits (tokens 12 to 17) are each predicted one position earlier (logits 
 import torch
 from torch import Tensor
 
-from curvoscope.errors import DtypeError, RangeError, ShapeError
+from curvoscope import checks
+from curvoscope.errors import DtypeError, ShapeError
 
 PLUS, EQUALS, VOCABULARY = 10, 11, 12
 IGNORED = -100  # the target of a position without one, torch's ignore_index
@@ -37,11 +38,8 @@ def addition(sequences: int = 64, digits: int = 5, seed: int = 0) -> Tensor:
         tensor([[ 4, 10,  3, 11,  0,  7],
                 [ 9, 10,  0, 11,  0,  9]])
     """
-    for argument, value in (("sequences", sequences), ("digits", digits)):
-        if value < 1:
-            raise RangeError(argument, f"got {value}, expected at least 1")
-    if not 0 <= seed < 2**32:  # torch's CPU generator ignores the bits above
-        raise RangeError("seed", f"got {seed}, expected 0 to 2**32 - 1")
+    checks.at_least(1, sequences=sequences, digits=digits)
+    checks.torch_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(0, 10, (sequences, digits), generator=generator)
     second = torch.randint(0, 10, (sequences, digits), generator=generator)

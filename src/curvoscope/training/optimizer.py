@@ -98,9 +98,7 @@ class BlockCurvature(torch.optim.Optimizer):
         for name, value in (("momentum", momentum), ("betas", betas[0]), ("betas", betas[1])):
             if not 0 <= value < 1:
                 raise RangeError(name, f"got {value}, expected at least 0 and below 1")
-        for name, value in (("lr", lr), ("safety", safety), ("eps", eps)):
-            if not (value > 0 and math.isfinite(value)):
-                raise RangeError(name, f"got {value}, expected a positive number")
+        checks.positive(lr=lr, safety=safety, eps=eps)
         if every < 1:
             raise RangeError("every", f"got {every}, expected at least 1 step")
         if matvecs < 2:

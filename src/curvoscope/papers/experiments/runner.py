@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 from pydantic import BaseModel
 
+from curvoscope import checks
 from curvoscope.errors import CurvoscopeError, RangeError
 from curvoscope.papers.experiments.figure import Figure, Measure, MeasuredValue, Point, canonical
 from curvoscope.papers.experiments.store import Store
@@ -145,8 +146,7 @@ def run(
         scalar at norm 1, seed 0
         79
     """
-    if jobs < 1:
-        raise RangeError("jobs", f"got {jobs}, expected at least 1")
+    checks.at_least(1, jobs=jobs)
     if not tasks:
         return
     if dask is not None:

@@ -6,7 +6,7 @@ from torch.autograd import gradgradcheck
 from torch.nn import functional as f
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvoscope.operations import CHECKED, operations, unchecked
+from curvoscope.autodiff.graph import CHECKED, operations, unchecked
 from reference import normal
 
 
