@@ -1,7 +1,7 @@
 """Attention moments head by head: how far the rows of each head are spread, from one forward pass."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.safety import undisturbed
 from curvoscope.autodiff.snapshot import device_of, keywords_for
 from curvoscope.closed.layers import LayerRecorder, layers_of
-from curvoscope.closed.rebuilding import fitting, rebuild
+from curvoscope.closed.rebuilding import Reading, fitting, rebuild
 from curvoscope.estimate import Estimate
 from curvoscope.exact.attention.moments import Moments
 from curvoscope.exact.attention.self_attention import SelfAttention
@@ -46,22 +46,42 @@ def head_moments(model: nn.Module, batch: Any) -> list[HeadMoments]:
     (given,) = Batches([batch])
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     found = given.to(device_of(model, None), dtype)
-    layers = [layer for layer in layers_of(model, blocks_of(model)) if layer.kind == "attn"]
     weights = dict(model.named_parameters(remove_duplicate=False))
     rows: list[HeadMoments] = []
     with undisturbed(model, []), torch.no_grad():
         model.eval()
-        with ExitStack() as stack:
-            recorders = [(layer, stack.enter_context(LayerRecorder(model, layer))) for layer in layers]
-            model(*found.arguments, **keywords_for(model, found))
-        for layer, recorder in recorders:
-            known = fitting(layer, weights, recorder.record)[0] if recorder.once else []
-            if not known or known[0].activation != "softmax":  # the rows of others are no distributions
-                continue
-            rebuilt = rebuild(layer, weights, recorder.record, known[0])
-            assert isinstance(rebuilt.layer, SelfAttention)
-            rows += of_moments(layer.name, Moments(rebuilt.X[:, None], rebuilt.forward_pass(rebuilt.layer).A))
+        attention = AttentionMoments(model)
+        for layer, moments in attention(weights, lambda: model(*found.arguments, **keywords_for(model, found))):
+            rows += of_moments(layer, moments)
     return rows
+
+
+class AttentionMoments:
+    """The softmax attention layers of a model that can be rebuilt in closed form, and their moments in one run of it.
+
+    How a layer computes (mask, scale) is found in the first run and kept.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.layers = [layer for layer in layers_of(model, blocks_of(model)) if layer.kind == "attn"]
+        self._readings: dict[str, Reading | None] = {}
+
+    def __call__(self, weights: Mapping[str, Tensor], run: Callable[[], object]) -> Iterator[tuple[str, Moments]]:
+        """By layer, with attention (N, heads, L, L) and inputs (N, 1, L, d); `run` runs the model at the weights."""
+        with ExitStack() as stack:
+            recorders = [(layer, stack.enter_context(LayerRecorder(self._model, layer))) for layer in self.layers]
+            run()
+        for layer, recorder in recorders:
+            if layer.name not in self._readings:
+                known = fitting(layer, weights, recorder.record)[0] if recorder.once else []
+                is_known = bool(known) and known[0].activation == "softmax"  # the rows of others are no distributions
+                self._readings[layer.name] = known[0] if is_known else None
+            reading = self._readings[layer.name]
+            if reading is not None:
+                rebuilt = rebuild(layer, weights, recorder.record, reading)
+                assert isinstance(rebuilt.layer, SelfAttention)
+                yield layer.name, Moments(rebuilt.X[:, None], rebuilt.forward_pass(rebuilt.layer).A)
 
 
 def of_moments(layer: str, moments: Moments) -> Iterator[HeadMoments]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvoscope.analysis.attention_heads import AttentionMoments
 from curvoscope.analysis.surface import Surface
 from curvoscope.autodiff.batches import BatchError, Batches
 from curvoscope.autodiff.safety import undisturbed
@@ -21,7 +22,6 @@ from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
 from curvoscope.settings import chosen_seed
 from curvoscope.training import quantities
-from curvoscope.training.attention_rows import AttentionRows
 from curvoscope.training.outlets import Outlets, ScalarWriter
 from curvoscope.training.pace import Clock, Pace
 from curvoscope.training.records import Details, Incident, Record
@@ -97,7 +97,7 @@ class CurvatureMonitor:
         self._blocks = blocks if blocks is not None else trainable(model, blocks_of(model))
         self._blocks.check(model)
         self._batches = _batches(probe)
-        self._attention = AttentionRows(model)
+        self._attention = AttentionMoments(model)
         self._matvecs, self._seed = matvecs, chosen_seed(seed)
         self._outlets = Outlets(store, writer, on_record)
         self._vectors: dict[str, Tensor] = {}  # the last eigenvectors: "top", "bottom"
@@ -184,7 +184,7 @@ class CurvatureMonitor:
             top, known["top"] = quantities.largest(H, known.get("top"), seed)
             norm, along = quantities.gradient_curvature(H, surface.gradient())
             critical = quantities.critical_sharpness(surface, move, lr) if move is not None and lr else None
-            attention = self._attention.summaries(surface.engine)
+            attention = quantities.attention_summaries(self._attention, surface.engine)
         if details:
             with self.pace.measuring(self.pace.costly, self._steps), self._looking():
                 bottom, known["bottom"] = quantities.smallest(H, known.get("bottom"), self._matvecs, seed)

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
+from curvoscope.analysis.attention_heads import AttentionMoments
+from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.analysis.scaling import condition, effective_rank
 from curvoscope.analysis.surface import Surface
+from curvoscope.autodiff.batches import Batch
+from curvoscope.autodiff.engine import Autodiff
 from curvoscope.curvature import ModelHessian
 from curvoscope.estimate import Estimate, density, frobenius_norm, lanczos, trace
 from curvoscope.operators import LinearOperator
@@ -184,3 +188,30 @@ def _secant(inner: float, low: float, outer: float, high: float) -> float:
     if not math.isfinite(high):
         return (inner + outer) / 2
     return inner + (outer - inner) * low / (low - high)
+
+
+# ---- the rows of attention
+
+
+def attention_summaries(attention: AttentionMoments, engine: Autodiff) -> dict[str, AttentionSummary]:
+    """Entropy and spread of the rows of each layer: means over the batches of the engine, weighted by loss terms."""
+    if not attention.layers:
+        return {}
+    found: dict[str, list[tuple[float, AttentionSummary]]] = {}
+    snapshot = engine.snapshot
+    weights = snapshot.parameters(snapshot.weights)
+
+    def visit(weight: float, batch: Batch) -> None:
+        with torch.no_grad():
+            for name, moments in attention(weights, lambda: snapshot(snapshot.weights, batch)):
+                found.setdefault(name, []).append((weight, AttentionSummary.of(moments)))
+
+    engine.walk(visit)
+    return {name: _mean(parts) for name, parts in found.items()}
+
+
+def _mean(parts: list[tuple[float, AttentionSummary]]) -> AttentionSummary:
+    """The weighted mean; the entropy is None if that of any part is."""
+    entropies = [weight * one.entropy for weight, one in parts if one.entropy is not None]
+    variance = sum(weight * one.variance for weight, one in parts)
+    return AttentionSummary(sum(entropies) if len(entropies) == len(parts) else None, variance)
