@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from autodiff_cases import GPT, cross_entropy, tokens, truth, truth_of
-from curvoscope.attention import sdpa, switch
+from curvoscope.attention import sdpa
+from curvoscope.autodiff import kernels
 from curvoscope.autodiff.kernels import long_attention
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from largest import Largest
@@ -26,8 +27,8 @@ def calls(monkeypatch):
         seen.append(tuple(query.shape))
         return sdpa(query, *more, **options)
 
-    monkeypatch.setattr(switch, "_MANY", 1)
-    monkeypatch.setattr(switch, "sdpa", spy)
+    monkeypatch.setattr(kernels, "_MANY", 1)
+    monkeypatch.setattr(kernels, "sdpa", spy)
     return seen
 
 
@@ -176,12 +177,12 @@ class TestTheNameInTorch:
         assert functional.scaled_dot_product_attention is theirs
 
     def test_few_scores_and_dropout_are_left_to_torch(self, monkeypatch):
-        monkeypatch.setattr(switch, "sdpa", None)
+        monkeypatch.setattr(kernels, "sdpa", None)
         x = torch.ones(1, 1, 4, 2)
         with long_attention():
             functional.scaled_dot_product_attention(x, x, x)
             torch_sdpa(x, x, x)
-        monkeypatch.setattr(switch, "_MANY", 1)
+        monkeypatch.setattr(kernels, "_MANY", 1)
         with long_attention():
             functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
             functional.scaled_dot_product_attention(x, x, x, None, 0.5)
