@@ -207,7 +207,7 @@ class Autodiff:
                 weights |= {path: weights[path].add(direction, alpha=step) for path, direction in moved.items()}
                 return float(self.loss(weights, batch))
 
-        with undisturbed(self.model, self._batches.generators):
+        with self.running():
             check_curvature(
                 loss, self.survey.losses[position], float(vector.double() @ Hv.double()), self.dtype, unknown
             )
@@ -218,7 +218,7 @@ class Autodiff:
         if unchecked(graph.operations() | self.survey.operations) - self._vouched:
             blocks = list(self.blocks.values())
             position, batch = next((i, b) for i, b in enumerate(self._batches) if self.survey.weights[i])
-            with undisturbed(self.model, self._batches.generators):
+            with self.running():
                 whole = self._graph(batch, frozenset(self.blocks.parameters), None)
             self._examine(whole, position, blocks, blocks, None)
 
@@ -319,7 +319,7 @@ class Autodiff:
             "a product with the Hessian, by the size of the forward pass,",
             "give a smaller micro_batch=, or fewer or shorter sequences",
         )
-        with undisturbed(self.model, self._batches.generators):
+        with self.running():
             for i, batch in enumerate(self._batches):
                 if i in missing:
                     graph = self._graph(batch, names, layer)
@@ -346,7 +346,7 @@ class Autodiff:
     def walk(self, visit: Callable[[float, Batch], None]) -> None:
         """Call `visit` with the weight and the data of each micro-batch that has loss terms; inside, the model may run
         as it does for products."""
-        with undisturbed(self.model, self._batches.generators):
+        with self.running():
             for weight, batch in zip(self.survey.weights, self._batches, strict=True):
                 if weight:
                     visit(weight, self.snapshot.moved(batch))

@@ -150,18 +150,8 @@ class GPT2(nn.Module):
     def attention(self, block: int = -1) -> exact.SelfAttention:
         """The attention layer of `block` with its present weights, for the closed forms."""
         part = self._block(block)
-        return exact.SelfAttention(
-            part.W_Q.detach(),
-            part.W_K.detach(),
-            part.W_V.detach(),
-            part.W_O.detach(),
-            part.b_Q.detach(),
-            part.b_K.detach(),
-            part.b_V.detach(),
-            part.b_O.detach(),
-            activation="linear" if part.activation == "linear" else "softmax",
-            causal=True,
-        )
+        weights = (part.get_parameter(f"{kind}_{role}").detach() for kind in "Wb" for role in "QKVO")
+        return exact.SelfAttention(*weights, activation=part.activation, causal=True)
 
     def stack(self) -> exact.Stack:
         """All blocks and the final norm, if any, with their present weights, for the closed forms.
@@ -173,13 +163,13 @@ class GPT2(nn.Module):
             raise RangeError("residual", "is False; a stack's blocks have a residual connection around attention")
         found: list[exact.TransformerBlock | exact.LayerNorm] = []
         for i, part in enumerate(parts):
-            feedforward = exact.FeedForward(
-                part.W_up.detach(), part.b_up.detach(), part.W_down.detach(), part.b_down.detach(), "relu"
-            )
-            norm1, norm2 = _exact_norm(part.norm1), _exact_norm(part.norm2)
+            names = ("W_up", "b_up", "W_down", "b_down")
+            up, b_up, down, b_down = (part.get_parameter(name).detach() for name in names)
+            feedforward = exact.FeedForward(up, b_up, down, b_down, "relu")
+            norm1, norm2 = exact_norm(part.norm1), exact_norm(part.norm2)
             placement = "none" if norm1 is None else "pre"
             found.append(exact.TransformerBlock(self.attention(i), feedforward, norm1, norm2, placement))
-        last = _exact_norm(self.norm)
+        last = exact_norm(self.norm)
         if last is not None:
             found.append(last)
         return exact.Stack(found)
@@ -268,7 +258,8 @@ def _zeros(size: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(size, dtype=dtype))
 
 
-def _exact_norm(norm: nn.Module) -> exact.LayerNorm | None:
+def exact_norm(norm: nn.Module) -> exact.LayerNorm | None:
+    """A norm of the network with its present weights, for the closed forms; None if there is none."""
     if not isinstance(norm, PrimitiveLayerNorm):
         return None
     return exact.LayerNorm(norm.gamma.detach(), norm.beta.detach(), norm.eps)

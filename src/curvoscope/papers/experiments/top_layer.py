@@ -21,9 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from curvoscope import exact
 from curvoscope.papers.experiments.setting import ANSWERS, LogitLoss, logit_loss
-from curvoscope.papers.networks import GPT2, GPT2Block, PrimitiveLayerNorm
+from curvoscope.papers.networks import GPT2, GPT2Block, exact_norm
 
 NormsByPart = dict[tuple[str, str], float]
 """By block, "Q" or "V", and part, "outer", "functional" or "total"."""
@@ -103,19 +102,17 @@ def _behind(
     return factors, gradient, curvature
 
 
-def _exact(norm: PrimitiveLayerNorm) -> exact.LayerNorm:
-    return exact.LayerNorm(norm.gamma.detach(), norm.beta.detach(), norm.eps)
-
-
 def _jacobian(norm: nn.Module, x: Tensor) -> Tensor | None:
     """dy/dx of every token, (N, 6, d, d); None if there is no norm."""
-    return _exact(norm).input_jacobian(x).view(*x.shape, -1) if isinstance(norm, PrimitiveLayerNorm) else None
+    found = exact_norm(norm)
+    return None if found is None else found.input_jacobian(x).view(*x.shape, -1)
 
 
 def _second(norm: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
     """The norm's second derivative contracted with a gradient at its output, (N, 6, d, d)."""
-    assert isinstance(norm, PrimitiveLayerNorm)
-    return _exact(norm).second_derivative(x, gradient).view(*x.shape, -1)
+    found = exact_norm(norm)
+    assert found is not None
+    return found.second_derivative(x, gradient).view(*x.shape, -1)
 
 
 def _norms(block: str, vectors: Tensor, outer: Tensor, functional: Tensor | None) -> NormsByPart:

@@ -1,45 +1,15 @@
 """The checks, one small function per result. Importing this package registers them, in the order of the sources."""
 
-from curvoscope.papers.theorems.registry import THEOREMS  # noqa: I001  (the order is that of the table)
-from curvoscope.papers.theorems.results import (
-    setup,
-    blocks,
-    moments,
-    growth,
-    weights,
-    linear,
-    query_key,
-    calculus,
-    heads,
-    slides,
-    structure,
-    block_calculus,
-    attention_norms,
-    layer_norm,
-    post_norm_block,
-    block_norms,
-    sample_size,
-    article,
-)
+import importlib
 
-__all__ = [
-    "THEOREMS",
-    "article",
-    "attention_norms",
-    "block_calculus",
-    "block_norms",
-    "blocks",
-    "calculus",
-    "growth",
-    "heads",
-    "layer_norm",
-    "linear",
-    "moments",
-    "post_norm_block",
-    "query_key",
-    "sample_size",
-    "setup",
-    "slides",
-    "structure",
-    "weights",
-]
+from curvoscope.papers.theorems.registry import THEOREMS
+
+__all__ = ["THEOREMS"]
+
+_IN_ORDER = (
+    *("setup", "blocks", "moments", "growth", "weights", "linear", "query_key", "calculus", "heads", "slides"),
+    *("structure", "block_calculus", "attention_norms", "layer_norm", "post_norm_block", "block_norms"),
+    *("sample_size", "article"),
+)
+for _name in _IN_ORDER:
+    importlib.import_module(f"{__name__}.{_name}")
