@@ -1,5 +1,6 @@
 """Straight lines through logarithms: the exponent of a power law, with its interval and the fitted range."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,12 +34,18 @@ def log_slope(x: Tensor, y: Tensor) -> Slope:
     for name, values in (("x", x), ("y", y)):
         if not bool((values > 0).all()):
             raise RangeError(name, "has values that are not positive: they have no logarithm")
-    u, v = x.double().log(), y.double().log()
+    return Slope(*line(x.double().log(), y.double().log()), float(x.min()), float(x.max()), len(x))
+
+
+def line(u: Tensor, v: Tensor) -> tuple[float, float, float]:
+    """The least-squares slope of v over u, both (n,), and the ends of its 95 % interval: infinite for two points."""
     centred = u - u.mean()
-    spread = float(centred @ centred)
+    spread, degrees = float(centred @ centred), len(u) - 2
     if not spread:
         raise RangeError("x", "all points are at the same place: a slope needs two places")
     slope = float(centred @ v) / spread
+    if degrees < 1:
+        return slope, -math.inf, math.inf
     residual = v - v.mean() - slope * centred
-    reach = student(0.95, float(len(x) - 2)) * (float(residual @ residual) / (len(x) - 2) / spread) ** 0.5
-    return Slope(slope, slope - reach, slope + reach, float(x.min()), float(x.max()), len(x))
+    reach = student(0.95, float(degrees)) * (float(residual @ residual) / degrees / spread) ** 0.5
+    return slope, slope - reach, slope + reach

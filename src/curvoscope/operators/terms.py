@@ -173,10 +173,7 @@ class Term:
 
     def write(self, target: Tensor, add: bool) -> None:
         """Write the entries to `target`, or add them to it."""
-        if add:
-            target += self.moments()
-        else:
-            target.copy_(self.moments())
+        _put(target, self.moments(), add)
 
     def moments(self) -> Tensor:
         """sum_t l_t[a] r_t[b] C_t[p, q], (a, b, p, q)."""
@@ -318,10 +315,7 @@ class Single:
     def write(self, target: Tensor, add: bool) -> None:
         """Write the entries to `target`, or add them; of a diagonal core, such as the identity, only those not zero."""
         if not self._core_is_diagonal():
-            if add:
-                target += self.moments()
-            else:
-                target.copy_(self.moments())
+            _put(target, self.moments(), add)
             return
         if not add:
             target.zero_()
@@ -344,6 +338,14 @@ def pair_numbers(width: int, device: torch.device) -> Tensor:
     numbers[first, second] = counted
     numbers[second, first] = counted
     return numbers
+
+
+def _put(target: Tensor, values: Tensor, add: bool) -> None:
+    """Write values to `target`, or add them to it."""
+    if add:
+        target += values
+    else:
+        target.copy_(values)
 
 
 def _letters(axes: Axes) -> tuple[str, str]:

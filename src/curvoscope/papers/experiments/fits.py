@@ -1,12 +1,12 @@
 """Growth exponents: the slope of log norm over log σ, and what the theory says of it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from curvoscope.estimate.result import student
+from curvoscope.analysis.fitting import line
 from curvoscope.papers.experiments.figure import Row, Verdict
 
 SMALL = 0.3
@@ -37,17 +37,8 @@ def slope(sigma: Sequence[float], norms: Sequence[Sequence[float]]) -> tuple[flo
     `norms` has the norms of all seeds for each σ. The mean of logarithms, not the logarithm of the mean: norms of high
     degree in σ have heavy tails.
     """
-    x = np.log(np.asarray(sigma, dtype=float))
-    y = np.array([np.mean(np.log(np.asarray(group, dtype=float))) for group in norms])
-    centred = x - x.mean()
-    spread = float(centred @ centred)
-    fitted = float(centred @ y) / spread
-    degrees = len(x) - 2
-    if degrees < 1:
-        return fitted, -math.inf, math.inf
-    residual = y - y.mean() - fitted * centred
-    reach = student(0.95, float(degrees)) * math.sqrt(float(residual @ residual) / degrees / spread)
-    return fitted, fitted - reach, fitted + reach
+    means = [float(np.mean(np.log(group))) for group in norms]
+    return line(torch.tensor(sigma, dtype=torch.float64).log(), torch.tensor(means, dtype=torch.float64))
 
 
 def verdicts(rows: Sequence[Row], predictions: Sequence[Growth]) -> list[Verdict]:
