@@ -18,10 +18,10 @@ from curvoscope.papers.theorems.calculus import (
     vec,
 )
 from curvoscope.papers.theorems.growth import DEGREES, Scales, slope
-from curvoscope.papers.theorems.heads import functional_share
 from curvoscope.papers.theorems.linear import linear_functional_blocks, linear_outer_blocks
-from curvoscope.papers.theorems.query_key import paper_rank_bound, single_matrix_block, visible_keys_rank_bound
-from curvoscope.papers.theorems.scalar import LogitDerivatives, spectrum
+from curvoscope.papers.theorems.results.heads import functional_share
+from curvoscope.papers.theorems.results.query_key import paper_rank_bound, single_matrix_block, visible_keys_rank_bound
+from curvoscope.papers.theorems.results.slides import LogitDerivatives, spectrum
 
 L, D, K, E = 4, 3, 2, 5
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import curvoscope.papers.theorems
-from curvoscope.papers.theorems import Result, attention, linear, query_key, registry, scalar, verify
+from curvoscope.papers.theorems import Result, attention, linear, registry, verify
 from curvoscope.papers.theorems.calculus import commutation_of_lemma_b2
 from curvoscope.papers.theorems.growth import DEGREES, Degrees, GrowthKey
 from curvoscope.papers.theorems.registry import (
@@ -23,6 +23,7 @@ from curvoscope.papers.theorems.registry import (
     relative_size,
     smallest,
 )
+from curvoscope.papers.theorems.results import query_key, slides
 from curvoscope.papers.theorems.verify import examine, names
 
 PAPER = """
@@ -145,7 +146,7 @@ MUTATIONS = {
         ["Remark 4.1, functional", "Remark 4.1, key blocks"],
     ),
     "outliers of the scalar model": (
-        scalar,
+        slides,
         "outlier_matrix",
         lambda *arguments: torch.eye(3, dtype=torch.float64),
         ["Slides, scalar model", "Scalar model, batch"],

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, differentiate
 from curvoscope.papers.theorems.calculus import assemble, kron, rank, vec
-from curvoscope.papers.theorems.query_key import paper_rank_bound, visible_keys_rank_bound
 from curvoscope.papers.theorems.registry import OWN, Fails, relative_error, relative_size
 from curvoscope.papers.theorems.results.instances import (
     NAMES,
@@ -20,7 +19,13 @@ from curvoscope.papers.theorems.results.instances import (
     draw_layer,
     rectangular_layers,
 )
-from curvoscope.papers.theorems.results.query_key import coupling, logit_gradient, single_matrix_reference
+from curvoscope.papers.theorems.results.query_key import (
+    coupling,
+    logit_gradient,
+    paper_rank_bound,
+    single_matrix_reference,
+    visible_keys_rank_bound,
+)
 
 
 @OWN.holds("Gauge identity, query-key", "H·(W_QΞ, −W_KΞᵀ, 0, 0) = (−g_QΞᵀ, g_KΞ, 0, 0), cross-entropy")
