@@ -3,13 +3,15 @@
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.blocks import Blocks
-from curvoscope.errors import BlockNameError, EmptyError, RangeError
+from curvoscope.errors import BlockNameError, EmptyError, ModelError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.sweep import statistics
 from curvoscope.sweep.statistics import Bracket
@@ -58,6 +60,7 @@ class Sweep:
         blocks: that were swept.
         chunks: Gram matrices (c, c) of each block, or of each of its heads, for each chunk of samples.
         loss: the mean loss.
+        kept: the samples of the blocks that are kept, for each chunk.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -73,8 +76,14 @@ class Sweep:
         True
     """
 
-    def __init__(self, blocks: Blocks, chunks: Sequence[Grams], loss: float) -> None:
-        self.blocks, self.chunks, self.loss = blocks, list(chunks), loss
+    def __init__(
+        self,
+        blocks: Blocks,
+        chunks: Sequence[Grams],
+        loss: float,
+        kept: Sequence[Mapping[str, GradientSource]] = (),
+    ) -> None:
+        self.blocks, self.chunks, self.loss, self.kept = blocks, list(chunks), loss, list(kept)
         self._sums: dict[tuple[str, int], Tensor] = {}
 
     @property
@@ -190,6 +199,30 @@ class Sweep:
             The two bounds, each an Estimate. For a narrower answer: `cv.hessian(...).outer[name].eigenvalues(1)`.
         """
         return statistics.largest_eigenvalue(*self._grams(name))
+
+    def gradient_source(self, name: str) -> GradientSource:
+        """The samples of a block or head that the sweep keeps: what `cv.approximations` are made of.
+
+        Args:
+            name: of a block that `cv.sweep` was asked to `keep`, or of a head of it.
+
+        Returns:
+            The samples gamma = X^T delta, with E[gamma gamma^T] = H.
+        """
+        whole, _, number = name.rpartition(".")
+        is_head = name not in self.blocks and number.isdecimal() and whole in self.blocks
+        found = [chunk[whole if is_head else name] for chunk in self.kept if (whole if is_head else name) in chunk]
+        if not found:
+            if not is_head and name not in self.blocks:
+                raise BlockNameError("name", f"there is no {name!r}; known: {', '.join(self.names[:8])}, ...")
+            held = ", ".join(sorted({known for chunk in self.kept for known in chunk})) or "none"
+            raise ModelError(
+                "name",
+                f"the samples of {name!r} are not known, those of these are: {held}. Give cv.sweep(..., keep=[...]) a "
+                "weight that is one parameter, or a part of one, and neither an embedding nor the output layer",
+            )
+        joined = replace(found[0], parts=tuple(part for source in found for part in source.parts))
+        return joined.head(int(number)) if is_head else joined
 
     def rows(self) -> list[SweepRow]:
         """The table as data, one row per block, in the order of the model."""

@@ -169,6 +169,12 @@ def _root_interval(value: float, shares: Tensor, power: float) -> Estimate:
     return Estimate(value, deviation / math.sqrt(m), m, METHOD, m - 1, max(-limit, min(skew, limit)), power)
 
 
+def jackknifed(values: Tensor, power: float = 1.0) -> Estimate:
+    """The mean of the jackknife's values of a number, or its root for `power` 2."""
+    found = _root_interval(float(values.mean()), values, 1.0)
+    return found if power == 1 else found.root()
+
+
 def largest_eigenvalue(grams: Sequence[Tensor]) -> Bracket:
     """A bracket of the largest eigenvalue of H.
 
