@@ -4,6 +4,7 @@ from curvoscope.analysis.advice import Advice, Findings, advice
 from curvoscope.analysis.audit import audit
 from curvoscope.analysis.audit_samples import SampledAudit
 from curvoscope.analysis.audit_table import AuditRow, AuditTable
+from curvoscope.analysis.block_diagonal import block_diagonal_error
 from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, convergence
 from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
 from curvoscope.analysis.heterogeneity import (
@@ -48,6 +49,7 @@ __all__ = [
     "Taylor",
     "advice",
     "audit",
+    "block_diagonal_error",
     "block_rows",
     "block_table",
     "convergence",

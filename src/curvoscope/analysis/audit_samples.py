@@ -1,8 +1,8 @@
 """Approximations against samples: made of one half of them, compared on the other, with error bars.
 
 On samples that A has not seen, q_i = gamma_i^T A gamma_i has the mean <H, A>. Over pairs of them, q_i q_j has the mean
-<H, A>² and <gamma_i, gamma_j>² the mean |H|². The squared cosine is the ratio of these two, which does not depend on the
-lengths of the samples if one direction dominates H. Values and error bars are those of the jackknife.
+<H, A>² and <gamma_i, gamma_j>² the mean |H|². The squared cosine is the ratio of these two, which does not depend on
+the lengths of the samples if one direction dominates H. Values and error bars are those of the jackknife.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from curvoscope.operators.base import LinearOperator
 from curvoscope.sweep.statistics import LEAST, jackknifed
 
 _TINY = torch.finfo(torch.float64).tiny
+
 
 @dataclass(frozen=True, eq=False)
 class _Compared:

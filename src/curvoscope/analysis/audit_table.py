@@ -122,7 +122,8 @@ class AuditTable(Sequence[AuditRow]):
         Returns:
             A few sentences.
         """
-        cheap = [name for name in self.approximations if self._floats(name) <= _CHEAP]
+        everywhere = [name for name in self.approximations if all(self.row(block, name) for block in self.blocks)]
+        cheap = [name for name in everywhere if self._floats(name) <= _CHEAP]
         known = {name: error for name in cheap if (error := self.median_error(name)) is not None}
         if not known:
             return "No approximation stores few enough floats to be recommended."

@@ -143,13 +143,13 @@ def _closed_walks(K: Tensor, order: int) -> Tensor:
 
 def effective_rank(grams: Sequence[Tensor]) -> Estimate:
     """(tr H)^2 / |H|_F^2, both as means over pairs of samples."""
-    above, below = [], []
-    for K in grams:
-        diagonal = K.diagonal()
-        outer = torch.outer(diagonal, diagonal)
-        above.append(_pair_values(outer))
-        below.append(_pair_values(K.square()))
-    top, bottom = torch.cat(above), torch.cat(below)
+    lengths = [K.diagonal() for K in grams]
+    return jackknifed_ratio([torch.outer(some, some) for some in lengths], [K.square() for K in grams])
+
+
+def jackknifed_ratio(above: Sequence[Tensor], below: Sequence[Tensor]) -> Estimate:
+    """The ratio of the means of two numbers over pairs of samples, each (c, c) for each chunk."""
+    top, bottom = (torch.cat([_pair_values(some) for some in several]) for several in (above, below))
     value = float(top.mean() / bottom.mean())
     return _root_interval(value, value * (1 + top / top.mean() - bottom / bottom.mean()), 1.0)
 
