@@ -111,6 +111,32 @@ class SweepDocument(Common):
 
 
 @dataclass(frozen=True)
+class AuditedBlock:
+    """One approximation of one block."""
+
+    block: str
+    approximation: str
+    error: Estimate
+    best_scale_error: Estimate
+    cosine: Estimate
+    trace_error: Estimate
+    eigenvalue_error: Estimate | None
+    step_error: Estimate | None
+    decrease: Estimate | None
+    floats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditDocument(Common):
+    """`curvoscope audit`; `samples` is None if all numbers are exact."""
+
+    kind: Literal["audit"]
+    samples: int | None
+    rows: list[AuditedBlock]
+    outside_diagonal_blocks: Estimate | None
+
+
+@dataclass(frozen=True)
 class SpectrumRow:
     """The eigenvalues of one block."""
 
@@ -205,4 +231,4 @@ class Reproduction(Common):
     figures: list[Reproduced]
 
 
-Document = ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction
+Document = ModelAnalysis | SweepDocument | AuditDocument | SpectrumDocument | Training | Reproduction
