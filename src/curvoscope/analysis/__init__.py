@@ -1,6 +1,8 @@
 """What the Hessian says about a network."""
 
+from curvoscope.analysis import recipes
 from curvoscope.analysis.advice import Advice, Findings, advice
+from curvoscope.analysis.allocation import Allocation, Menu, allocate, menu
 from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, convergence
 from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
 from curvoscope.analysis.heterogeneity import (
@@ -13,16 +15,21 @@ from curvoscope.analysis.heterogeneity import (
     verdict,
 )
 from curvoscope.analysis.landscape import Slice, landscape
+from curvoscope.analysis.ledger import Interactions, Ledger, LedgerRow, ScaledChange
 from curvoscope.analysis.plateau import GradientPlateau, gradient_plateau
 from curvoscope.analysis.power_law import PowerLaw, Prediction, power_law
 from curvoscope.analysis.propagation import AttentionSummary, LayerCurvature, Propagation, propagation
 from curvoscope.analysis.scales import input_scales
 from curvoscope.analysis.scaling import CurvatureSummary, Scaling, required_data, scaling, summary
+from curvoscope.analysis.scores import scores
+from curvoscope.analysis.sensitivity import sensitivity
+from curvoscope.analysis.surgeon import Repair, gptq, round_and_repair, surgeon
 from curvoscope.analysis.taylor import Divergence, Taylor, divergence, taylor
 
 __all__ = [
     "PARTS",
     "Advice",
+    "Allocation",
     "AttentionSummary",
     "BlockRow",
     "Convergence",
@@ -32,29 +39,43 @@ __all__ = [
     "Divergence",
     "Findings",
     "GradientPlateau",
+    "Interactions",
     "LayerCurvature",
+    "Ledger",
+    "LedgerRow",
+    "Menu",
     "Part",
     "PowerLaw",
     "Prediction",
     "Propagation",
+    "Repair",
+    "ScaledChange",
     "Scaling",
     "Slice",
     "Taylor",
     "advice",
+    "allocate",
     "block_rows",
     "block_table",
     "convergence",
     "data_sufficiency",
     "divergence",
+    "gptq",
     "gradient_plateau",
     "headline",
     "input_scales",
     "landscape",
+    "menu",
     "power_law",
     "propagation",
+    "recipes",
     "required_data",
+    "round_and_repair",
     "scaling",
+    "scores",
+    "sensitivity",
     "summary",
+    "surgeon",
     "taylor",
     "verdict",
 ]

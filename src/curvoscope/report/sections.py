@@ -10,6 +10,7 @@ from curvoscope.report.documents import (
     ModelAnalysis,
     PerLayer,
     Reproduction,
+    Sensitivity,
     SpectrumDocument,
     SweepDocument,
     SweptBlock,
@@ -17,6 +18,7 @@ from curvoscope.report.documents import (
     Whole,
 )
 from curvoscope.report.reproduction_sections import reproduction
+from curvoscope.report.sensitivity_sections import sensitivity
 from curvoscope.report.training_sections import training
 
 Files = Mapping[str, bytes]
@@ -24,7 +26,7 @@ _MOST_PAIRS = 600  # rows of a table, for the size of the page
 
 
 def sections_of(
-    found: ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction, files: Files
+    found: ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction | Sensitivity, files: Files
 ) -> Iterator[Section]:
     """Subject by subject; one that has neither tables nor figures was not measured."""
     make = next(make for kind, make in _KINDS.items() if isinstance(found, kind))
@@ -234,4 +236,5 @@ _KINDS: dict[type, Callable[[Any, FigureSource], Iterator[Section]]] = {
     SpectrumDocument: _spectra,
     Training: training,
     Reproduction: reproduction,
+    Sensitivity: sensitivity,
 }
