@@ -22,7 +22,7 @@ from curvoscope.analysis.propagation import AttentionSummary, LayerCurvature, Pr
 from curvoscope.analysis.scales import input_scales
 from curvoscope.analysis.scaling import CurvatureSummary, Scaling, required_data, scaling, summary
 from curvoscope.analysis.scores import scores
-from curvoscope.analysis.sensitivity import sensitivity
+from curvoscope.analysis.sensitivity import measured_change, sensitivity
 from curvoscope.analysis.surgeon import Repair, gptq, round_and_repair, surgeon
 from curvoscope.analysis.taylor import Divergence, Taylor, divergence, taylor
 
@@ -65,6 +65,7 @@ __all__ = [
     "headline",
     "input_scales",
     "landscape",
+    "measured_change",
     "menu",
     "power_law",
     "propagation",

@@ -62,7 +62,7 @@ class Menu:
         first, second = torch.zeros(count, 2).double(), torch.zeros(count, 2, count, 2).double()
         first[:, 1] = (ledger.units.weights @ ledger.units.first)[places]
         second[:, 1, :, 1] = ledger.pairs.matrix[places][:, places]
-        names, sizes = (tuple(values[i] for i in places) for values in (ledger.names, ledger.sizes))
+        names, sizes = tuple(ledger.names[i] for i in places), tuple(ledger.sizes[i] for i in places)
         return cls(names, sizes, (KEPT, CHANGED), (kept, bits), first, second)
 
     def without_interactions(self) -> "Menu":
@@ -70,6 +70,15 @@ class Menu:
         count = len(self.names)
         same = torch.eye(count, dtype=self.second.dtype).view(count, 1, count, 1)
         return Menu(self.names, self.sizes, self.formats, self.bits, self.first, self.second * same)
+
+    def scored(self, costs: Mapping[str, Mapping[str, float]]) -> "Menu":
+        """The same formats with other costs, by format and block, without interactions: see `cv.analysis.scores`."""
+        own = torch.tensor([[costs[f].get(name, 0.0) for f in self.formats] for name in self.names]).double()
+        return Menu(self.names, self.sizes, self.formats, self.bits, own, torch.zeros_like(self.second))
+
+    def choice(self, formats: Mapping[str, str]) -> Tensor:
+        """The numbers (n,) of the formats given by block."""
+        return torch.tensor([self.formats.index(formats[name]) for name in self.names])
 
     def cost(self, choice: Tensor) -> float:
         """The predicted change of the loss for format numbers (n,)."""

@@ -101,17 +101,18 @@ class Units:
     scaled: Tensor
 
     def mean(self, values: Tensor) -> Estimate:
-        """Σ w_i x_i for x (N,), with the standard error over units: that of a ratio, as the w_i are counts of terms.
+        """Σ w_i x_i for x (N,), with its standard error."""
+        return mean_over_units(self.name, self.weights, values)
 
-        One unit alone shows no spread: its standard error is 0.
-        """
-        weights = self.weights
-        total = float(weights @ values)
-        deviations = weights * values - weights / weights.sum() * total
-        count = len(weights)
-        stderr = math.sqrt(count / (count - 1) * float(deviations @ deviations)) if count > 1 else 0.0
-        plural = self.name if count == 1 else {"sequence": "sequences", "batch": "batches"}[self.name]
-        return Estimate(total, stderr, 0, f"mean of {count} {plural}", count - 1.0 if count > 1 else math.inf)
+
+def mean_over_units(name: str, weights: Tensor, values: Tensor) -> Estimate:
+    """Σ w_i x_i for weights and values (N,), with the standard error over units: that of a ratio, as weights are
+    counts of terms. One unit alone shows no spread: its standard error is 0."""
+    total, count = float(weights @ values), len(weights)
+    deviations = weights * values - weights / weights.sum() * total
+    stderr = math.sqrt(count / (count - 1) * float(deviations @ deviations)) if count > 1 else 0.0
+    plural = name if count == 1 else {"sequence": "sequences", "batch": "batches"}[name]
+    return Estimate(total, stderr, 0, f"mean of {count} {plural}", count - 1.0 if count > 1 else math.inf)
 
 
 class Interactions(Mapping[tuple[str, str], Estimate]):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from curvoscope import checks
 from curvoscope.analysis.changes import Change, changed_state, check_covered, displacement
 from curvoscope.analysis.expansion import Expansion, Move, engine_of
-from curvoscope.analysis.ledger import Ledger, Units
+from curvoscope.analysis.ledger import Ledger, Units, mean_over_units
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, RangeError
+from curvoscope.estimate import Estimate
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction
 
@@ -99,6 +100,39 @@ def sensitivity(
         units,
         _UNITS * torch.finfo(expansion.engine.dtype).eps * abs(expansion.engine.survey.loss),
     )
+
+
+def measured_change(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    batches: Iterable[Any],
+    changed: Change,
+    *,
+    blocks: Blocks | None = None,
+    unit: str = "sequence",
+    device: torch.device | str | None = None,
+) -> Estimate:
+    """L(w + δ) - L(w) for a change δ of the weights, by forward passes alone.
+
+    Args:
+        model, loss_fn, batches, changed, blocks, unit, device: as in `sensitivity`.
+
+    Returns:
+        The change of the loss, with its standard error over sequences.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> data = [(torch.eye(2).double(), model(torch.eye(2).double()).detach())]
+        >>> found = cv.analysis.measured_change(model, torch.nn.MSELoss(), data, {"weight": model.weight.detach() + 1})
+        >>> round(found, 12), found.stderr < 1e-12
+        (1.0, True)
+    """
+    checks.choice("unit", unit, ("sequence", "batch"))
+    found = expanded(model, loss_fn, batches, changed, blocks, unit, device)
+    expansion = found.expansion
+    change = expansion.changes(torch.ones(1, len(expansion.moves)))[:, 0]
+    return mean_over_units(found.unit, expansion.weights, change)
 
 
 @dataclass(frozen=True, eq=False)

@@ -244,7 +244,7 @@ class AllocationRow:
 
     by: str
     bits: float
-    predicted: float | None
+    predicted: float
     measured: Estimate
 
 

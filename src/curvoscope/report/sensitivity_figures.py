@@ -1,7 +1,7 @@
 """Figures of a ledger: interactions of all pairs, predicted against measured changes, the ranking of the blocks."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def prediction_figure(rows: Sequence[LedgerRow], rounding: float, title: str) ->
         bars = [
             [[one.value - low], [high - one.value]] for one in (measured, predicted) for low, high in [one.interval()]
         ]
-        look = {"color": style.BLUE, "markersize": 4, "linewidth": 0.8, "alpha": 0.8}
+        look: dict[str, Any] = {"color": style.BLUE, "markersize": 4, "linewidth": 0.8, "alpha": 0.8}
         axes.errorbar([measured.value], [predicted.value], xerr=bars[0], yerr=bars[1], fmt="o", **look)
     most = max((abs(one.value) for pair in points for one in pair), default=0.0) or 1.0
     linear = max(most / 10**_DECADES, rounding)
@@ -61,6 +61,7 @@ def prediction_figure(rows: Sequence[LedgerRow], rounding: float, title: str) ->
     axes.plot(ends, ends, color=style.GREY, linestyle=style.DASHED, label="predicted = measured")
     axes.set_xlabel("measured change of the loss", size=_HEADING)
     axes.set_ylabel("predicted to second order", size=_HEADING)
+    axes.tick_params(axis="x", rotation=90)
     axes.legend(fontsize=_TEXT, frameon=False)
     style.open_box(axes)
     style.entitle(figure, title, _HEADING, letters=11)

@@ -15,9 +15,9 @@ def sensitivity(found: Sensitivity, figures: Callable[..., list[ReportFigure]]) 
         (Cell(f"{one.scale:g} δ"), *map(cells.measured, (one.predicted, one.measured, one.remainder)))
         for one in found.scaled
     ]
-    columns = ("change", "predicted", "measured", "remainder")
     caption = "Change of the loss: ± standard error over sequences in percent; the remainder is of third order"
-    yield Section("The whole change", tables=[Table(caption, columns, 1, whole)])
+    table = Table(caption, ("change", "predicted", "measured", "remainder"), 1, whole)
+    yield Section("The whole change", tables=[table])
     rows = [
         (
             Cell(row.block),
