@@ -133,7 +133,7 @@ def nf4(model: nn.Module, group: Group = 64, names: Sequence[str] = ()) -> dict[
     def nearest(W: Tensor) -> Tensor:
         scale = _safe(W.abs().amax(1, keepdim=True))
         levels = torch.tensor(_NF4, dtype=W.dtype, device=W.device)
-        return levels[torch.bucketize(W / scale, (levels[1:] + levels[:-1]) / 2)] * scale
+        return levels[torch.bucketize((W / scale).contiguous(), (levels[1:] + levels[:-1]) / 2)] * scale
 
     return _rounded(model, nearest, group, names)
 
