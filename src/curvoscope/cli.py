@@ -245,6 +245,53 @@ def audit(
 
 
 @app.command()
+def sensitivity(
+    model: Model,
+    changed: Annotated[
+        str | None, typer.Argument(help="A local Hugging Face folder with the changed weights.", metavar="CHANGED")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Instead of CHANGED: int8, int4, int3, nf4, fp8 (rounding), prune_2_4 or low_rank."),
+    ] = None,
+    group: Annotated[int | None, typer.Option(help="Inputs that share a scale. (default: one per channel)")] = None,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="int only: levels from min to max.")] = False,
+    prune: Annotated[float | None, typer.Option(help="Instead of CHANGED: share of the weights to set to 0.")] = None,
+    drop_heads: Annotated[
+        bool, typer.Option("--drop-heads", help="Instead of CHANGED: remove attention heads, one row per head.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(help="Also choose int3, int4 or int8 per tensor for so many bits per weight.")
+    ] = None,
+    no_pairs: Annotated[
+        bool, typer.Option("--no-pairs", help="Leave out interactions and single blocks: two products in all.")
+    ] = False,
+    blocks: BlockPatterns = None,
+    seed: Seed = 0,
+    d: WidthOption = None,
+    norm: NormOption = None,
+    attention: AttentionOption = None,
+    text: Text = None,
+    sequences: Sequences = None,
+    length: Length = None,
+    dtype: Precision = None,
+    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and sensitivity.json.")] = Path(
+        "curvoscope-sensitivity"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Predict and measure what a change of MODEL's weights costs, by block and by pair of blocks."""
+    from curvoscope.commands import sensitivity as command
+    from curvoscope.commands.subject import Request
+
+    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
+    options = command.SensitivityOptions(
+        changed, recipe, group, asymmetric, prune, drop_heads, tuple(blocks or ()), no_pairs, budget
+    )
+    command.run(request, options, out, as_json)
+
+
+@app.command()
 def watch(
     steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
     seed: Seed = 0,

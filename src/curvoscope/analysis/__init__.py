@@ -1,6 +1,8 @@
 """What the Hessian says about a network."""
 
+from curvoscope.analysis import recipes
 from curvoscope.analysis.advice import Advice, Findings, advice
+from curvoscope.analysis.allocation import Allocation, Menu, allocate, menu
 from curvoscope.analysis.audit import audit
 from curvoscope.analysis.audit_samples import SampledAudit
 from curvoscope.analysis.audit_table import AuditRow, AuditTable
@@ -17,16 +19,21 @@ from curvoscope.analysis.heterogeneity import (
     verdict,
 )
 from curvoscope.analysis.landscape import Slice, landscape
+from curvoscope.analysis.ledger import Interactions, Ledger, LedgerRow, ScaledChange
 from curvoscope.analysis.plateau import GradientPlateau, gradient_plateau
 from curvoscope.analysis.power_law import PowerLaw, Prediction, power_law
 from curvoscope.analysis.propagation import AttentionSummary, LayerCurvature, Propagation, propagation
 from curvoscope.analysis.scales import input_scales
 from curvoscope.analysis.scaling import CurvatureSummary, Scaling, required_data, scaling, summary
+from curvoscope.analysis.scores import scores
+from curvoscope.analysis.sensitivity import measured_change, sensitivity
+from curvoscope.analysis.surgeon import Repair, gptq, round_and_repair, surgeon
 from curvoscope.analysis.taylor import Divergence, Taylor, divergence, taylor
 
 __all__ = [
     "PARTS",
     "Advice",
+    "Allocation",
     "AttentionSummary",
     "AuditRow",
     "AuditTable",
@@ -38,16 +45,23 @@ __all__ = [
     "Divergence",
     "Findings",
     "GradientPlateau",
+    "Interactions",
     "LayerCurvature",
+    "Ledger",
+    "LedgerRow",
+    "Menu",
     "Part",
     "PowerLaw",
     "Prediction",
     "Propagation",
+    "Repair",
     "SampledAudit",
+    "ScaledChange",
     "Scaling",
     "Slice",
     "Taylor",
     "advice",
+    "allocate",
     "audit",
     "block_diagonal_error",
     "block_rows",
@@ -55,15 +69,23 @@ __all__ = [
     "convergence",
     "data_sufficiency",
     "divergence",
+    "gptq",
     "gradient_plateau",
     "headline",
     "input_scales",
     "landscape",
+    "measured_change",
+    "menu",
     "power_law",
     "propagation",
+    "recipes",
     "required_data",
+    "round_and_repair",
     "scaling",
+    "scores",
+    "sensitivity",
     "summary",
+    "surgeon",
     "taylor",
     "verdict",
 ]

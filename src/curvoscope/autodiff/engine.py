@@ -33,6 +33,7 @@ from curvoscope.errors import ModelError
 from curvoscope.losses.objectives import Objective
 
 Selection = tuple[frozenset[str], Site | None]  # parameters with derivatives, and where the graph is cut
+BatchProduct = Callable[[str, Sequence[Block], Sequence[Block], Tensor], Tensor]  # `Autodiff.product`, of one batch
 
 _PASSES = 2  # what the graph of a product and the product take, in forward passes
 _AT_ONCE = 2**25  # bytes of a graph up to which several vectors at once are faster than one after the other
@@ -159,6 +160,25 @@ class Autodiff:
         self._visit(names, layer, add)
         height = self.length(rows) * (2 if part == "both" else 1)
         return totals[0] if totals else vectors.new_zeros(len(vectors), height)
+
+    def each(self, visit: Callable[[int, BatchProduct], None]) -> None:
+        """Call `visit` with the position of each micro-batch that has loss terms, and with `product` of its own mean
+        loss: any number of products with one micro-batch take one graph."""
+        blocks = list(self.blocks.values())
+        names = frozenset(self.blocks.parameters)
+
+        def products(position: int, graph: Graph) -> None:
+            if (names, None) not in self._examined:
+                self._examine(graph, position, blocks, blocks, None)
+                self._examined.add((names, None))
+
+            def product(part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
+                wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
+                return self._products(graph, part, rows, wanted, self._spread(columns, vectors))
+
+            visit(position, product)
+
+        self._visit(names, None, products)
 
     @property
     def product_bytes(self) -> int:

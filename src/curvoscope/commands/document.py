@@ -113,10 +113,13 @@ def extremes_facts(ends: Extremes) -> dict[str, Any]:
 def common_facts(kind: str, subject: Subject, request: Request, options: Any, loss: float) -> dict[str, Any]:
     """What was looked at, and how to do it again: the part of the document that all commands share."""
     given = {key: value for key, value in _options(request, options).items() if key != "model"}
-    words = ["curvoscope", kind.split()[0], request.model]
+    words = ["curvoscope", kind.split()[0], request.model, *([str(given["changed"])] if "changed" in given else [])]
     for key, value in given.items():
-        values = value if isinstance(value, tuple) else (value,)
-        words += [word for one in values for word in (f"--{key}", str(one))]
+        values, option = value if isinstance(value, tuple) else (value,), f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif key != "changed":
+            words += [word for one in values for word in (option, str(one))]
     return {
         "kind": kind,
         "title": f"Curvature of {request.model}",

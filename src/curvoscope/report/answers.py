@@ -6,6 +6,7 @@ from typing import Any
 
 from curvoscope.analysis.advice import Findings, advice
 from curvoscope.analysis.heterogeneity import times
+from curvoscope.analysis.ledger import Ledger
 from curvoscope.analysis.measurements import Extremes, Measurement
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
 from curvoscope.estimate import Estimate
@@ -85,6 +86,22 @@ def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, en
     sentences = (_apart(tops, 0.0, "λ max"), _farthest(apart), _reach(ends))
     question = f"How differently are the blocks of {name} curved?"
     return _answer(question, " ".join(sentences), Findings(extremes=ends, distances=apart))
+
+
+def of_ledger(name: str, words: str, ledger: Ledger) -> Conclusion:
+    """Of a change of the weights; `words` name the change."""
+    sentences = [
+        f"{words} changes the loss by {with_error(ledger.measured)}, measured; to second order it is "
+        f"{with_error(ledger.predicted)}, and {with_error(ledger.remainder)} is of higher order."
+    ]
+    rows = sorted(ledger.changed, key=lambda row: -abs(row.first + row.second))
+    if ledger.predicted:
+        sentences.append(f"{rows[0].block} contributes most, {rows[0].share:.0%} of the predicted change.")
+    if ledger.units.pairs is not None and len(rows) > 1:
+        matrix = ledger.pairs.matrix
+        apart, between = float(matrix.diagonal().sum()), float(matrix.sum() - matrix.diagonal().sum())
+        sentences.append(f"Of the second order, {apart:.2e} is of single blocks, {between:.2e} of their interactions.")
+    return {"question": f"What does this change cost {name}?", "answer": " ".join(sentences), "advice": []}
 
 
 def of_training(records: Sequence[Record], momentum: float | None) -> Conclusion:

@@ -59,6 +59,18 @@ CAPTIONS = {
         "Curvature through depth, from the input to the output, with 95 % intervals.",
         "Four logarithmic panels over the layers; all numbers are in the table of layers.",
     ),
+    "interactions": (
+        "Interactions ½ d·H d' of all pairs of blocks that change: red raises the loss, blue lowers it.",
+        "Heat map of the pairs of blocks; all numbers are in the table of interactions.",
+    ),
+    "prediction": (
+        "Predicted against measured change of the loss, each block changed alone, with 95 % intervals over sequences.",
+        "Scatter with the diagonal; all numbers are in the table of blocks.",
+    ),
+    "ranking": (
+        "What each block contributes to the change of the loss: first order, and second order in its two parts.",
+        "Bars, the largest contributions first; all numbers are in the table of blocks.",
+    ),
     "watch": (
         "Loss, sharpness with the edge 2/lr, shares of the curvature and attention rows during training.",
         "Four panels against the step; all numbers are in the table of measurements.",

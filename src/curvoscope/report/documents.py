@@ -7,6 +7,7 @@ from curvoscope.analysis.advice import Advice
 from curvoscope.analysis.attention_heads import HeadMoments
 from curvoscope.analysis.entries import EntryHistogram
 from curvoscope.analysis.heterogeneity import BlockRow
+from curvoscope.analysis.ledger import ScaledChange
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.estimate import Estimate
@@ -231,4 +232,68 @@ class Reproduction(Common):
     figures: list[Reproduced]
 
 
-Document = ModelAnalysis | SweepDocument | AuditDocument | SpectrumDocument | Training | Reproduction
+@dataclass(frozen=True)
+class CostRow:
+    """A `LedgerRow`; `relative` and `share` are None if they are not finite."""
+
+    block: str
+    relative: float | None
+    first: Estimate
+    outer: Estimate
+    functional: Estimate
+    second: Estimate
+    share: float | None
+    alone: Estimate | None
+    measured: Estimate | None
+
+
+@dataclass(frozen=True)
+class PairCost:
+    """½ d·H d' of two blocks."""
+
+    row: str
+    column: str
+    second: Estimate
+
+
+@dataclass(frozen=True)
+class RankedScore:
+    """The rank correlation of a score with what was measured."""
+
+    score: str
+    correlation: Estimate
+
+
+@dataclass(frozen=True)
+class AllocationRow:
+    """Formats for a budget, chosen by one kind of cost."""
+
+    by: str
+    bits: float
+    predicted: float
+    measured: Estimate
+
+
+@dataclass(frozen=True)
+class ChosenFormat:
+    """The format of one block."""
+
+    block: str
+    format: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity(Common):
+    """`curvoscope sensitivity`."""
+
+    kind: Literal["sensitivity"]
+    rows: list[CostRow]
+    scaled: list[ScaledChange]
+    pairs: list[PairCost] = field(default_factory=list)
+    ranks: list[RankedScore] = field(default_factory=list)
+    budget: float | None = None
+    allocations: list[AllocationRow] = field(default_factory=list)
+    formats: list[ChosenFormat] = field(default_factory=list)
+
+
+Document = ModelAnalysis | SweepDocument | AuditDocument | SpectrumDocument | Training | Reproduction | Sensitivity

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from curvoscope.analysis.ledger import Ledger
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.spectra import BlockSpectrum
 from curvoscope.estimate import Estimate
@@ -51,6 +52,30 @@ def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:
         shares = [f"{estimate.value:.1%}" for estimate in (one.negative, one.near_zero)]
         reach = f"{one.log.reach:.0e}" if one.log.reach else "0"
         table.add_row(one.block, f"{one.size:,}", low, *quantiles, high, *shares, reach)
+    return table
+
+
+def ledger_table(ledger: Ledger) -> Table:
+    """What each block contributes to the change of the loss, the largest first, and what it costs alone."""
+    numbers = ("|d|/|w|", "first order", "second order", "share", "alone, predicted", "alone, measured")
+    table = empty_table("What the change costs", ("block",), numbers)
+    for row in sorted(ledger.changed, key=lambda one: -abs(one.first + one.second)):
+        alone = ("" if one is None else with_error(one) for one in (row.alone, row.measured))
+        table.add_row(
+            row.block,
+            f"{row.relative:.2g}",
+            *(with_error(one) for one in (row.first, row.second)),
+            f"{row.share:.1%}",
+            *alone,
+        )
+    return table
+
+
+def allocation_table(rows: Sequence[tuple[str, float, float, Estimate]]) -> Table:
+    """Formats for a budget: by which costs they were chosen, their bits, and the change of the loss."""
+    table = empty_table("Formats for the budget", ("chosen by",), ("bits", "predicted", "measured"))
+    for kind, bits, predicted, measured in rows:
+        table.add_row(kind, f"{bits:.3g}", f"{predicted:.2e}", with_error(measured))
     return table
 
 

@@ -13,6 +13,7 @@ from curvoscope.report.documents import (
     ModelAnalysis,
     PerLayer,
     Reproduction,
+    Sensitivity,
     SpectrumDocument,
     SweepDocument,
     SweptBlock,
@@ -20,6 +21,7 @@ from curvoscope.report.documents import (
     Whole,
 )
 from curvoscope.report.reproduction_sections import reproduction
+from curvoscope.report.sensitivity_sections import sensitivity
 from curvoscope.report.training_sections import training
 
 Files = Mapping[str, bytes]
@@ -276,4 +278,5 @@ _KINDS: dict[type, Callable[[Any, FigureSource], Iterator[Section]]] = {
     SpectrumDocument: _spectra,
     Training: training,
     Reproduction: reproduction,
+    Sensitivity: sensitivity,
 }
