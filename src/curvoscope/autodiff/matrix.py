@@ -13,6 +13,7 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockMatrix
 from curvoscope.operators.matrix_free import MatrixFree
+from curvoscope.solve import Eigenbasis
 
 
 class AutodiffBlock(MatrixFree):
@@ -28,6 +29,10 @@ class AutodiffBlock(MatrixFree):
 
     def _transposed(self) -> LinearOperator:
         return AutodiffBlock(self._engine, self._part, self._column, self._row)
+
+    def lower_bound(self) -> float:
+        """0 for a diagonal block of the Gauss-Newton part of a convex loss; otherwise -inf."""
+        return 0.0 if self.symmetric and self._engine.is_positive(self._part) else super().lower_bound()
 
 
 class AutodiffParts(MatrixFree):
@@ -71,6 +76,11 @@ class LazyBlock(LinearOperator):
         """Of the operator itself."""
         return self.resolved.estimated
 
+    @property
+    def eigenbasis(self) -> Eigenbasis | None:
+        """Of the operator itself."""
+        return self.resolved.eigenbasis
+
     def _matmat(self, columns: Tensor) -> Tensor:
         return self.resolved._matmat(columns)
 
@@ -97,8 +107,8 @@ def _delegate(name: str, method: Callable[..., Any]) -> None:
 
 # Every other method is the operator's own, also what it overrides: a new question needs no line here.
 _OWN = {*vars(LazyBlock), "__rmul__", "__neg__", "__sub__", "__repr__", "adjoint"}
-for _name, _method in vars(LinearOperator).items():
-    if inspect.isfunction(_method) and _name not in _OWN:
+for _name, _method in inspect.getmembers(LinearOperator, inspect.isfunction):
+    if _name not in _OWN:
         _delegate(_name, _method)
 
 
@@ -131,6 +141,10 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
     def _matmat(self, columns: Tensor) -> Tensor:
         blocks = list(self._blocks.values())
         return self._engine.product(self._part, blocks, blocks, columns.T).T
+
+    def lower_bound(self) -> float:
+        """0 for the Gauss-Newton part of a convex loss; otherwise -inf."""
+        return 0.0 if self._engine.is_positive(self._part) else super().lower_bound()
 
     def _write(self, out: Tensor) -> None:
         LinearOperator._write(self, out)
