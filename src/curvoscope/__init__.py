@@ -1,6 +1,6 @@
 """Curvoscope: the loss Hessian of a Transformer, block by block."""
 
-from curvoscope import analysis, attention, exact, losses, training
+from curvoscope import analysis, approximations, attention, exact, losses, training
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import hessian
 from curvoscope.errors import CurvoscopeError
@@ -22,6 +22,7 @@ __all__ = [
     "LinearOperator",
     "Sweep",
     "analysis",
+    "approximations",
     "attention",
     "blocks_of",
     "exact",

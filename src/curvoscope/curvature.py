@@ -10,13 +10,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvoscope import checks
+from curvoscope.approximations.enumeration import enumerated
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import BatchError, Batches
 from curvoscope.autodiff.coupled import Coupled
 from curvoscope.autodiff.differences import Differences
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import SecondDerivativeError
 from curvoscope.autodiff.matrix import AutodiffMatrix, AutodiffParts
-from curvoscope.blocks import Blocks
+from curvoscope.blocks import Block, Blocks
 from curvoscope.closed.closed_forms import ClosedForms
 from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatures
 from curvoscope.closed.layers import ClosedFormLayers
@@ -147,6 +149,26 @@ class ModelHessian(BlockHessian):
         if isinstance(engine, Sharded):
             return ShardedParts(engine, several, self._blocks[column])
         return AutodiffParts(engine, several, self._blocks[column])
+
+    def gradient_source(self, name: str) -> GradientSource:
+        """All gradients gamma of a block with sum gamma gamma^T = H, its Gauss-Newton part: what `cv.approximations`
+        are made of. One backward pass for each direction of the loss Hessian, so for small models.
+
+        Args:
+            name: of the block, or of a head of it.
+
+        Returns:
+            The gradients, exact.
+        """
+        return enumerated(self._engine, self._block(name))
+
+    def _block(self, name: str) -> Block:
+        if name in self._blocks:
+            return self._blocks[name]
+        whole, _, number = name.rpartition(".")
+        if whole in self._blocks and number.isdecimal() and self._blocks[whole].heads is not None:
+            return self._blocks[whole].head(int(number))
+        raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
 
     @property
     def difference_error(self) -> float | None:

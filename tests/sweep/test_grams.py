@@ -6,10 +6,10 @@ from torch import nn
 
 import curvoscope as cv
 from curvoscope.autodiff.batches import Batches
+from curvoscope.autodiff.cotangents import cotangents
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.curvature import trainable
 from curvoscope.losses import objective_of
-from curvoscope.sweep.cotangents import cotangents
 from curvoscope.sweep.layers import without_cache
 from curvoscope.sweep.run import _Sweeping
 from sweep_cases import albert, bert, convolutions, encoder, gpt2, llama, mixtral, t5, unusual, vit

@@ -10,61 +10,14 @@ products besides.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
 
 import torch
 from torch import Tensor
 
+from curvoscope.autodiff.uses import Factors
+
 _ROWS = 2**26  # entries of gradients that are formed at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Factors:
-    """X and delta of the samples of one micro-batch at one product with a parameter.
-
-    Args:
-        samples: numbers of the samples, n of them.
-        factor: X (T, a), or the rows (T,) of the parameter that a look-up reads, -1 for none.
-        deltas: (n, T, p).
-        region: the part of the stored parameter that the product uses.
-        transposed: whether the rows of w are the parameter's second axis.
-    """
-
-    samples: Tensor
-    factor: Tensor
-    deltas: Tensor
-    region: tuple[slice, slice]
-    transposed: bool
-
-    def within(self, index: tuple[slice, slice]) -> "Factors | None":
-        """The part that belongs to a rectangle of the parameter; None if there is none."""
-        starts = [max(mine.start, wanted.start) for mine, wanted in zip(self.region, index, strict=True)]
-        stops = [min(mine.stop, wanted.stop) for mine, wanted in zip(self.region, index, strict=True)]
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-            return None
-        own = [slice(a - mine.start, b - mine.start) for a, b, mine in zip(starts, stops, self.region, strict=True)]
-        rows, columns = reversed(own) if self.transposed else own
-        factor = self.factor
-        if factor.ndim == 1:
-            outside = (factor < rows.start) | (factor >= rows.stop)
-            factor = torch.where(outside, -1, factor)
-        else:
-            factor = factor[:, rows]
-        region = slice(starts[0], stops[0]), slice(starts[1], stops[1])
-        return Factors(self.samples, factor, self.deltas[..., columns], region, self.transposed)
-
-    def among(self, rows: Tensor) -> "Factors":
-        """A look-up's factors in a parameter of which only these rows are left, each once and in order."""
-        places = torch.searchsorted(rows, self.factor.clamp_min(0))
-        factor = torch.where(self.factor < 0, -1, places)
-        region = slice(0, len(rows)), self.region[1]
-        return Factors(self.samples, factor, self.deltas, region, self.transposed)
-
-    @property
-    def rows(self) -> slice:
-        """Rows of w in the parameter."""
-        return self.region[1 if self.transposed else 0]
 
 
 def add_gram(gram: Tensor, found: Sequence[Factors]) -> None:

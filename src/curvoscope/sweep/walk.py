@@ -19,11 +19,7 @@ from torch.func import functional_call
 
 from curvoscope import checks
 from curvoscope.autodiff.batches import Batch
-from curvoscope.autodiff.engine import Autodiff
-from curvoscope.blocks import Blocks, Piece
-from curvoscope.losses import CrossEntropy
-from curvoscope.losses.objectives import logits_of
-from curvoscope.sweep.cotangents import (
+from curvoscope.autodiff.cotangents import (
     COLUMNS,
     Cotangents,
     SampleSeed,
@@ -32,9 +28,13 @@ from curvoscope.sweep.cotangents import (
     cotangents,
     softmax_cotangents,
 )
-from curvoscope.sweep.grams import Factors, add_crossed, add_gram
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.uses import Factors, WeightUse, find_uses, nodes_below
+from curvoscope.blocks import Blocks, Piece
+from curvoscope.losses import CrossEntropy
+from curvoscope.losses.objectives import logits_of
+from curvoscope.sweep.grams import add_crossed, add_gram
 from curvoscope.sweep.layers import LayerCall, NotRepeatableError, cut_at, layers_of
-from curvoscope.sweep.uses import WeightUse, find_uses, nodes_below
 
 _IDENTITIES = {"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0"}
 _COPIES = 2.5  # of a layer's deltas, in memory at once

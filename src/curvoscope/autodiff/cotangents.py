@@ -1,4 +1,4 @@
-"""Random cotangents g of a model's outputs with E[g g^T] = S, the Hessian of the loss in the outputs.
+"""Random cotangents g of a model's outputs with E[g g^T] = S, the Hessian of the loss in the outputs, and roots of S.
 
 Cross-entropy, for token t with probabilities p_t, weight w_t and independent signs e:
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import LossError
 from curvoscope.estimate.products import random_signs
 from curvoscope.losses import CrossEntropy, Objective
@@ -43,6 +44,10 @@ class Cotangents(ABC):
     @abstractmethod
     def draw(self, seed: SampleSeed) -> list[Tensor]:
         """One g."""
+
+    @abstractmethod
+    def root(self) -> list[Tensor]:
+        """R with R R^T = S, its k columns one below the other: (k, *shape) for each F."""
 
 
 def column_ranges(classes: int) -> Iterator[tuple[int, int]]:
@@ -98,6 +103,16 @@ class SoftmaxCotangents(Cotangents):
             )
         ]
 
+    def root(self) -> list[Tensor]:
+        """sqrt(w_t) (sqrt(p_v) e_v - p_t sqrt(p_v)) for all tokens t that count and all classes v."""
+        counted, n = self._roots.flatten().nonzero().flatten(), self.classes
+        _check_room(len(counted) * n, len(self._roots) * n, self._roots)
+        p = self._probabilities(0, n)[counted]
+        blocks = torch.diag_embed(p.sqrt()) - p.sqrt()[:, :, None] * p[:, None, :]  # (t, v, entries)
+        columns = p.new_zeros(len(counted), n, len(self._roots), n)
+        columns[torch.arange(len(counted)), :, counted] = blocks * self._roots[counted, :, None]
+        return [torch.stack([self._restore(column) for column in columns.flatten(0, 1)])]
+
     def _probabilities(self, start: int, stop: int) -> Tensor:
         return (self._logits(start, stop) - self._log_sums).exp_()
 
@@ -112,6 +127,16 @@ class DiagonalCotangents(Cotangents):
         """sqrt(diag S) . e."""
         return [signs(root.shape, (*seed, i), root) * root for i, root in enumerate(self._roots)]
 
+    def root(self) -> list[Tensor]:
+        """One column for each entry that is not zero."""
+        flat = torch.cat([root.flatten() for root in self._roots])
+        places = flat.nonzero().flatten()
+        _check_room(len(places), len(flat), flat)
+        columns = flat.new_zeros(len(places), len(flat))
+        columns[torch.arange(len(places)), places] = flat[places]
+        sizes = [root.numel() for root in self._roots]
+        return [part.view(-1, *root.shape) for part, root in zip(columns.split(sizes, 1), self._roots, strict=True)]
+
 
 class GroupCotangents(Cotangents):
     """Those of a loss that couples the entries of groups of tokens. `roots`: R (groups, k, k), R R^T = S."""
@@ -123,6 +148,22 @@ class GroupCotangents(Cotangents):
         """R e for each group."""
         groups, size, _ = self._roots.shape
         return [(self._roots @ signs((groups, size, 1), seed, self._roots)).reshape(self._shape)]
+
+    def root(self) -> list[Tensor]:
+        """The columns of R of every group."""
+        groups, size, _ = self._roots.shape
+        _check_room(groups * size, groups * size, self._roots)
+        return [torch.block_diag(*self._roots).mT.reshape(-1, *self._shape)]
+
+
+def _check_room(columns: int, entries: int, like: Tensor) -> None:
+    """Raise unless all columns of R fit into memory."""
+    checks.fits(
+        2 * columns * entries * like.element_size(),
+        None,
+        f"all {columns:,} directions of a loss Hessian",
+        "use a sweep, which samples them: cv.sweep(model, loss, batches, keep=[name])",
+    )
 
 
 def softmax_cotangents(

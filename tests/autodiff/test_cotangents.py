@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import curvoscope as cv
+from curvoscope.autodiff import cotangents as module_under_test
+from curvoscope.autodiff.cotangents import column_ranges, cotangents, signs
 from curvoscope.errors import LossError
 from curvoscope.losses import objective_of
-from curvoscope.sweep import cotangents as module_under_test
-from curvoscope.sweep.cotangents import column_ranges, cotangents, signs
 
 torch.manual_seed(0)
 LOGITS = torch.randn(4, 5).double()

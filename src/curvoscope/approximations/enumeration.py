@@ -1,0 +1,132 @@
+"""The gradients of a model's block, exactly: one backward pass for each direction of the loss Hessian.
+
+The loss Hessian in the outputs is S = R R^T. Backward passes of the columns of R give delta at the output of a product
+with the weight, and gamma = X^T delta. Rows of a batch do not meet in the loss, so each is a group of its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from curvoscope.approximations.gradients import GradientFactors, GradientSource
+from curvoscope.autodiff.batches import Batch
+from curvoscope.autodiff.cotangents import cotangents
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.kernels import kept_derivatives
+from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
+from curvoscope.blocks import STORED, TRANSPOSED, Block
+from curvoscope.errors import ModelError
+from curvoscope.losses import CrossEntropy
+
+
+def enumerated(engine: Autodiff, block: Block) -> GradientSource:
+    """All gradients of one block, with sum gamma gamma^T = H, its Gauss-Newton part."""
+    if engine.ranks.size > 1:
+        raise ModelError("process_group", "approximations are of one process; leave the group out")
+    parts: list[GradientFactors] = []
+    labelled: list[GradientFactors] = []
+    objective = engine.objective
+
+    def visit(weight: float, batch: Batch) -> None:
+        rows = [batch] if objective.couples_rows or objective.reads_parameters else batch.split(1)
+        found = [_Row(engine, block, row) for row in rows]
+        terms = sum(row.terms for row in found)
+        for row in found:
+            share = weight if objective.summed else weight * row.terms / terms
+            if row.terms:
+                parts.append(row.factors([share**0.5 * column for column in row.cotangents.root()]))
+                if isinstance(objective, CrossEntropy):
+                    parts_of_labels = [(share * row.terms) ** 0.5 * G[None] for G in row.gradient]
+                    labelled.append(row.factors(parts_of_labels))
+
+    engine.walk(visit)
+    alone = not objective.couples_rows
+    found = _stacked(parts), True, block.heads, block.axis
+    return GradientSource(block.name, *found, sequences=alone, labelled=_stacked(labelled))
+
+
+class _Row:
+    """The graph of one row of a batch, or of a whole batch whose rows meet in the loss."""
+
+    def __init__(self, engine: Autodiff, block: Block, batch: Batch) -> None:
+        self._block = block
+        names = sorted({piece.parameter for piece in block.pieces})
+        weights, self._leaves = engine.snapshot.leaves(names)
+        with kept_derivatives(engine.model):
+            outputs = engine.snapshot(weights, batch)
+        seen = engine.objective.seen(outputs, engine.snapshot.parameters(weights))
+        self.terms = float(engine.objective.terms(seen, batch.targets))
+        if self.terms:
+            self._cut, self.cotangents = cotangents(engine.objective, seen, batch.targets)
+            _, gradient = engine.objective.gradient(seen, batch.targets)
+            self.gradient = [G.detach() for G in gradient]
+
+    def factors(self, directions: Sequence[Tensor]) -> GradientFactors:
+        """X and delta of directions (k, *shape) of each F; the gradients if the weight is used in another way."""
+        roots = [F.grad_fn for F in self._cut if F.grad_fn is not None]
+        uses, dense = find_uses(nodes_below(roots), self._leaves)
+        samples = torch.arange(len(directions[0]))
+        if uses and not dense:
+            found = zip(uses, self._backward(directions, [use.edge for use in uses]), strict=True)
+            products = [
+                Factors(samples, use.factor, use.delta(delta), use.region, use.transposed)
+                for use, delta in found
+                if delta is not None
+            ]
+            joined = of_products(self._block, products)
+            if joined is not None:
+                return joined
+        found_leaves = zip(self._leaves.items(), self._backward(directions, list(self._leaves.values())), strict=True)
+        gradients = {
+            name: leaf.new_zeros(len(samples), *leaf.shape) if g is None else g for (name, leaf), g in found_leaves
+        }
+        return GradientFactors(None, self._block.matrix(gradients)[None])
+
+    def _backward(
+        self, directions: Sequence[Tensor], targets: Sequence[Tensor] | Sequence[GradientEdge]
+    ) -> Sequence[Tensor | None]:
+        """What k directions (k, *shape of F) find at each target, (k, ...)."""
+        pairs = [(F, g) for F, g in zip(self._cut, directions, strict=True) if F.requires_grad]
+        cut, columns = [F for F, _ in pairs], [g for _, g in pairs]
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        try:
+            return torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options)
+        except (RuntimeError, NotImplementedError):  # an operation that torch cannot batch
+            each = [
+                torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))
+            ]
+            return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
+
+
+def of_products(block: Block, found: Sequence[Factors]) -> GradientFactors | None:
+    """X and delta of the products of one micro-batch with a block; None if it has any other use.
+
+    A weight that several products share has the tokens of all of them.
+    """
+    if len(block.pieces) != 1 or block.pieces[0].layout not in (STORED, TRANSPOSED):
+        return None
+    piece = block.pieces[0]
+    inside = [one for product in found if (one := product.within((piece.index[0], piece.index[1]))) is not None]
+    whole = all(one.region == piece.index and one.factor.ndim == 2 for one in inside)
+    if not inside or not whole or len({one.transposed for one in inside}) > 1:
+        return None
+    X, delta = torch.cat([one.factor for one in inside]), torch.cat([one.deltas for one in inside], 1)
+    return GradientFactors(X[None], delta[None], flipped=inside[0].transposed != (piece.layout == TRANSPOSED))
+
+
+def _stacked(parts: list[GradientFactors]) -> tuple[GradientFactors, ...]:
+    """Rows of one shape become groups of one part."""
+    alike: dict[object, list[GradientFactors]] = {}
+    for part in parts:
+        alike.setdefault((part.inputs is None, part.flipped, part.cotangents.shape), []).append(part)
+    return tuple(
+        GradientFactors(
+            None if some[0].inputs is None else torch.cat([part.inputs for part in some if part.inputs is not None]),
+            torch.cat([part.cotangents for part in some]),
+            some[0].flipped,
+        )
+        for some in alike.values()
+    )

@@ -1,0 +1,307 @@
+"""What approximations are made of: gradients gamma with sum gamma gamma^T = H, the outer part of a block.
+
+For a product y = X w with a weight w (a, p), the gradient of w is gamma = X^T delta (a, p) with delta the cotangent of
+y. If delta runs over all columns of a root of the loss Hessian, the sum over gamma gamma^T is H, exactly. If it is
+drawn at random, the mean over the samples is an unbiased estimate of H. Both are a `GradientSource`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from curvoscope.errors import ModelError, RangeError
+from curvoscope.operators.base import Shape
+
+_FORMED = 2**25  # entries of gradients that are formed at a time
+
+
+@dataclass(frozen=True, eq=False)
+class GradientFactors:
+    """Gradients X_g^T delta_gi (a, p) in g groups, each of n gradients that share X_g.
+
+    Args:
+        inputs: X (g, T, a); None if the gradients themselves are known.
+        cotangents: delta (g, n, T, p), or the gradients (g, n, a, p).
+        flipped: whether the block is stored as (p, a): its gradients are delta^T X.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.approximations import GradientFactors
+        >>> found = GradientFactors(torch.ones(1, 5, 2), torch.ones(1, 4, 5, 3))
+        >>> len(found), found.shape, found.gradients().shape
+        (4, (2, 3), torch.Size([4, 2, 3]))
+    """
+
+    inputs: Tensor | None
+    cotangents: Tensor
+    flipped: bool = False
+
+    @property
+    def groups(self) -> int:
+        """g."""
+        return len(self.cotangents)
+
+    @property
+    def each(self) -> int:
+        """n, the gradients of a group."""
+        return self.cotangents.shape[1]
+
+    def __len__(self) -> int:
+        return self.groups * self.each
+
+    @property
+    def shape(self) -> Shape:
+        """(a, p), or (p, a) if flipped."""
+        a = self.cotangents.shape[2] if self.inputs is None else self.inputs.shape[2]
+        p = self.cotangents.shape[3]
+        return (p, a) if self.flipped else (a, p)
+
+    def gradients(self) -> Tensor:
+        """All of them, (g n, *shape)."""
+        formed = self.cotangents if self.inputs is None else self.inputs.mT[:, None] @ self.cotangents
+        return (formed.mT if self.flipped else formed).flatten(0, 1)
+
+    def pieces(self) -> Iterator["GradientFactors"]:
+        """The same gradients a few at a time, in their order."""
+        step = max(1, _FORMED // (self.shape[0] * self.shape[1]))
+        if step >= self.each:
+            for start in range(0, self.groups, step // self.each):
+                some = slice(start, start + step // self.each)
+                inputs = None if self.inputs is None else self.inputs[some]
+                yield replace(self, inputs=inputs, cotangents=self.cotangents[some])
+            return
+        for group in range(self.groups):
+            inputs = None if self.inputs is None else self.inputs[group : group + 1]
+            for start in range(0, self.each, step):
+                cotangents = self.cotangents[group : group + 1, start : start + step]
+                yield replace(self, inputs=inputs, cotangents=cotangents)
+
+    def turned(self, left: Tensor | None, right: Tensor | None) -> "GradientFactors":
+        """left^T gamma right; None for the identity."""
+        first, second = (right, left) if self.flipped else (left, right)
+        inputs, cotangents = self.inputs, self.cotangents
+        if first is not None:
+            inputs, cotangents = (None, first.mT @ cotangents) if inputs is None else (inputs @ first, cotangents)
+        return replace(self, inputs=inputs, cotangents=cotangents if second is None else cotangents @ second)
+
+    def inner(self, other: "GradientFactors") -> Tensor:
+        """<gamma, gamma'> for gradients in the same place, (g n,)."""
+        if self.inputs is None or other.inputs is None or self._forming_is_cheaper():
+            pairs = zip(self.pieces(), other.pieces(), strict=True)
+            return torch.cat([(one.gradients() * two.gradients()).sum((1, 2)) for one, two in pairs])
+        tokens = self.inputs @ other.inputs.mT  # (g, T, T')
+        return ((tokens[:, None] @ other.cotangents) * self.cotangents).sum((2, 3)).flatten()
+
+    def _forming_is_cheaper(self) -> bool:
+        assert self.inputs is not None
+        a, p = self.inputs.shape[2], self.cotangents.shape[3]
+        return self.cotangents.shape[2] * (a + self.each * p) > 2 * self.each * a * p
+
+    def part(self, axis: int, start: int, stop: int) -> "GradientFactors":
+        """Rows (axis 0) or columns (axis 1) `start` to `stop` of the block."""
+        if (axis == 1) != self.flipped:
+            return replace(self, cotangents=self.cotangents[..., start:stop])
+        if self.inputs is None:
+            return replace(self, cotangents=self.cotangents[:, :, start:stop])
+        return replace(self, inputs=self.inputs[..., start:stop])
+
+    def chosen(self, places: Tensor) -> "GradientFactors":
+        """Some gradients of a single group."""
+        return replace(self, cotangents=self.cotangents[:, places])
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSource:
+    """Gradients gamma of one block with H = sum gamma gamma^T (`exact`), or H = E[gamma gamma^T] over samples.
+
+    Made by `source_of`, from a Hessian, a sweep or a closed form.
+
+    Args:
+        name: of the block.
+        parts: its gradients; of samples, each part has one group.
+        exact: whether the sum over all gradients is H.
+        heads: number of heads that the weight is cut into, if any.
+        axis: the side of the weight along which heads follow each other: 0 for rows, 1 for columns.
+        sequences: whether the tokens of a group are those of one sequence.
+        labelled: gradients of the labels that the data has, one for each sequence, if they are known.
+        members: sizes of the weights that are joined in this one, along `members_axis`.
+        members_axis: 1 if they stand side by side, 0 if one after the other.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.approximations import GradientFactors, GradientSource
+        >>> tokens, cotangents = torch.eye(2)[None], torch.ones(1, 1, 2, 3)
+        >>> source = GradientSource("W", (GradientFactors(tokens, cotangents),), exact=True)
+        >>> source.shape, len(source), source.dense().shape
+        ((2, 3), 1, torch.Size([6, 6]))
+    """
+
+    name: str
+    parts: tuple[GradientFactors, ...]
+    exact: bool
+    heads: int | None = None
+    axis: int | None = None
+    sequences: bool = False
+    labelled: tuple[GradientFactors, ...] = ()
+    members: tuple[int, ...] = ()
+    members_axis: int = 1
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def shape(self) -> Shape:
+        """(a, p)."""
+        return self.parts[0].shape
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the dtype of the gradients, on their device."""
+        return self.parts[0].cotangents.new_empty(0)
+
+    @property
+    def weight(self) -> float:
+        """w in H = w sum gamma gamma^T: one, or one over the number of samples."""
+        return 1.0 if self.exact else 1 / len(self)
+
+    def share(self, part: GradientFactors) -> float:
+        """What the inputs of a group count: one, or the share of the samples that see them."""
+        return 1.0 if self.exact else part.each / len(self)
+
+    @property
+    def inputs(self) -> list[tuple[float, Tensor]]:
+        """X (g, T, a) of each part with its share; `ModelError` for a weight that no product reads."""
+        found = [(self.share(part), part.inputs) for part in self.parts if part.inputs is not None]
+        if len(found) < len(self.parts):
+            raise ModelError(
+                "block",
+                f"{self.name!r} is not the weight of a linear layer: it has no inputs; take another approximation",
+            )
+        return found
+
+    def gradients(self) -> Iterator[Tensor]:
+        """All gradients, (n, a, p), a few at a time."""
+        return (some.gradients() for part in self.parts for some in part.pieces())
+
+    def root(self) -> Tensor:
+        """R (n, a p) with R^T R = H, exactly or on average."""
+        return torch.cat([some.flatten(1) for some in self.gradients()]) * self.weight**0.5
+
+    def dense(self) -> Tensor:
+        """H, (a p, a p)."""
+        root = self.root()
+        return root.mT @ root
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the rows of the block are the outputs of its layer, not the inputs."""
+        return self.parts[0].flipped
+
+    def ordered(self, of_inputs: Tensor, of_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """What belongs to the rows of the block and to its columns."""
+        return (of_outputs, of_inputs) if self.flipped else (of_inputs, of_outputs)
+
+    @cached_property
+    def token_moments(self) -> tuple[Tensor, Tensor, float]:
+        """Sums over tokens of x x^T (a, a) and delta delta^T (p, p), and the number of tokens."""
+        left = total([share * moment(X) for share, X in self.inputs])
+        right = total([moment(part.cotangents) for part in self.parts]) * self.weight
+        return left, right, sum(share * len(X) * X.shape[1] for share, X in self.inputs)
+
+    def head(self, number: int) -> "GradientSource":
+        """One head alone."""
+        if self.heads is None or self.axis is None:
+            raise RangeError("block", f"{self.name!r} has no heads; take another approximation")
+        width = self.shape[self.axis] // self.heads
+        return self._slice(f"{self.name}.{number}", self.axis, number * width, (number + 1) * width)
+
+    def member_parts(self) -> "list[GradientSource]":
+        """Each of the weights that are joined in this one."""
+        ends = torch.tensor(self.members).cumsum(0).tolist()
+        return [
+            self._slice(f"{self.name}[{i}]", self.members_axis, end - size, end)
+            for i, (size, end) in enumerate(zip(self.members, ends, strict=True))
+        ]
+
+    def _slice(self, name: str, axis: int, start: int, stop: int) -> "GradientSource":
+        parts, labelled = (
+            tuple(part.part(axis, start, stop) for part in several) for several in (self.parts, self.labelled)
+        )
+        return GradientSource(name, parts, self.exact, sequences=self.sequences, labelled=labelled)
+
+    def halves(self) -> "tuple[GradientSource, GradientSource]":
+        """Two sets of samples, each as if drawn alone: a random half of them, and the others."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
+        first = torch.zeros(len(self), dtype=torch.bool)
+        first[order[: len(self) // 2]] = True
+        found = []
+        for wanted in (first, ~first):
+            places = (some.nonzero().flatten() for some in wanted.split([len(part) for part in self.parts]))
+            parts = (part.chosen(some) for part, some in zip(self.parts, places, strict=True))
+            found.append(replace(self, parts=tuple(part for part in parts if len(part))))
+        return found[0], found[1]
+
+
+def joined(sources: Sequence[GradientSource]) -> GradientSource:
+    """Several weights as one: side by side if they read the same inputs, otherwise one after the other, as vectors.
+
+    Args:
+        sources: of the weights, with the same samples.
+
+    Returns:
+        The gradients of all of them together.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, X[:, :2])])
+        >>> both = cv.approximations.joined([cv.approximations.source_of(H, name) for name in H.names])
+        >>> bool(torch.allclose(both.dense(), H.outer.dense()))
+        True
+    """
+    if len({tuple(len(part) for part in source.parts) for source in sources}) != 1:
+        raise ModelError("blocks", f"{', '.join(source.name for source in sources)} were not seen by the same samples")
+    name = " + ".join(source.name for source in sources)
+    first = sources[0]
+    columns = list(zip(*(source.parts for source in sources), strict=True))
+    if all(_same_inputs(some) for some in columns):
+        parts = tuple(replace(some[0], cotangents=torch.cat([part.cotangents for part in some], 3)) for some in columns)
+        axis = 0 if first.flipped else 1
+        sizes = tuple(source.shape[axis] for source in sources)
+        return GradientSource(name, parts, first.exact, sequences=first.sequences, members=sizes, members_axis=axis)
+    flat = (torch.cat([part.gradients().flatten(1) for part in some], 1)[None, :, :, None] for some in columns)
+    sizes = tuple(source.shape[0] * source.shape[1] for source in sources)
+    parts = tuple(GradientFactors(None, gradients) for gradients in flat)
+    return GradientSource(name, parts, first.exact, members=sizes, members_axis=0)
+
+
+def _same_inputs(parts: Sequence[GradientFactors]) -> bool:
+    first = parts[0].inputs
+    alike = all(part.flipped == parts[0].flipped for part in parts)
+    others = (part.inputs for part in parts)
+    return alike and first is not None and all(X is not None and torch.equal(X, first) for X in others)
+
+
+@runtime_checkable
+class GivesGradients(Protocol):
+    """What knows the gradients of its blocks: a model's Hessian, or a sweep that keeps them."""
+
+    def gradient_source(self, name: str) -> GradientSource:
+        """The gradients of one block."""
+
+
+def moment(vectors: Tensor) -> Tensor:
+    """sum v v^T over all axes but the last, symmetric to the bit."""
+    flat = vectors.flatten(0, -2)
+    found = flat.mT @ flat
+    return (found + found.mT) / 2
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    """Their sum; there is at least one."""
+    return reduce(add, tensors)

@@ -1,0 +1,178 @@
+"""The nearest sum of k Kronecker products, by Van Loan's rearrangement."""
+
+from functools import cached_property
+
+import numpy as np
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+
+from curvoscope.approximations.base import Approximation
+from curvoscope.approximations.gradients import GradientFactors, GradientSource, total
+from curvoscope.approximations.product import KroneckerProduct
+from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.errors import NonFiniteError, RangeError
+from curvoscope.magnitudes import ScaledNumber, power_of_two, root
+from curvoscope.operators.base import LinearOperator
+
+_DENSE = 2**22  # entries of the rearranged matrix up to which its singular vectors are found from them
+_TOLERANCE = {torch.float64: 0.0, torch.float32: 1e-4}  # of singular vectors, relative; 0 is machine precision
+_RESIDUAL = 1e3  # units of rounding at which a solve ends
+
+
+def kronecker(H: Curvature, name: str | None = None, rank: int = 1) -> Approximation:
+    """The nearest A = sum_k U_k (x) V_k of `rank` terms in the Frobenius norm (Van Loan and Pitsianis 1993).
+
+    Rearranged, a Kronecker product is a matrix of rank one: with R[(i, k), (j, l)] = H[(i, j), (k, l)], the best A is
+    the truncated singular value decomposition of R. R is never formed for a large block: R vec(Y) = sum gamma Y
+    gamma^T, a sum over tokens, and Lanczos finds the singular vectors. Assumes nothing; full rank is exact.
+
+    Args:
+        H: a Hessian, a sweep that keeps the block, or a `GradientSource`.
+        name: of the block.
+        rank: k, at most the smaller of a² and p².
+
+    Returns:
+        The approximation; it stores k (a² + p²) floats. Of two terms or more it may have negative eigenvalues.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 2)).double()
+        >>> X, Y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, Y)])
+        >>> found = [cv.approximations.kronecker(H, "0.weight", rank=k) for k in (1, 2, 4)]
+        >>> errors = [(A - H.outer["0.weight"]).dense().norm() for A in found]
+        >>> bool(errors[0] > errors[1] > errors[2]), bool(errors[2] < 1e-12)
+        (True, True)
+    """
+    source = source_of(H, name)
+    a, p = source.shape
+    most = min(a, p) ** 2
+    if not 1 <= rank <= most:
+        raise RangeError("rank", f"got {rank}, expected 1 to {most}, the smaller of a² and p² of {source.name!r}")
+    left, right = _dense_terms(source, rank) if (a * p) ** 2 <= _DENSE else _lanczos_terms(source, rank)
+    if rank == 1:  # both factors of the best product are semidefinite, with one sign
+        return _product("kronecker:1", left[0], right[0])
+    return KroneckerTerms(f"kronecker:{rank}", left, right)
+
+
+def _product(name: str, left: Tensor, right: Tensor) -> KroneckerProduct:
+    """left (x) right, both with a positive trace and symmetric to the bit."""
+    sign = torch.where(left.trace() < 0, -0.5, 0.5)
+    return KroneckerProduct(name, sign * (left + left.mT), sign * (right + right.mT))
+
+
+def _dense_terms(source: GradientSource, rank: int) -> tuple[Tensor, Tensor]:
+    (a, p), like = source.shape, source.dense()
+    rearranged = like.view(a, p, a, p).transpose(1, 2).reshape(a * a, p * p)
+    left, values, right = torch.linalg.svd(rearranged, full_matrices=False)
+    lefts = (left[:, :rank] * values[:rank]).mT.unflatten(1, (a, a))
+    return lefts, right[:rank].unflatten(1, (p, p))
+
+
+def _lanczos_terms(source: GradientSource, rank: int) -> tuple[Tensor, Tensor]:
+    """The leading singular vectors on the smaller side, and R times them on the other."""
+    whole = Rearranged(source)
+    narrow = whole if whole.shape[1] <= whole.shape[0] else whole.T
+    side = narrow.column_shape[0]
+    unit = power_of_two(narrow._matmat(torch.eye(side, dtype=whole.dtype, device=whole.device).view(-1, 1)))
+    forward, backward = narrow.to_scipy(), narrow.T.to_scipy()
+
+    def squared(vector: np.ndarray) -> np.ndarray:
+        found: np.ndarray = backward.matvec(forward.matvec(vector) / unit) / unit
+        return found
+
+    size = narrow.shape[1]
+    gram = scipy.sparse.linalg.LinearOperator((size, size), matvec=squared, dtype=forward.dtype)
+    start = np.eye(side).ravel() + np.random.default_rng(0).standard_normal(size) / side
+    tolerance = _TOLERANCE.get(whole.dtype, 1e-4)
+    values, vectors = scipy.sparse.linalg.eigsh(gram, rank, v0=start.astype(forward.dtype), tol=tolerance)
+    order = np.argsort(-values)
+    near = torch.as_tensor(np.ascontiguousarray(vectors[:, order]), dtype=whole.dtype, device=whole.device)
+    far = narrow._matmat(near)
+    found = far.mT.unflatten(1, narrow.row_shape), near.mT.unflatten(1, narrow.column_shape)
+    return found if narrow is whole else (found[1], found[0])
+
+
+class Rearranged(LinearOperator):
+    """R (a², p²) of a block: R vec(Y) = w sum gamma Y gamma^T, and R^T vec(Z) = w sum gamma^T Z gamma."""
+
+    def __init__(self, source: GradientSource, transposed: bool = False) -> None:
+        sides = [(side, side) for side in source.shape]
+        rows, columns = reversed(sides) if transposed else sides
+        super().__init__(rows, columns, source.like)
+        self._source, self._is_transposed = source, transposed
+
+    def _transposed(self) -> LinearOperator:
+        return Rearranged(self._source, not self._is_transposed)
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        matrices = columns.mT.unflatten(1, self.column_shape)
+        multiply = _inward if self._is_transposed != self._source.flipped else _outward
+        found = [total(multiply(part, matrix) for part in self._source.parts) for matrix in matrices]
+        return self._source.weight * torch.stack(found).flatten(1).mT
+
+
+def _outward(part: GradientFactors, matrix: Tensor) -> Tensor:
+    """sum gamma Y gamma^T = sum X^T (delta Y delta^T) X, (a, a)."""
+    middle = torch.einsum("gntp,gnup->gtu", part.cotangents @ matrix, part.cotangents)
+    return middle.sum(0) if part.inputs is None else (part.inputs.mT @ middle @ part.inputs).sum(0)
+
+
+def _inward(part: GradientFactors, matrix: Tensor) -> Tensor:
+    """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta, (p, p)."""
+    middle = matrix[None] if part.inputs is None else part.inputs @ matrix @ part.inputs.mT
+    return part.cotangents.flatten(0, 2).mT @ (middle[:, None] @ part.cotangents).flatten(0, 2)
+
+
+class KroneckerTerms(Approximation):
+    """A = sum_k U_k (x) V_k, with U (k, a, a) and V (k, p, p)."""
+
+    def __init__(self, name: str, left: Tensor, right: Tensor) -> None:
+        super().__init__(name, (left.shape[1], right.shape[1]), left, left.numel() + right.numel())
+        self.left, self.right = left, right
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        matrices = columns.mT.unflatten(1, self.row_shape)
+        pairs = zip(self.left, self.right, strict=True)
+        return total(u @ matrices @ v.mT for u, v in pairs).flatten(1).mT
+
+    def _trace(self) -> float:
+        return float(sum(u.trace() * v.trace() for u, v in zip(self.left, self.right, strict=True)))
+
+    def _diagonal(self) -> Tensor:
+        first, second = (side.diagonal(dim1=1, dim2=2) for side in (self.left, self.right))
+        return (first.mT @ second).flatten()
+
+    def _norm(self) -> float:
+        first, second = (side.flatten(1) @ side.flatten(1).mT for side in (self.left, self.right))
+        square: ScaledNumber = float((first * second).sum()), 0
+        return root(square)
+
+    @cached_property
+    def _extremes(self) -> tuple[float, float]:
+        return float(self._eigenvalues(1, "SA")[0]), float(self._eigenvalues(1, "LA")[0])
+
+    def _ends(self) -> tuple[float, float]:
+        return self._extremes
+
+    def _solve(self, columns: Tensor, damping: float) -> Tensor:
+        """Conjugate gradients, with the first term as a preconditioner."""
+        first = _product(self.name, self.left[0], self.right[0])
+        x, residual = torch.zeros_like(columns), columns.clone()
+        direction = near = first._solve(residual, damping)
+        length = (residual * near).sum(0)
+        limit = _RESIDUAL * torch.finfo(self.dtype).eps * columns.norm(dim=0)
+        for _ in range(2 * self.shape[0]):
+            if bool((residual.norm(dim=0) <= limit).all()):
+                return x
+            product = self._matmat(direction) + damping * direction
+            step = length / (direction * product).sum(0).clamp_min(torch.finfo(self.dtype).tiny)
+            x, residual = x + step * direction, residual - step * product
+            near = first._solve(residual, damping)
+            before, length = length, (residual * near).sum(0)
+            direction = near + length / before.clamp_min(torch.finfo(self.dtype).tiny) * direction
+        raise NonFiniteError(
+            "solution", f"conjugate gradients did not converge at damping {damping:g}; give a larger one"
+        )

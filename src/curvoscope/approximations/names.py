@@ -1,0 +1,86 @@
+"""Approximations by name: "kfac", "kronecker:4", "shampoo:1/4", "kfac/heads"."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from curvoscope.approximations.base import Approximation
+from curvoscope.approximations.diagonal import diagonal
+from curvoscope.approximations.ekfac import ekfac
+from curvoscope.approximations.empirical import empirical
+from curvoscope.approximations.gradients import GradientSource
+from curvoscope.approximations.heads import heads
+from curvoscope.approximations.input import input as of_inputs
+from curvoscope.approximations.kfac import kfac
+from curvoscope.approximations.kl_shampoo import kl_shampoo
+from curvoscope.approximations.kronecker import kronecker
+from curvoscope.approximations.layers import layers
+from curvoscope.approximations.neurons import neurons
+from curvoscope.approximations.shampoo import shampoo
+from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.split import SplitForm
+from curvoscope.approximations.tkfac import tkfac
+from curvoscope.errors import RangeError
+
+_PLAIN: dict[str, Callable[[GradientSource], Approximation]] = {
+    "diagonal": diagonal,
+    "neurons": neurons,
+    "heads": heads,
+    "layers": layers,
+    "kfac": kfac,
+    "ekfac": ekfac,
+    "tkfac": tkfac,
+    "shampoo": shampoo,
+    "kl_shampoo": kl_shampoo,
+    "input": of_inputs,
+    "empirical": empirical,
+    "kronecker": kronecker,
+}
+_WITH_OPTION: dict[str, Callable[[GradientSource, str], Approximation]] = {
+    "kfac": lambda source, option: kfac(source, sharing=option),
+    "shampoo": lambda source, option: shampoo(source, power=float(Fraction(option))),
+    "kronecker": lambda source, option: kronecker(source, rank=int(option)),
+}
+NAMES = tuple(_PLAIN)
+
+
+def approximation(H: Curvature, text: str, name: str | None = None) -> Approximation:
+    """An approximation by its name.
+
+    Args:
+        H: a Hessian, a sweep that keeps the block, or a `GradientSource`.
+        text: the name, with an option after a colon ("kronecker:4", "shampoo:1/4", "kfac:reduce"). "/heads" makes one
+            approximation for each head ("kfac/heads"), "/layers" one for each of several joined weights.
+        name: of the block.
+
+    Returns:
+        The approximation, with `text` as its name.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, X[:, :2])])
+        >>> cv.approximations.approximation(H, "kronecker:2", "weight").floats
+        26
+    """
+    source = source_of(H, name)
+    whole, slash, split = text.rpartition("/") if text.endswith(("/heads", "/layers")) else (text, "", "")
+    if not slash:
+        found = _made(source, text)
+    elif split == "heads":
+        parts = [_made(source.head(i), whole) for i in range(source.heads or 1)]
+        found = SplitForm(text, parts, source.axis or 0)
+    else:
+        found = SplitForm(text, [_made(part, whole) for part in source.member_parts()], source.members_axis)
+    found.name = text
+    return found
+
+
+def _made(source: GradientSource, text: str) -> Approximation:
+    kind, colon, option = text.partition(":")
+    try:
+        return _WITH_OPTION[kind](source, option) if colon else _PLAIN[kind](source)
+    except (KeyError, ValueError) as error:
+        if isinstance(error, RangeError) or (isinstance(error, ValueError) and hasattr(error, "argument")):
+            raise
+        known = ", ".join([*NAMES, "kronecker:4", "shampoo:1/4", "kfac:reduce", "kfac/heads"])
+        raise RangeError("approximations", f"got {text!r}, expected a name such as {known}") from None

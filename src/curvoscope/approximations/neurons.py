@@ -1,0 +1,30 @@
+"""One block for each output of a layer."""
+
+from curvoscope.approximations.roots import RootForm
+from curvoscope.approximations.source import Curvature, source_of
+
+
+def neurons(H: Curvature, name: str | None = None) -> RootForm:
+    """A = H without the entries that couple the weights of two outputs: p blocks (a, a).
+
+    Assumes that the outputs of a layer do not interact, as GPTQ and Optimal Brain Compression (arXiv 2208.11580) do for
+    the layer's own squared error, where it is exact.
+
+    Args:
+        H: a Hessian, a sweep that keeps the block, or a `GradientSource`.
+        name: of the block.
+
+    Returns:
+        The approximation; it stores p a² floats.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, X[:, :2])])
+        >>> A = cv.approximations.neurons(H, "weight")  # exact: squared errors of outputs do not interact
+        >>> bool(torch.allclose(A.dense(), H.outer["weight"].dense())), A.floats
+        (True, 18)
+    """
+    source = source_of(H, name)
+    axis = 0 if source.flipped else 1
+    return RootForm.of("neurons", source, source.shape[axis], axis)

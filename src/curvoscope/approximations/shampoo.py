@@ -1,0 +1,59 @@
+"""Shampoo: the second moments of the gradient's rows and columns."""
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from curvoscope.approximations.kronecker import Rearranged
+from curvoscope.approximations.product import KroneckerProduct
+from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.errors import RangeError
+from curvoscope.operators.base import LinearOperator
+
+_POWERS = (0.5, 0.25)
+
+
+def shampoo(H: Curvature, name: str | None = None, power: float = 0.5) -> KroneckerProduct:
+    """A from L = E[gamma gamma^T] (a, a) and R = E[gamma^T gamma] (p, p) (Gupta et al. 2018, arXiv 1802.09568).
+
+    An update L^-power G R^-power stands for A^-1/2 G. With the power 1/4 of the first paper A = L^1/2 (x) R^1/2; with
+    1/2 A = L (x) R / tr L, one step of power iteration towards the nearest product (Morwani et al. 2024,
+    arXiv 2406.17748). Assumes that rows and columns of the gradient vary independently.
+
+    Args:
+        H: a Hessian, a sweep that keeps the block, or a `GradientSource`.
+        name: of the block.
+        power: 1/2 or 1/4.
+
+    Returns:
+        The approximation; it stores a² + p² floats.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, X[:, :2])])
+        >>> A = cv.approximations.shampoo(H, "weight")
+        >>> bool(torch.allclose(A.dense(), H.outer["weight"].dense()))  # a Kronecker product itself
+        True
+    """
+    if power not in _POWERS:
+        raise RangeError("power", f"got {power}, expected 1/2 or 1/4")
+    source = source_of(H, name)
+    whole = Rearranged(source)
+    left, right = (_of_identity(side) for side in (whole, whole.T))
+    if power == 0.5:
+        return KroneckerProduct("shampoo", left, right / left.trace())
+    return KroneckerProduct(f"shampoo:{Fraction(power)}", _root(left), _root(right))
+
+
+def _of_identity(rearranged: LinearOperator) -> Tensor:
+    """R vec(I), a symmetric matrix."""
+    units = torch.eye(rearranged.column_shape[0], dtype=rearranged.dtype, device=rearranged.device)
+    found = rearranged._matmat(units.view(-1, 1)).view(rearranged.row_shape)
+    return (found + found.mT) / 2
+
+
+def _root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.mT

@@ -1,0 +1,99 @@
+"""`source_of`: the gradients of a block, from a Hessian, a sweep or a closed form."""
+
+import torch
+from torch import Tensor
+
+from curvoscope import checks
+from curvoscope.approximations.gradients import GivesGradients, GradientFactors, GradientSource
+from curvoscope.errors import DtypeError, EmptyError, ModelError
+from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
+from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.terms import Single, Term
+
+Curvature = GivesGradients | BlockHessian | BlockMatrix | LinearOperator | GradientSource
+
+_NEGATIVE = 1e-10  # relative to the largest eigenvalue: a smaller one is rounding
+
+
+def source_of(curvature: Curvature, name: str | None = None) -> GradientSource:
+    """The gradients gamma of a block with sum gamma gamma^T = H, its outer part.
+
+    From a model (`cv.hessian`) they belong to the layer's own inputs and outputs, exactly, by one backward pass for
+    each direction of the loss Hessian. From a sweep they are its samples, if it keeps them. A closed form
+    sum_t l_t l_t^T (x) C_t has its own tokens: l_t is x_t for query and key weights, but the attention mean m_t for the
+    value weight, so that approximations that read inputs (KFAC, EKFAC, TKFAC, input) differ from those of the model.
+
+    Args:
+        curvature: a `ModelHessian`, a `Sweep` with `keep=`, a `BlockHessian`, a `BlockMatrix`, an operator, or the
+            source itself.
+        name: of the block; None if there is one alone.
+
+    Returns:
+        The source, which every approximation of the block can be made of.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.ones(4, 3).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, X[:, :2])])
+        >>> source = cv.approximations.source_of(H, "weight")
+        >>> bool(torch.allclose(source.dense(), H.outer["weight"].dense()))
+        True
+    """
+    if isinstance(curvature, GradientSource):
+        return curvature
+    if isinstance(curvature, GivesGradients):
+        return curvature.gradient_source(_named(name))
+    if isinstance(curvature, BlockHessian):
+        curvature = curvature.outer
+    if isinstance(curvature, BlockMatrix):
+        name = _named(name)
+        curvature = curvature[name]
+    if not isinstance(curvature, LinearOperator):
+        raise DtypeError("H", f"got {type(curvature).__name__}, expected a Hessian, a sweep or an operator")
+    return _of_operator(curvature, name or "H")
+
+
+def _named(name: str | None) -> str:
+    if name is None:
+        raise EmptyError("name", "give the name of a block")
+    return name
+
+
+def _of_operator(operator: LinearOperator, name: str) -> GradientSource:
+    """From the terms of a Kronecker sum, if they are positive semidefinite and stand on the rows; else from entries."""
+    known = getattr(operator, "resolved", operator)
+    terms = known.terms if isinstance(known, KroneckerSum) else ()
+    parts = [_of_term(term) for term in terms]
+    if parts and all(part is not None for part in parts):
+        return GradientSource(name, tuple(part for part in parts if part is not None), exact=True)
+    root = _root(operator.dense()[None], name).mT  # (1, n, n): a row of it is a gradient
+    return GradientSource(name, (GradientFactors(None, root.unflatten(2, operator.row_shape)),), exact=True)
+
+
+def _of_term(term: Term | Single) -> GradientFactors | None:
+    """One group per token: x = l_t, and delta the columns of a root of C_t."""
+    if not term.symmetric or term.axes != (0, 0):
+        return None
+    if isinstance(term, Single):
+        inputs, cores = _root(term.outer[None])[0].mT, term.core[None]
+        roots = _root(cores).expand(len(inputs), -1, -1)
+    else:
+        checks.fits(
+            2 * term.tokens * term.core.size * term.left.element_size(),
+            None,
+            f"the cores of {term.tokens} tokens",
+            "use fewer tokens, or a sweep of the model",
+        )
+        inputs, roots = term.left, _root(term.core.dense(0, term.tokens))
+    return GradientFactors(inputs[:, None], roots.mT[:, :, None])
+
+
+def _root(matrices: Tensor, name: str = "H") -> Tensor:
+    """R with R R^T = M, for positive semidefinite matrices (t, p, p)."""
+    values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
+    if float(values.min()) < -max(_NEGATIVE, matrices.shape[-1] * torch.finfo(values.dtype).eps) * float(
+        values.abs().max()
+    ):
+        raise ModelError("part", f"{name!r} is not positive semidefinite; only the outer part of a Hessian always is")
+    return vectors * values.clamp_min(0).sqrt()[:, None, :]
