@@ -1,5 +1,6 @@
 """Stand-ins for an operator that can be inverted at once, and the choice among them."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -29,6 +30,35 @@ class Diagonal:
         """b / (diagonal + damping)."""
         smallest = torch.finfo(self.values.dtype).eps * self.values.max()
         return b / (self.values + damping).clamp_min(float(smallest))[:, None]
+
+
+class BlockDiagonal:
+    """Stand-ins for the diagonal blocks of a matrix.
+
+    Args:
+        blocks: in the order of rows; each has a `shape`.
+    """
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def solve(self, b: Tensor, damping: float) -> Tensor:
+        """The solutions of all blocks, one below the other."""
+        parts = b.split([block.shape[0] for block in self._blocks])
+        return torch.cat([block.solve(part, damping) for block, part in zip(self._blocks, parts, strict=True)])
+
+
+class StandIns(Protocol):
+    """What makes preconditioners for named blocks."""
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Kinds that are compared if none is asked for."""
+        ...
+
+    def make(self, kind: str, names: Sequence[str]) -> Preconditioner:
+        """That of a kind for the blocks together."""
+        ...
 
 
 def applied(preconditioner: Preconditioner, rows: Tensor, damping: float, unit: float, like: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ class Solver:
             shows that B + damping is positive definite, otherwise minres.
         preconditioners: by name, what makes a stand-in for B with `solve(b, damping)`.
         race: whether to use the first of them only if eight plain steps do not reach the tolerance, and then the one
-            whose residual is the smallest after eight steps (none among them); without, the first is used at once.
+            with the smallest residual after eight steps, if that is ten times smaller than without; otherwise the first
+            is used at once.
         matvecs: the budget of products of one solve, without those of the certificate; None: ten times the size, but at
             least 200 and at most 10,000.
         seed: of the Lanczos runs of the certificate; by default that of `cv.settings`.
@@ -160,7 +161,7 @@ class Solver:
             direction = run.candidate(residual[:, worst : worst + 1])
             image = run.residual(torch.zeros_like(direction), direction)
             check_null_direction(direction[:, 0], image[:, 0], self.damping, scale)
-        margin = self._certified(0 if run.interrupted else max(1, run.steps))
+        margin = self._certified(0 if run.interrupted else max(1, run.steps // 4))
         bounds = torch.full_like(residuals, math.inf)
         if margin.value > 0:
             rounding = (_ROUNDING + size**0.5) * products.epsilon * (scale * lengths + sizes)
