@@ -12,7 +12,7 @@ from curvoscope.estimate.result import Estimate
 from curvoscope.solve.eigenbasis import Eigenbasis
 
 SURE = 10.0  # error bars of an end of a spectrum that hold it with a probability of 99.99 %
-_LEAST = 32  # products
+_LEAST = 64  # products
 _ROUNDING = 16  # units of rounding
 
 
@@ -61,7 +61,7 @@ def margin_from_products(operator: Matrix, damping: float, matvecs: int, seed: i
     Args:
         operator: symmetric.
         damping: the shift.
-        matvecs: products for each run, at least 32; 0: no run.
+        matvecs: products for each run, at least 64; 0: no run.
         seed: of the runs; by default that of `cv.settings`.
     """
     floor = getattr(operator, "lower_bound", lambda: -float("inf"))()

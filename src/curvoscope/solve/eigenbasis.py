@@ -25,10 +25,10 @@ class Eigenbasis:
         >>> import torch
         >>> from curvoscope.solve import Eigenbasis
         >>> basis = Eigenbasis.dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-        >>> basis.values
-        tensor([1., 3.], dtype=torch.float64)
-        >>> basis.apply(torch.reciprocal, torch.tensor([[3.0], [0.0]]).double())[:, 0]
-        tensor([ 2., -1.], dtype=torch.float64)
+        >>> basis.values.round(decimals=9).tolist()
+        [1.0, 3.0]
+        >>> basis.apply(torch.reciprocal, torch.tensor([[3.0], [0.0]]).double())[:, 0].round(decimals=9).tolist()
+        [2.0, -1.0]
     """
 
     values: Tensor
