@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import curvoscope as cv
-from curvoscope import errors, estimate
+from curvoscope import errors, estimate, solve
 from curvoscope.analysis.power_law import power_law
 from curvoscope.autodiff.batches import BatchError
 from curvoscope.distributed.ranks import RankError
@@ -29,6 +29,7 @@ NAN, INF = float("nan"), float("inf")
 SHAPE, EMPTY, DTYPE, DEVICE = errors.ShapeError, errors.EmptyError, errors.DtypeError, errors.DeviceError
 RANGE, FINITE, MASK, LOSS = errors.RangeError, errors.NonFiniteError, errors.MaskError, errors.LossError
 NAME, MODEL, MEMORY = errors.BlockNameError, errors.ModelError, errors.MemoryLimitError
+SINGULAR, CONVERGENCE = errors.SingularError, errors.ConvergenceError
 
 X, Y = r(6, 4), r(6, 3)
 NETWORK = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().requires_grad_()
@@ -47,6 +48,22 @@ class Symmetric:
 
     def __matmul__(self, other):
         return MATRIX @ other
+
+
+class Product9(cv.LinearOperator):
+    """A matrix as an operator of this package."""
+
+    def __init__(self, matrix):
+        super().__init__((9, 1), (9, 1), matrix, symmetric=True)
+        self._matrix = matrix
+
+    def _matmat(self, columns):
+        return self._matrix @ columns
+
+
+VECTOR = r(9)
+ZEROED = MATRIX.clone()
+ZEROED[0] = ZEROED[:, 0] = 0
 
 
 class Oblong(Symmetric):
@@ -104,6 +121,31 @@ class TwoOutputs(nn.Module):
 NORM = cv.exact.LayerNorm(torch.ones(4).double())
 
 CALLS = {
+    # ---- solving
+    "solve: singular": (lambda: Product9(ZEROED).solve(VECTOR, 0.0), SINGULAR, "damping"),
+    "solve: singular, by iterations": (
+        lambda: Product9(ZEROED).solve(VECTOR, 0.0, method="minres"), SINGULAR, "damping",
+    ),
+    "solve: indefinite given to cg": (lambda: Product9(MATRIX).solve(VECTOR, 0.0, method="cg"), RANGE, "method"),
+    "solve: right-hand side of another size": (lambda: Product9(MATRIX).solve(r(8)), SHAPE, "b"),
+    "solve: right-hand side not finite": (lambda: Product9(MATRIX).solve(VECTOR * NAN), FINITE, "b"),
+    "solve: right-hand side of another dtype": (lambda: Product9(MATRIX).solve(VECTOR.float()), DTYPE, "b"),
+    "solve: start of another shape": (lambda: Product9(MATRIX).solve(VECTOR, start=r(9, 2)), SHAPE, "start"),
+    "solve: negative damping": (lambda: Product9(MATRIX).solve(VECTOR, -1.0), RANGE, "damping"),
+    "solve: tolerance zero": (lambda: Product9(MATRIX).solve(VECTOR, 1.0, 0.0), RANGE, "tolerance"),
+    "solve: unknown method": (lambda: Product9(MATRIX).solve(VECTOR, method="lu"), RANGE, "method"),
+    "solve: unknown preconditioner": (
+        lambda: Product9(MATRIX).solve(VECTOR, preconditioner="magic"), RANGE, "preconditioner",
+    ),
+    "solve: one product": (lambda: Product9(MATRIX).solve(VECTOR, matvecs=1), RANGE, "matvecs"),
+    "solve: not symmetric": (lambda: hessian().total["0.weight", "2.weight"].solve(VECTOR), SHAPE, "operator"),
+    "solve: broken operator": (lambda: solve.Solver(Broken(), 1.0)(VECTOR), FINITE, "operator"),
+    "inverse: does not converge": (
+        lambda: Product9(MATRIX).inverse(0.0, method="minres", matvecs=2) @ VECTOR, CONVERGENCE, "inverse",
+    ),
+    "logdet: indefinite": (lambda: Product9(MATRIX).logdet(0.0), RANGE, "damping"),
+    "logdet: infinite damping": (lambda: Product9(MATRIX).logdet(INF), RANGE, "damping"),
+    "logdet: more steps than rows": (lambda: solve.logdet(OPERATOR, 1.0, steps=10), RANGE, "steps"),
     # ---- cv.hessian
     "hessian: no batches": (lambda: hessian(batches=[]), EMPTY, "batches"),
     "hessian: a generator": (lambda: hessian(batches=(b for b in BATCHES)), BatchError, "batches"),

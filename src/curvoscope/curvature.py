@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curvoscope import checks
 from curvoscope.approximations.enumeration import enumerated
 from curvoscope.approximations.gradients import GradientSource
+from curvoscope.approximations.stand_ins import ModelStandIns
 from curvoscope.autodiff.batches import BatchError, Batches
 from curvoscope.autodiff.coupled import Coupled
 from curvoscope.autodiff.differences import Differences
@@ -76,11 +77,11 @@ class ModelHessian(BlockHessian):
 
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
         """`closed`: the blocks in closed form; `why`: there are none."""
-        known = None if closed is None else closed.block
+        known, stand_ins = None if closed is None else closed.block, ModelStandIns(self, engine)
         self.outer, self.functional, self.total = (
             ShardedMatrix(engine, part, engine.blocks)
             if isinstance(engine, Sharded)
-            else AutodiffMatrix(engine, part, engine.blocks, known)
+            else AutodiffMatrix(engine, part, engine.blocks, known, stand_ins)
             for part in PARTS
         )
         self.loss = engine.survey.loss

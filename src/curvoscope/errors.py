@@ -52,6 +52,22 @@ class ModelError(CurvoscopeError, ValueError):
     """A model cannot do what is asked: a parameter is missing or frozen, a closed form is not known, ..."""
 
 
+class SingularError(CurvoscopeError, ValueError):
+    """A damped matrix has an eigenvalue 0; `direction` is the eigenvector (n,)."""
+
+    def __init__(self, argument: str, message: str, direction: object) -> None:
+        super().__init__(argument, message)
+        self.direction = direction
+
+
+class ConvergenceError(CurvoscopeError, RuntimeError):
+    """An iteration did not reach its tolerance; `solution` is the best that was found."""
+
+    def __init__(self, argument: str, message: str, solution: object) -> None:
+        super().__init__(argument, message)
+        self.solution = solution
+
+
 class MemoryLimitError(CurvoscopeError, MemoryError):
     """A computation needs more memory than is allowed and is not started; `needed` is the number of bytes."""
 

@@ -50,8 +50,8 @@ class Approximation(LinearOperator):
     def _ends(self) -> tuple[float, float]:
         """The smallest and the largest eigenvalue."""
 
-    def solve(self, b: Tensor, damping: float) -> Tensor:
-        """(A + damping I)^-1 b, in the structure of A.
+    def solve(self, b: Tensor, damping: float) -> Tensor:  # type: ignore[override]  # exact: there is nothing to certify
+        """(A + damping I)^-1 b, in the structure of A: a plain tensor, not the `Solution` of other operators.
 
         Args:
             b: (n,) or (n, k).
@@ -76,6 +76,10 @@ class Approximation(LinearOperator):
         columns = b if b.ndim == 2 else b[:, None]
         found = checks.finite("solution", self._solve(columns, damping))
         return found if b.ndim == 2 else found[:, 0]
+
+    def lower_bound(self) -> float:
+        """The smallest eigenvalue."""
+        return self._ends()[0]
 
     def quadratic(self, found: GradientFactors) -> Tensor:
         """gamma^T A gamma for each gradient, (n,): its mean over samples is <H, A>."""

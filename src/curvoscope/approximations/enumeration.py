@@ -20,6 +20,7 @@ from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import STORED, TRANSPOSED, Block
 from curvoscope.errors import ModelError
 from curvoscope.losses import CrossEntropy
+from curvoscope.losses.outputs import flatten
 
 
 def enumerated(engine: Autodiff, block: Block) -> GradientSource:
@@ -46,6 +47,17 @@ def enumerated(engine: Autodiff, block: Block) -> GradientSource:
     alone = not objective.couples_rows
     found = _stacked(parts), True, block.heads, block.axis
     return GradientSource(block.name, *found, sequences=alone, labelled=_stacked(labelled))
+
+
+def directions(engine: Autodiff) -> int:
+    """How many backward passes `enumerated` takes, as far as the first row of the data tells."""
+    with engine.running():
+        batches = list(engine.micro_batches())
+        row = batches[0].split(1)[0]
+        with torch.no_grad():
+            outputs = engine.snapshot(engine.snapshot.leaves([])[0], row)
+    numbers = sum(leaf.numel() for leaf in flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return numbers * sum(batch.rows for batch in batches)
 
 
 class _Row:

@@ -180,6 +180,10 @@ class Autodiff:
 
         self._visit(names, None, products)
 
+    def is_positive(self, part: str) -> bool:
+        """Whether a part is known to be positive semidefinite: J^T S J at the model's output, S of a convex loss."""
+        return part == "outer" and self.split == "model" and self.objective.convex
+
     @property
     def product_bytes(self) -> int:
         """What a product takes, by the size of the forward pass."""

@@ -13,21 +13,35 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockMatrix
 from curvoscope.operators.compositions import MatrixFree
+from curvoscope.solve import Eigenbasis
+from curvoscope.solve.preconditioning import Preconditioner, StandIns
 
 
 class AutodiffBlock(MatrixFree):
     """One block of the Hessian, or of its outer or functional part: rows of one named block, columns of another."""
 
-    def __init__(self, engine: Autodiff, part: str, row: Block, column: Block) -> None:
+    def __init__(
+        self, engine: Autodiff, part: str, row: Block, column: Block, stand_ins: StandIns | None = None
+    ) -> None:
         like = torch.empty(0, dtype=engine.dtype, device=engine.device)
         super().__init__(row.shape, column.shape, like, symmetric=row == column)
-        self._engine, self._part, self._row, self._column = engine, part, row, column
+        self._engine, self._part, self._row, self._column, self._stand_ins = engine, part, row, column, stand_ins
 
     def _matmat(self, columns: Tensor) -> Tensor:
         return self._engine.product(self._part, [self._row], [self._column], columns.T).T
 
     def _transposed(self) -> LinearOperator:
         return AutodiffBlock(self._engine, self._part, self._column, self._row)
+
+    def lower_bound(self) -> float:
+        """0 for a diagonal block of the Gauss-Newton part of a convex loss; otherwise -inf."""
+        return 0.0 if self.symmetric and self._engine.is_positive(self._part) else super().lower_bound()
+
+    def _compared(self) -> tuple[str, ...]:
+        return super()._compared() if self._stand_ins is None else self._stand_ins.compared
+
+    def _stand_in(self, name: str) -> Preconditioner:
+        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.make(name, [self._row.name])
 
 
 class AutodiffParts(MatrixFree):
@@ -71,6 +85,11 @@ class LazyBlock(LinearOperator):
         """Of the operator itself."""
         return self.resolved.estimated
 
+    @property
+    def eigenbasis(self) -> Eigenbasis | None:
+        """Of the operator itself."""
+        return self.resolved.eigenbasis
+
     def _matmat(self, columns: Tensor) -> Tensor:
         return self.resolved._matmat(columns)
 
@@ -97,8 +116,8 @@ def _delegate(name: str, method: Callable[..., Any]) -> None:
 
 # Every other method is the operator's own, also what it overrides: a new question needs no line here.
 _OWN = {*vars(LazyBlock), "__rmul__", "__neg__", "__sub__", "__repr__", "adjoint"}
-for _name, _method in vars(LinearOperator).items():
-    if inspect.isfunction(_method) and _name not in _OWN:
+for _name, _method in inspect.getmembers(LinearOperator, inspect.isfunction):
+    if _name not in _OWN:
         _delegate(_name, _method)
 
 
@@ -108,17 +127,26 @@ Known = Callable[[str, Block, Block], LinearOperator | None]  # part, row, colum
 class AutodiffMatrix(MatrixFree, BlockMatrix):
     """The Hessian over all blocks, or its outer or functional part. A product costs one pass, whatever the blocks.
 
-    `known`: gives the blocks that need no autodiff, when one of them is first computed with.
+    `known`: gives the blocks that need no autodiff, when one of them is first computed with. `stand_ins`: makes
+    preconditioners.
     """
 
-    def __init__(self, engine: Autodiff, part: str, blocks: Blocks, known: Known | None = None) -> None:
+    def __init__(
+        self,
+        engine: Autodiff,
+        part: str,
+        blocks: Blocks,
+        known: Known | None = None,
+        stand_ins: StandIns | None = None,
+    ) -> None:
         like = torch.empty(0, dtype=engine.dtype, device=engine.device)
         self._engine, self._part, self._blocks, self._known = engine, part, blocks, known
+        self._stand_ins = stand_ins
         BlockMatrix.__init__(self, blocks.shapes, self._single, like)
 
     def _single(self, row: str, column: str) -> LinearOperator:
         pair, known = (self._blocks[row], self._blocks[column]), self._known
-        block = AutodiffBlock(self._engine, self._part, *pair)
+        block = AutodiffBlock(self._engine, self._part, *pair, self._stand_ins)
         if known is None:
             return block
 
@@ -132,6 +160,16 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
         blocks = list(self._blocks.values())
         return self._engine.product(self._part, blocks, blocks, columns.T).T
 
+    def lower_bound(self) -> float:
+        """0 for the Gauss-Newton part of a convex loss; otherwise -inf."""
+        return 0.0 if self._engine.is_positive(self._part) else super().lower_bound()
+
+    def _compared(self) -> tuple[str, ...]:
+        return super()._compared() if self._stand_ins is None else self._stand_ins.compared
+
+    def _stand_in(self, name: str) -> Preconditioner:
+        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.make(name, self.names)
+
     def _write(self, out: Tensor) -> None:
         LinearOperator._write(self, out)
 
@@ -141,4 +179,4 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
     def select(self, names: "list[str] | tuple[str, ...]") -> "AutodiffMatrix":  # type: ignore[override]
         """The part of the matrix on some of the blocks, in the order given."""
         chosen = Blocks(self._blocks[name] for name in names)
-        return AutodiffMatrix(self._engine, self._part, chosen, self._known)
+        return AutodiffMatrix(self._engine, self._part, chosen, self._known, self._stand_ins)

@@ -136,6 +136,9 @@ class SpreadOperator(MatrixFree):
         """Raise: it would need whole vectors."""
         self._refuse("dense")
 
+    def _eigenbasis(self) -> None:
+        """None: entries are refused, so solves iterate."""
+
     def to_scipy(self) -> NoReturn:
         """Raise: it would need whole vectors."""
         self._refuse("to_scipy")

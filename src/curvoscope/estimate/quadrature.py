@@ -13,8 +13,8 @@ from curvoscope.estimate.spectrum import Density, gauss
 
 DEFAULT_MATVECS = 512
 DEFAULT_STEPS = 64
-_MOST_EXACT = 4096  # size up to which all eigenvalues are computed when the budget allows
-_LEAST_PROBES = 4
+MOST_EXACT = 4096  # size up to which all eigenvalues are computed when the budget allows
+LEAST_PROBES = 4
 _BESIDE = 4  # vectors of a probe beside its Lanczos vectors
 _ROUNDING = 16  # units of rounding below which a vector is no new direction
 
@@ -62,15 +62,33 @@ def density(
     if steps is not None and budget is not None and budget < 2 * steps:
         raise RangeError("matvecs", f"got {budget}, expected at least two probes of {steps} steps")
     with Products(operator, "density", budget) as products:
-        if steps is None and size <= min(_MOST_EXACT, budget or _LEAST_PROBES * DEFAULT_STEPS):
+        if steps is None and size <= min(MOST_EXACT, budget or LEAST_PROBES * DEFAULT_STEPS):
             return _exact(products)
-        steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DEFAULT_MATVECS) // _LEAST_PROBES))
+        steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DEFAULT_MATVECS) // LEAST_PROBES))
         most = (budget or MOST) // steps
         return _collect(products, Probes(products, seed), steps, most, tolerance)
 
 
 def _collect(products: Products, probes: Probes, steps: int, most: int, tolerance: float | None) -> Density:
     """Probes, as many side by side as fit in memory, until there are enough or the tolerance is met."""
+    together, dtype = lanczos_room(products, steps, most)
+    rule: GaussRule | None = None
+    while True:
+        count = 0 if rule is None else len(rule.nodes)
+        new = gauss_rule(products, probes.signs(min(together, most - count)).double(), steps, dtype)
+        rule = new if rule is None else rule.joined(new)
+        count = len(rule.nodes)
+        nodes, residuals = (
+            checks.finite("density", part * products.unit) for part in (rule.nodes, rule.coupling.abs())
+        )
+        found = gauss(nodes, rule.first.square(), residuals, products.size, products.matvecs, products.epsilon)
+        if count >= most or (tolerance is not None and count >= LEAST_PROBES and found.error() <= tolerance):
+            low, high = (rule.missed(sign, products.size, products.epsilon) for sign in (-1, 1))
+            return replace(found, missed=(low * products.unit, high * products.unit))
+
+
+def lanczos_room(products: Products, steps: int, most: int) -> tuple[int, torch.dtype]:
+    """How many probes of so many steps fit side by side, at most `most`, and in which precision."""
     room, length = products.budget(), products.space.longest * (steps + _BESIDE)
     short = products.operator.dtype != torch.float64 and 8 * length > room
     dtype = torch.float32 if short else torch.float64
@@ -78,23 +96,11 @@ def _collect(products: Products, probes: Probes, steps: int, most: int, toleranc
     checks.fits(dtype.itemsize * length, room, what, "give fewer steps, or a larger memory_limit")
     together = min(products.columns, most, room // (dtype.itemsize * length))
     checks.predict(together * dtype.itemsize * length)
-    rule: _Rule | None = None
-    while True:
-        count = 0 if rule is None else len(rule.nodes)
-        new = _rule(products, probes.signs(min(together, most - count)).double(), steps, dtype)
-        rule = new if rule is None else rule.joined(new)
-        count = len(rule.nodes)
-        nodes, residuals = (
-            checks.finite("density", part * products.unit) for part in (rule.nodes, rule.coupling.abs())
-        )
-        found = gauss(nodes, rule.first.square(), residuals, products.size, products.matvecs, products.epsilon)
-        if count >= most or (tolerance is not None and count >= _LEAST_PROBES and found.error() <= tolerance):
-            low, high = (rule.missed(sign, products.size, products.epsilon) for sign in (-1, 1))
-            return replace(found, missed=(low * products.unit, high * products.unit))
+    return together, dtype
 
 
 @dataclass(frozen=True, eq=False)
-class _Rule:
+class GaussRule:
     """Gauss quadratures of p probes."""
 
     nodes: Tensor  # (p, m), ascending
@@ -102,17 +108,33 @@ class _Rule:
     coupling: Tensor  # (p, m), of their vectors with the next Lanczos vector: the residuals, with a sign
     lost: Tensor  # (p,), the length of what was dropped as rounding
 
-    def joined(self, other: "_Rule") -> "_Rule":
+    def joined(self, other: "GaussRule") -> "GaussRule":
         """With the probes of another."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Rule(*(torch.cat(pair) for pair in pairs))
+        return GaussRule(*(torch.cat(pair) for pair in pairs))
 
     def missed(self, sign: int, size: int, epsilon: float) -> float:
         """The error bar of the largest (1) or smallest (-1) node for an eigenvalue beyond it."""
         return quadrature_bars(self.nodes, self.first, self.coupling, self.lost, size, sign, _ROUNDING * epsilon)
 
+    def radau(self, node: float) -> tuple[Tensor, Tensor]:
+        """Nodes and first entries (p, m + 1) of the rules of Gauss and Radau, one node being given, below all others.
 
-def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> _Rule:
+        In the eigenbasis of the tridiagonal matrix, its extension by the row (β e_m, ω) is diag(θ) bordered by the
+        coupling c; with ω = a + sum_j c_j² / (θ_j - a) it has the eigenvalue a.
+        """
+        count, m = self.nodes.shape
+        c = self.coupling
+        ratio = torch.where(c == 0, 0.0, c.square() / (self.nodes - node))
+        bordered = self.nodes.new_zeros(count, m + 1, m + 1)
+        bordered[:, :m, :m] = torch.diag_embed(self.nodes)
+        bordered[:, :m, m] = bordered[:, m, :m] = c
+        bordered[:, m, m] = node + ratio.sum(1)
+        nodes, vectors = torch.linalg.eigh(bordered)
+        return nodes, torch.einsum("pm,pmk->pk", self.first, vectors[:, :m])
+
+
+def gauss_rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> GaussRule:
     """The quadratures that start from the columns (n, p).
 
     The Lanczos vectors are kept in `dtype`, the recurrence and the tridiagonal matrix are float64.
@@ -142,11 +164,15 @@ def _rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> 
     tridiagonal = torch.diag_embed(diagonal)
     tridiagonal += torch.diag_embed(beside[:, :-1], 1) + torch.diag_embed(beside[:, :-1], -1)
     theta, vectors = torch.linalg.eigh(tridiagonal)
-    return _Rule(theta, vectors[:, 0], beside[:, -1:] * vectors[:, -1], lost)
+    return GaussRule(theta, vectors[:, 0], beside[:, -1:] * vectors[:, -1], lost)
 
 
 def _exact(products: Products) -> Density:
+    return Density.exact(all_eigenvalues(products), products.matvecs)
+
+
+def all_eigenvalues(products: Products) -> Tensor:
     """All eigenvalues, from all entries."""
     dense = products.space.whole(torch.cat([columns for _, columns in products.identity()], 1))
     values = torch.linalg.eigvalsh((dense + dense.T) / 2) * products.unit
-    return Density.exact(checks.finite("density", values), products.matvecs)
+    return checks.finite("density", values)

@@ -186,6 +186,8 @@ class CrossEntropy(ClosedLoss):
         1.0
     """
 
+    convex = True
+
     def __init__(
         self,
         targets: Tensor | None = None,

@@ -29,6 +29,8 @@ class MSE(ClosedLoss):
         4.0
     """
 
+    convex = True
+
     def __init__(self, Y: Tensor | None = None, squeeze: bool = False) -> None:
         super().__init__(None if Y is None else checks.floating("Y", Y))
         self.squeeze = squeeze

@@ -32,6 +32,7 @@ class Objective(ABC):
     summed = False  # a sum over terms: batches add up
     couples_rows = False  # rows of a batch meet in the loss
     reads_parameters = False  # the loss depends on the parameters directly, too
+    convex = False  # known to be convex in the outputs: S is positive semidefinite
 
     @abstractmethod
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
@@ -123,6 +124,8 @@ class ClosedLoss(Objective):
 
 class BinaryCrossEntropy(Objective):
     """Mean over all entries of the cross-entropy of sigmoid(output) with targets between 0 and 1."""
+
+    convex = True
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The mean over the entries."""

@@ -19,6 +19,7 @@ from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Density, DiagonalEstimate, Eigenvalues, Estimate
 from curvoscope.estimate.space import empty
 from curvoscope.magnitudes import norm, power_of_two
+from curvoscope.operators.solving import Solvable
 from curvoscope.settings import settings
 
 Shape = tuple[int, int]
@@ -30,10 +31,11 @@ _BESIDE = 6  # vectors beside a Lanczos basis
 _FACTORED = 2  # matrices in memory while LAPACK finds eigenvalues or singular values: the entries, and its copy
 
 
-class LinearOperator(ABC):
+class LinearOperator(Solvable, ABC):
     """A real matrix (R, C) known by its products; what a Hessian block can be asked.
 
     `B @ v`, `B.T`, `B + C`, `2 * B`, `B.dense()`, `B.to_scipy()`; every number that it answers is an `Estimate`.
+    Symmetric ones also answer `solve`, `inverse`, `logdet`, `effective_dimension` and `inverse_diagonal`.
     Subclasses give `_matmat` and, unless symmetric, `_transposed`.
 
     Args:

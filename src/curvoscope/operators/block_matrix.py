@@ -13,6 +13,7 @@ from torch import Tensor
 from curvoscope.errors import BlockNameError
 from curvoscope.estimate import Density, DiagonalEstimate, Estimate
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape, summed
+from curvoscope.solve import Solution
 
 Entries = dict[tuple[str, str], Tensor]  # (a, p, b, q) for each pair of blocks
 
@@ -316,6 +317,26 @@ class BlockHessian:
     def density(self, **options: Any) -> Density:
         """The density of the eigenvalues of the total; options as for `LinearOperator.density`."""
         return self.total.density(**options)
+
+    def solve(self, b: Tensor, damping: float = 1e-3, tolerance: float = 1e-6, **options: Any) -> Solution:
+        """(total + damping)^-1 b: see `LinearOperator.solve`."""
+        return self.total.solve(b, damping, tolerance, **options)
+
+    def inverse(self, damping: float = 1e-3, **options: Any) -> LinearOperator:
+        """(total + damping)^-1 as an operator: see `LinearOperator.inverse`."""
+        return self.total.inverse(damping, **options)
+
+    def logdet(self, damping: float = 1e-3, **options: Any) -> Estimate:
+        """log det(total + damping): see `LinearOperator.logdet`."""
+        return self.total.logdet(damping, **options)
+
+    def effective_dimension(self, damping: float = 1e-3, **options: Any) -> Estimate:
+        """tr total (total + damping)^-1: see `LinearOperator.effective_dimension`."""
+        return self.total.effective_dimension(damping, **options)
+
+    def inverse_diagonal(self, damping: float = 1e-3, **options: Any) -> DiagonalEstimate:
+        """The diagonal of (total + damping)^-1: see `LinearOperator.inverse_diagonal`."""
+        return self.total.inverse_diagonal(damping, **options)
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {a}x{p}" for name, (a, p) in self.shapes.items())

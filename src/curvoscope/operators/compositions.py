@@ -79,6 +79,10 @@ class Sum(LinearOperator):
     def _diagonal(self) -> Tensor:
         return self._terms[0]._diagonal() + self._terms[1]._diagonal()
 
+    def lower_bound(self) -> float:
+        """By Weyl's inequality the sum of those of the terms."""
+        return sum(term.lower_bound() for term in self._terms)
+
 
 class Scaled(LinearOperator):
     """A number times an operator."""
@@ -109,6 +113,10 @@ class Scaled(LinearOperator):
     def _norm(self) -> float:
         return abs(self._factor) * self._operator._norm()
 
+    def lower_bound(self) -> float:
+        """That of the operator, times the factor if it is not negative."""
+        return self._factor * self._operator.lower_bound() if self._factor > 0 else super().lower_bound()
+
 
 class DiagonallyScaled(LinearOperator):
     """D B D for a symmetric B (n, n) and a diagonal D (n,): step sizes and preconditioners around a Hessian."""
@@ -135,3 +143,7 @@ class Gram(LinearOperator):
         product = self._operator._matmat(columns)
         self.unit = self.unit or power_of_two(product)
         return self._operator.T._matmat(product / self.unit) / self.unit
+
+    def lower_bound(self) -> float:
+        """0: a Gram matrix has no negative eigenvalues."""
+        return 0.0

@@ -16,8 +16,10 @@ from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import norm, root, total
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed
 from curvoscope.operators.inner_products import inner, inner_cost, merged
+from curvoscope.operators.solving import DENSE
 from curvoscope.operators.terms import Axes, Single, Term, pair_numbers
 from curvoscope.settings import settings
+from curvoscope.solve import Eigenbasis
 
 TermGroup = Sequence[Term | Single]
 
@@ -150,7 +152,12 @@ class KroneckerSum(LinearOperator):
         return super()._all_eigenvalues()
 
     def _compressed(self) -> "KroneckerSum | None":
-        """The same nonzero spectrum in fewer dimensions, when there are fewer tokens than the vectors have entries.
+        """The same nonzero spectrum in fewer dimensions, when there are fewer tokens than the vectors have entries."""
+        found = self._in_token_space()
+        return None if found is None else found[0]
+
+    def _in_token_space(self) -> "tuple[KroneckerSum, Tensor, int] | None":
+        """The sum in the space of tokens, the way U (width, T) from there, and the axis of the weight that it is for.
 
         With l^T = U R (thin QR), sum_t l_t l_t^T (x) C_t = (U (x) I) (sum_t R_t R_t^T (x) C_t) (U (x) I)^T.
         """
@@ -162,9 +169,27 @@ class KroneckerSum(LinearOperator):
         alike = all(term.left is left and term.right is left and term.axes == axes for term in terms)
         if tokens >= width or axes[0] != axes[1] or not alike:
             return None
-        reduced = torch.linalg.qr(left.T).R.T.contiguous()  # (T, T)
+        U, R = torch.linalg.qr(left.T)
+        reduced = R.T.contiguous()  # (T, T)
         shape = (tokens, self.row_shape[1 - axes[0]])
-        return KroneckerSum(shape, shape, [Term(reduced, reduced, term.core) for term in terms], left)
+        return KroneckerSum(shape, shape, [Term(reduced, reduced, term.core) for term in terms], left), U, axes[0]
+
+    def _eigenbasis(self) -> Eigenbasis | None:
+        """Of both factors of a single product, in the space of tokens if that is smaller, or of the entries."""
+        if self._spectrum_is_cheap() and self.row_shape == self.column_shape:
+            outer, core = self.terms[0].factors(0, 1)
+            return Eigenbasis.kronecker(outer, core, self.terms[0].axes[0])
+        found = self._in_token_space()
+        if found is not None and found[0].shape[0] <= DENSE:
+            compressed, U, axis = found
+            return Eigenbasis.tokens(compressed.dense(), U, self.row_shape, axis)
+        return super()._eigenbasis()
+
+    def lower_bound(self) -> float:
+        """0 to rounding if every term is positive semidefinite: l = r on the same axes, and so are all cores."""
+        if not self.symmetric or not all(term.symmetric for term in self.terms):
+            return super().lower_bound()
+        return sum(term.lower_bound() for term in self.terms)
 
     def norm_bound(self) -> float:
         """|B|_2 <= sum over terms of |l|_2 |r|_2 max_t |C_t|_2; a `Single` enters with its exact norm."""

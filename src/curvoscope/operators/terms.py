@@ -22,6 +22,7 @@ from curvoscope.operators.cores import Core, DenseCore
 Axes = tuple[int, int]
 
 _CHUNK = 2**28  # bytes for the tokens taken at once: more gain nothing
+_ROUNDING = 16  # units of rounding by which the eigenvalues of a core may lie below 0
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,21 @@ class Term:
         chunks = self.chunks(checks.memory_budget() // 4)
         largest = max(_spectral(self.core.dense(start, stop)) for start, stop in chunks)
         return _spectral(self.left) * _spectral(self.right) * largest
+
+    def lower_bound(self) -> float:
+        """Of the eigenvalues of a symmetric term: 0 to rounding if all cores are positive semidefinite, or -inf.
+
+        sum_t l_t l_t^T (x) C_t is at least -τ |l|² if every C_t + τ is positive definite.
+        """
+        lowest = 0.0
+        for start, stop in self.chunks(checks.memory_budget() // 4, extra=2 * self.core.size):
+            core = self.core.dense(start, stop)
+            shift = _ROUNDING * torch.finfo(core.dtype).eps * core.abs().amax() * core.shape[1]
+            unit = torch.eye(core.shape[1], dtype=core.dtype, device=core.device)
+            if bool(torch.linalg.cholesky_ex(core + shift * unit).info.any()):
+                return -math.inf
+            lowest = min(lowest, -float(shift))
+        return lowest * _spectral(self.left) ** 2
 
     # ---- entries (a, b, p, q), and the bytes that they take
 
@@ -300,6 +316,11 @@ class Single:
     def norm_bound(self) -> float:
         """The spectral norm."""
         return _spectral(self.outer) * _spectral(self.core)
+
+    def lower_bound(self) -> float:
+        """The smallest eigenvalue of a symmetric product: the least of the products of the factors' ends."""
+        ends = [torch.linalg.eigvalsh(factor)[[0, -1]].tolist() for factor in (self.outer, self.core)]
+        return min(first * second for first in ends[0] for second in ends[1])
 
     # ---- entries (a, b, p, q), and the bytes that they take
 
