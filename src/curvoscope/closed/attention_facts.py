@@ -94,7 +94,7 @@ def attention_facts(
         raise UnknownAttention("its softmax is not over the keys of one sequence")
     if result.dtype != scores.dtype:
         raise UnknownAttention(f"its softmax is computed in {str(result.dtype).removeprefix('torch.')}")
-    A = result.reshape(*sizes, -1)
+    A = result.detach().reshape(*sizes, -1)
     scale, softcap = _slope(flow, call, scores, A[..., :L] > 0)
     mask, sinks = _added(scale * scores, softcap, A)
     return AttentionFacts(query, key, scale * query.factor * key.factor, softcap, mask, sinks)
@@ -126,6 +126,8 @@ def _map(
     turned = call.operands[role][0][1] == 1
     N, heads, L, k = y.shape
     x = split_heads(projected, heads)
+    if x.shape != y.shape:
+        raise UnknownAttention(f"its queries or keys have {k} features, and their projections {x.shape[-1]}")
 
     def rows(chosen: slice) -> Tensor:
         """dy/dx of the chosen heads, (k, N, L, H*k)."""
@@ -216,7 +218,8 @@ def _same(found: Tensor, expected: Tensor, size: Tensor | float = 0.0) -> bool:
 
 
 def _slope(flow: DataFlow, call: AttentionCall, scores: Tensor, seen: Tensor) -> tuple[float, float | None]:
-    """s and c of the logits s T, or c tanh(s T / c), from their derivative in T where keys are seen."""
+    """s and c of the logits s T, or c tanh(s T / c), from their derivative in T where keys are seen: for most keys, as
+    the largest logit of a row may have been subtracted."""
     logits, _ = flow.softmaxes[call.softmax]
     ones = scores.new_ones(shape_of(logits.node, logits.output_nr))
     gradient = flow.gradient(logits, GradientEdge(call.scores, 0), ones)
@@ -228,7 +231,7 @@ def _slope(flow: DataFlow, call: AttentionCall, scores: Tensor, seen: Tensor) ->
         capped = capping._saved_result.detach().reshape(scores.shape)[seen]
         slopes = slopes / (1 - capped.square())
     scale = float(slopes.median())
-    if not _same(slopes, torch.full_like(slopes, scale)):
+    if not float((slopes - scale).abs().median()) <= _ROUNDING * torch.finfo(slopes.dtype).eps * abs(scale):
         raise UnknownAttention("its scores pass through a function that is neither linear nor a soft cap")
     if capping is None:
         return scale, None

@@ -357,7 +357,8 @@ class LayerRecord:
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines, if the module was called with some."""
-        return self.arguments.get(_ROTARY)
+        given = self.arguments.get(_ROTARY)
+        return given if isinstance(given, tuple) and len(given) == 2 else None
 
 
 class LayerRecorder:

@@ -427,6 +427,8 @@ def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, l
                 )
             except UnknownAttention as reason:
                 facts = str(reason)
+            except RuntimeError as error:  # tensors of other shapes than attention has
+                facts = f"how it makes its scores is not clear ({str(error).splitlines()[0]})"
             found[layer.name].append(TracedLayer(facts, records[layer.name]))
 
     engine.walk(visit)
