@@ -4,6 +4,8 @@ What the blocks do not tell (masks, scale, activation) is read from the call whe
 tried: a layer counts as rebuilt when it gives the module's output to rounding, at weights that are shaken, so that
 zeros and coincidences in the weights hide nothing.
 
+Attention that is in none of these ways is read off the graph of a forward pass: see `traced`.
+
 The same passes of the model serve all layers: for every micro-batch one forward and one backward pass give X, F and
 G = dl/dF at each of them, and one forward pass gives X and F at shaken weights. No second derivative is needed.
 """
@@ -27,14 +29,24 @@ from curvoscope.errors import CurvoscopeError, ModelError
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.exact.attention.layer import Pass
-from curvoscope.exact.attention.rotary import Rotary
+from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
 NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
-_ROUNDING = 1000  # times epsilon: how far a rebuilt layer may be from the module
+_LOW_PRECISION = 1e-4  # relative error below which a layer is the right one, computed in less than double precision
+_CAUSES = {  # by the roles of further blocks
+    **dict.fromkeys(("q_norm", "k_norm"), "normalises queries and keys"),
+    **dict.fromkeys(("v_norm", "o_norm"), "normalises values or what the heads give"),
+    **dict.fromkeys(("gate", "b_gate"), "gates what the heads give"),
+    **dict.fromkeys(("Q_latent", "KV_latent"), "makes queries or keys of latent vectors"),
+    **dict.fromkeys(("positions", "Q_positions", "K_positions"), "has weights of positions in its scores"),
+    **{"temperature": "has a learned temperature", "sinks": "has sinks", "norm": "normalises the hidden units"},
+    **dict.fromkeys(("inner", "b_inner", "router", "b_router"), "has further weights inside"),
+}
+ROUNDING = 1000  # times epsilon: how far a rebuilt layer may be from the module
 
 
 class Reading(NamedTuple):
@@ -83,23 +95,40 @@ class Rebuilt:
 
 def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
     """The layer in closed form, at weights by parameter and at the recorded input."""
-    W = {role: matrix if not role.startswith("b_") else matrix[0] for role, matrix in layer.matrices(weights).items()}
     if layer.kind == "mlp":
+        W = weights_by_role(layer, weights)
         inner = (W["up"], W.get("b_up"), W["down"], W.get("b_down"))
         return Rebuilt(FeedForward(*inner, reading.activation, W.get("gate"), W.get("b_gate")), record.X)
-    d_k = W["Q"].shape[1] // _heads(layer, "Q")
-    attention = SelfAttention(
+    options: dict[str, Any] = {"activation": reading.activation, "causal": reading.causal}
+    if record.rotary is not None:
+        options["rotary"] = _positions(*record.rotary, width=head_width(layer))
+    attention = attention_at(layer, weights, reading.scale, **options)
+    return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
+
+
+def weights_by_role(layer: ModelLayer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices and biases (p,) by role."""
+    return {
+        role: matrix if not role.startswith("b_") else matrix[0] for role, matrix in layer.matrices(weights).items()
+    }
+
+
+def attention_at(layer: ModelLayer, weights: Mapping[str, Tensor], scale: float, **options: Any) -> SelfAttention:
+    """Attention at weights by parameter, with the options of `SelfAttention`."""
+    W = weights_by_role(layer, weights)
+    return SelfAttention(
         *(W[role] for role in "QKVO"),
         *(W.get(f"b_{role}") for role in "QKVO"),
         heads=_heads(layer, "Q"),
         kv_heads=_heads(layer, "K"),
-        temperature=1 / (reading.scale * math.sqrt(d_k)),
-        activation=reading.activation,
-        causal=reading.causal,
+        temperature=1 / (scale * math.sqrt(head_width(layer))),
+        **options,
     )
-    if record.rotary is not None:
-        attention.rotary = _Turned(*record.rotary, width=d_k)
-    return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
+
+
+def head_width(layer: ModelLayer) -> int:
+    """Features of a query."""
+    return layer.blocks["Q"].shape[1] // _heads(layer, "Q")
 
 
 def readings(layer: ModelLayer, record: LayerRecord) -> Iterator[Reading]:
@@ -133,11 +162,20 @@ def fitting(
     except CurvoscopeError as problem:
         if not errors:
             return [], str(problem)
-    off = min(errors.values()) * _ROUNDING * torch.finfo(record.F.dtype).eps
-    return sorted((reading for reading, error in errors.items() if error <= 1), key=errors.__getitem__), (
-        f"no closed form gives its output, the nearest is off by {off:.1e} of it; does it compute in lower precision "
-        "inside, as Hugging Face's attn_implementation='eager' may, or something else?"
-    )
+    off = min(errors.values()) * ROUNDING * torch.finfo(record.F.dtype).eps
+    fits = sorted((reading for reading, error in errors.items() if error <= 1), key=errors.__getitem__)
+    return fits, unlike(layer, off)
+
+
+def unlike(layer: ModelLayer, off: float) -> str:
+    """Why a layer has no closed form whose output is off by so much of it."""
+    causes = dict.fromkeys(_CAUSES[role] for role in sorted(layer.beside) if role in _CAUSES)
+    said = f"no closed form gives its output, the nearest is off by {off:.1e} of it"
+    if off < _LOW_PRECISION:
+        said += "; does it compute in lower precision inside, as Hugging Face's attn_implementation='eager' may?"
+    elif causes:
+        said += f": it {', '.join(causes)}"
+    return said
 
 
 def deviation(rebuilt: Rebuilt, record: LayerRecord) -> float:
@@ -147,24 +185,18 @@ def deviation(rebuilt: Rebuilt, record: LayerRecord) -> float:
         return math.inf
     size = max(float(expected.abs().max()), record.size)
     error = float((found - expected).abs().max()) / max(size, torch.finfo(found.dtype).tiny)
-    return error / (_ROUNDING * torch.finfo(found.dtype).eps)
+    return error / (ROUNDING * torch.finfo(found.dtype).eps)
 
 
-class _Turned(Rotary):
-    """Rotations by tables of cosines and sines (1 or N, L, k), as a module was called with them."""
-
-    def __init__(self, cos: Tensor, sin: Tensor, width: int) -> None:
-        super().__init__(1.0, width)
-        if cos.ndim != 3 or cos.shape[-1] != width or not bool((cos == cos[:1]).all() and (sin == sin[:1]).all()):
-            raise _CallError("rotary", f"tables of shape {tuple(cos.shape)}, or that differ between sequences")
-        self._cos, self._sin = cos[0, :, : width // 2], sin[0, :, : width // 2]
-
-    def turn(self, vectors: Tensor, positions: Tensor, back: bool = False) -> Tensor:
-        """R_i v, or R_i^T v if `back`."""
-        cos, sin = self._cos[positions].to(vectors.dtype), self._sin[positions].to(vectors.dtype)
-        sin = -sin if back else sin
-        first, second = vectors.tensor_split(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def _positions(cos: Tensor, sin: Tensor, width: int) -> PositionMatrices:
+    """Rotations of features p and p + k/2 by tables of cosines and sines (1 or N, L, k)."""
+    if cos.ndim != 3 or cos.shape[-1] != width or width % 2:
+        raise _CallError("rotary", f"tables of shape {tuple(cos.shape)} for heads of width {width}")
+    if bool((cos == cos[:1]).all() and (sin == sin[:1]).all()):
+        cos, sin = cos[:1], sin[:1]
+    swapped = torch.eye(width, dtype=sin.dtype, device=sin.device).roll(width // 2, 0)
+    swapped[: width // 2] *= -1  # (-v2, v1) of v = (v1, v2)
+    return PositionMatrices((torch.diag_embed(cos) + sin[..., :, None] * swapped)[:, None])
 
 
 class _CallError(CurvoscopeError, ValueError):
@@ -231,7 +263,7 @@ def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, Layer
     def visit(weight: float, batch: Batch) -> None:
         moved.update({} if moved else shaken(engine.snapshot.weights))
         with torch.no_grad():
-            records, _, _ = _recorded(engine, moved, batch, found, layers)
+            records, _, _ = recorded(engine, moved, batch, found, layers)
         left = [layer for layer in layers if layer.name in records]
         if left:
             _add_passes(engine, left, weight, batch, records, found)
@@ -240,7 +272,7 @@ def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, Layer
     return found
 
 
-def _recorded(
+def recorded(
     engine: Autodiff,
     weights: Mapping[str, Tensor],
     batch: Batch,
@@ -272,7 +304,7 @@ def _add_passes(
 ) -> None:
     """Add a micro-batch: G at all layers by one backward pass. On the first one, weights must act through F alone."""
     weights, leaves = engine.snapshot.leaves(sorted({name for layer in layers for name in layer.parameters}))
-    own, recorders, outputs = _recorded(engine, weights, batch, found, layers)
+    own, recorders, outputs = recorded(engine, weights, batch, found, layers)
     layers = [layer for layer in layers if layer.name in own]
     if not layers:
         return
