@@ -18,6 +18,7 @@ from curvoscope.autodiff.graph import SecondDerivativeError
 from curvoscope.autodiff.matrix import AutodiffMatrix, AutodiffParts
 from curvoscope.blocks import Blocks
 from curvoscope.closed.closed_forms import ClosedForms
+from curvoscope.closed.gauge import Gauge, factors_of
 from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatures
 from curvoscope.closed.layers import ClosedFormLayers
 from curvoscope.closed.plan import PARTS, Choice, Plan, PlannedBlock
@@ -27,6 +28,7 @@ from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
 from curvoscope.distributed.sharded_operators import ShardedMatrix, ShardedParts
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
+from curvoscope.families.adapters import adapters_of
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
 from curvoscope.operators.base import LinearOperator
@@ -147,6 +149,20 @@ class ModelHessian(BlockHessian):
         if isinstance(engine, Sharded):
             return ShardedParts(engine, several, self._blocks[column])
         return AutodiffParts(engine, several, self._blocks[column])
+
+    def gauge(self) -> Gauge:
+        """The directions along which low-rank adapters move and the model does not: (A, B) -> (A S, S^-1 B).
+
+        Of each adapter whose A and B are blocks of this Hessian.
+
+        Returns:
+            A `Gauge`: the directions, their number, and the Hessian without them, `H.gauge().projected(H.total)`.
+        """
+        if isinstance(self._engine, Sharded):
+            raise ModelError("model", "is sharded: no rank has the whole of an adapter")
+        weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
+        found = factors_of(adapters_of(self._engine.model), self._blocks, self.total.ranges, weights)
+        return Gauge(self.shape[0], found)
 
     @property
     def difference_error(self) -> float | None:

@@ -25,6 +25,7 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.blocks import Block
+from curvoscope.closed.adapters import moved_block
 from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerCosts, LayerRecorder, ModelLayer, OutputSize
 from curvoscope.closed.plan import Choice
 from curvoscope.closed.rebuilding import NOT_ONCE, LayerAtBatch, LayerPasses, Rebuilt, passes_of, rebuilt_on
@@ -54,13 +55,13 @@ class ClosedForms:
         """`layers`: with the sizes of their outputs. `limited`: only where a closed form pays."""
         self._engine, self._layers, self._limited = engine, layers, limited
         self._parts = _PARTS[engine.split]
-        held: dict[str, dict[str, Block]] = {}
+        held: dict[str, list[tuple[BlockPlace, Block]]] = {}
         self._chosen: dict[str, ModelLayer] = {}
         for block in engine.blocks.values():
             place = layers.place(block)
             if isinstance(place, BlockPlace):
                 self._chosen[place.layer.name] = place.layer
-                held.setdefault(place.layer.name, {})[place.name] = block
+                held.setdefault(place.layer.name, []).append((place, block))
         told = engine.ranks.exchange((layers.sizes, len(engine.survey.terms), checks.memory_budget()))
         self._sizes = {name: reduce(OutputSize.joined, (sizes[name] for sizes, *_ in told)) for name in self._chosen}
         batches, least = max(each[1] for each in told), min(each[2] for each in told)
@@ -112,7 +113,8 @@ class ClosedForms:
         return self._ruled_out[self._needs_curvature(part)][place.layer.name]
 
     def _products_only(self, place: BlockPlace) -> bool:
-        return self._sizes[place.layer.name].rotary and place.name.removeprefix("b_")[0] == "K"
+        keys = any(name.removeprefix("b_")[0] == "K" for name in place.weights)
+        return self._sizes[place.layer.name].rotary and keys
 
     def _misfit(self, name: str, needs_curvature: bool) -> str | None:
         if not self._sizes[name].once:
@@ -222,22 +224,37 @@ class ClosedForms:
             return None
         if self.reason(row, part) is not None or self.reason(column, part) is not None:
             return None
-        names = places[0].name, places[1].name
+        weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
+        rows = places[0].moves(weights)
+        columns = rows if row == column else places[1].moves(weights)
         of_loss, of_layer = self._parts[part]
         ranks, own, known = self._engine.ranks, None, True
         with ranks.together():
             for per_head in (False, True):
                 hessians = self._of_layer(places[0].layer, of_loss, per_head)
-                known = not hessians or set(names) <= set(hessians[0].names)
+                known = not hessians or {*rows, *columns} <= set(hessians[0].names)
                 if hessians and known:
-                    own = reduce(add, (getattr(hessian, of_layer)[names] for hessian in hessians))
+                    matrices = (getattr(hessian, of_layer) for hessian in hessians)
+                    own = reduce(add, (moved_block(one, rows, columns, row == column) for one in matrices))
                     break
+            if own is not None and of_layer != "outer":
+                own = self._with_gradient(own, *places)
         if not isinstance(ranks, Group):
             return own
         if not all(ranks.exchange(known)):  # a weight with a single head of another
             return None
         like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
         return RankSum(own, row.shape, column.shape, like, row == column, ranks)
+
+    def _with_gradient(self, block: LinearOperator, row: BlockPlace, column: BlockPlace) -> LinearOperator:
+        """The block, with what the gradient at a weight gives to that of the two factors of one adapter."""
+        adapter, role = row.adapter, row.role or column.role
+        if adapter is None or adapter is not column.adapter or (row.role is None) == (column.role is None):
+            return block
+        assert role is not None
+        batches = self._rebuilt(row.layer)[1]
+        found = adapter.bilinear(reduce(add, (at.weight_gradients()[role] for at in batches)))
+        return block + (found if row.role is None else found.T)
 
     def _of_layer(self, layer: ModelLayer, part: str | None, per_head: bool) -> list[BlockHessian]:
         """The layer's Hessian with a part of S, or without S, one summand for each micro-batch."""

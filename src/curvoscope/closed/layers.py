@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from curvoscope.autodiff.hooks import ActivationHook, ShapeHook, Site
 from curvoscope.blocks import Block, Blocks, Piece, layer_and_role
+from curvoscope.closed.adapters import LowRank
 from curvoscope.estimate.products import DEFAULT_MATVECS
+from curvoscope.families.adapters import Adapter, adapters_of, weights_under
 from curvoscope.families.direct import is_direct
+from curvoscope.operators.contractions import Side
 
 _ENDS = {"attn": ("Q", "O"), "mlp": ("up", "down")}  # first and last projection
 _NEEDED = {"attn": ("Q", "K", "V", "O"), "mlp": ("up", "down")}
@@ -49,6 +52,7 @@ class ModelLayer:
     X and writes F, and the site whose tensor is added to F there, if any.
 
     `caller`: path of the module that is called with masks and rotary tables. `tokens_first`: X is (L, N, d).
+    `adapters`: what is added to its weights.
     """
 
     name: str
@@ -58,6 +62,7 @@ class ModelLayer:
     added: Site | None
     caller: str
     tokens_first: bool = False
+    adapters: tuple[LowRank, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -72,23 +77,50 @@ class ModelLayer:
     @property
     def parameters(self) -> list[str]:
         """Names of the parameters."""
-        return sorted({piece.parameter for block in self.blocks.values() for piece in block.pieces})
+        blocks = (*self.blocks.values(), *(block for adapter in self.adapters for _, block in adapter.factors))
+        return sorted({piece.parameter for block in blocks for piece in block.pieces})
 
     def exact_name(self, role: str) -> str:
         """The name of a block in closed form."""
         return _FEEDFORWARD[role] if self.kind == "mlp" else role
 
+    def weight(self, name: str) -> Block:
+        """The block of that name in closed form."""
+        return next(block for role, block in self.blocks.items() if self.exact_name(role) == name)
+
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights W (a, p) by role, from tensors shaped like the parameters."""
-        return {role: block.matrix(tensors) for role, block in self.blocks.items()}
+        """The weights W (a, p) by role, with what adapters add to them, from tensors shaped like the parameters."""
+        found = {role: block.matrix(tensors) for role, block in self.blocks.items()}
+        for adapter in self.adapters:
+            for role in adapter.B:
+                found[role] = found[role] + adapter.change(role, tensors)
+        return found
 
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """Where a block stands: in which layer, and under which name in its closed form."""
+    """Where a block stands: in which layer, and under which name in its closed form.
+
+    `adapter`: the one that it is a part of, B of the weight `role`, or A if that is None.
+    """
 
     layer: ModelLayer
     name: str
+    adapter: LowRank | None = None
+    role: str | None = None
+
+    @property
+    def weights(self) -> list[str]:
+        """The blocks of the closed form that it moves."""
+        if self.adapter is None:
+            return [self.name]
+        return [self.layer.exact_name(role) for role in (self.adapter.B if self.role is None else [self.role])]
+
+    def moves(self, tensors: Mapping[str, Tensor]) -> dict[str, Side]:
+        """How it moves them, from tensors shaped like the parameters."""
+        if self.adapter is None:
+            return {self.name: None}
+        return dict(zip(self.weights, self.adapter.moves(self.role, tensors).values(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -130,7 +162,7 @@ class LayerCosts:
 
     Args:
         layer: the layer.
-        held: those of its blocks that the Hessian has, by their names in the layer's closed form.
+        held: those of its blocks that the Hessian has, with their places.
         size: of its largest output in a pass.
         batches: number of micro-batches.
         weights: numbers of weights behind the layer, and of those in the whole model.
@@ -139,7 +171,7 @@ class LayerCosts:
     """
 
     layer: ModelLayer
-    held: Mapping[str, Block]
+    held: Sequence[tuple[BlockPlace, Block]]
     size: OutputSize
     batches: int
     weights: tuple[int, int]
@@ -190,7 +222,7 @@ class LayerCosts:
     @property
     def products_saved(self) -> int:
         """Those of the usual questions to the blocks of the Hessian."""
-        return _QUESTIONS * sum(min(block.size, DEFAULT_MATVECS) for block in self.held.values())
+        return _QUESTIONS * sum(min(block.size, DEFAULT_MATVECS) for _, block in self.held)
 
     @property
     def saved(self) -> float:
@@ -202,9 +234,11 @@ class LayerCosts:
         """What a closed form costs, in operations: the products for S, the cores and the norms."""
         summands = self._tokens * coupled
         made = 0
-        for name, block in self.held.items():
-            core = self._core_width(name, block)
-            made += 2 * summands * core * self.size.width * (core + self.size.width)
+        for place, block in self.held:
+            for name in place.weights:
+                core = self._core_width(name, block if place.adapter is None else self.layer.weight(name))
+                made += 2 * summands * core * self.size.width * (core + self.size.width)
+            core = core if place.adapter is None else block.shape[1]
             made += 2 * min((summands * core) ** 2, summands * block.size**2)
         moved = _PER_BYTE * self.curvature_bytes(coupled)
         return self.products(coupled) * self._product(self.weights[0]) + made + moved
@@ -226,7 +260,8 @@ class ClosedFormLayers:
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         """`blocks`: all of the model's."""
-        self._model, self.all = model, layers_of(model, blocks)
+        adapters = adapters_of(model)
+        self._model, self.all = model, layers_of(model, blocks, adapters)
         self.sizes = {layer.name: OutputSize() for layer in self.all}
         self._places: dict[tuple[Piece, ...], BlockPlace] = {}
         for layer in self.all:
@@ -235,6 +270,9 @@ class ClosedFormLayers:
                 if (block.heads or 1) > 1:
                     parts |= {f"{role}.{i}": block.head(i) for i in range(block.heads or 1)}
                 self._places |= {part.pieces: BlockPlace(layer, name) for name, part in parts.items()}
+            for one in layer.adapters:
+                self._places |= {b.pieces: BlockPlace(layer, b.name, one, role) for role, b in one.factors}
+        self._adapted = {name: adapter for adapter in adapters for name in adapter.parameters}
 
     def mixed_after(self, layer: ModelLayer) -> bool:
         """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
@@ -250,7 +288,12 @@ class ClosedFormLayers:
         found = self._places.get(block.pieces)
         if block.tied:
             return f"it is tied to {', '.join(block.tied)}"
-        return "no closed form is known for it" if found is None else found
+        if found is not None:
+            return found
+        adapter = self._adapted.get(block.pieces[0].parameter)
+        if adapter is None:
+            return "no closed form is known for it"
+        return adapter.why_not_closed or "the layer of the weight that it adapts has no closed form"
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -286,22 +329,42 @@ class ClosedFormLayers:
             yield
 
 
-def layers_of(model: nn.Module, blocks: Blocks) -> list[ModelLayer]:
-    """The layers among all the blocks of a model."""
+def layers_of(model: nn.Module, blocks: Blocks, adapters: Sequence[Adapter] | None = None) -> list[ModelLayer]:
+    """The layers among all the blocks of a model; `adapters`: those of the model, if they are known."""
     groups: dict[str, dict[str, Block]] = {}
+    adapters = adapters_of(model) if adapters is None else adapters
+    parts = {name for adapter in adapters for name in adapter.parameters}
     for name, block in blocks.items():
         layer, role = layer_and_role(name) or ("", "")
         kind, dot, leaf = role.partition(".")
-        if dot:
+        if dot and block.pieces[0].parameter not in parts:
             groups.setdefault(f"{layer}.{kind}", {})[leaf] = block
     if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
         return []  # its modules cannot be run at other weights than their own
-    found = (_layer(model, name, group, groups) for name, group in groups.items())
-    return [layer for layer in found if layer is not None]
+    found = (_layer(model, name, group, groups, adapters) for name, group in groups.items())
+    adapted = (_adapted(layer, blocks, adapters) for layer in found if layer is not None)
+    return [layer for layer in adapted if layer is not None]
+
+
+def _adapted(layer: ModelLayer, blocks: Blocks, adapters: Sequence[Adapter]) -> ModelLayer | None:
+    """The layer with the low-rank adapters on its weights; None if another kind acts on one of them."""
+    roles, own = {block.name: role for role, block in layer.blocks.items()}, []
+    for adapter in adapters:
+        weights = {roles[block.name]: block for block in weights_under(adapter, blocks) if block.name in roles}
+        if weights:
+            found = None if adapter.why_not_closed else LowRank.of(adapter, weights, blocks)
+            if found is None:
+                return None
+            own.append(found)
+    return replace(layer, adapters=tuple(own))
 
 
 def _layer(
-    model: nn.Module, name: str, group: dict[str, Block], groups: dict[str, dict[str, Block]]
+    model: nn.Module,
+    name: str,
+    group: dict[str, Block],
+    groups: dict[str, dict[str, Block]],
+    adapters: Sequence[Adapter],
 ) -> ModelLayer | None:
     stem, _, kind = name.rpartition(".")
     if not set(_NEEDED[kind]) <= set(group):
@@ -320,6 +383,8 @@ def _layer(
     beside = groups.get(f"{stem}.attn".lstrip("."), {}).get("Q")
     neighbour = None if beside is None else model.get_submodule(_owner(beside))
     tokens_first = isinstance(neighbour, nn.MultiheadAttention) and not neighbour.batch_first
+    around = {one.base.parameter.rpartition(".")[0]: one.path for one in adapters if one.base is not None}
+    first, last = (around.get(path, path) for path in (first, last))
     return ModelLayer(name, group, Site(first, "input"), Site(last), None, first.rpartition(".")[0], tokens_first)
 
 

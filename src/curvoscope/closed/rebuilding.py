@@ -10,9 +10,10 @@ G = dl/dF at each of them, and one forward pass gives X and F at shaken weights.
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -315,6 +316,17 @@ class LayerAtBatch:
     rebuilt: Rebuilt
     value: float
     gradient: Tensor
+    weight_gradients: Callable[[], dict[str, Tensor]]
+
+
+def weight_gradients(
+    layer: ModelLayer, weights: Mapping[str, Tensor], at: LayerPass, reading: Reading
+) -> dict[str, Tensor]:
+    """dl/dW (a, p) of each weight, adapters being a part of it, from G at the output of the rebuilt layer."""
+    leaves = {name: weights[name].detach().requires_grad_() for name in layer.parameters}
+    F = rebuild(layer, leaves, at.own, reading).output()
+    found = torch.autograd.grad(F, list(leaves.values()), at.gradient, materialize_grads=True)
+    return {role: block.matrix(dict(zip(leaves, found, strict=True))) for role, block in layer.blocks.items()}
 
 
 def rebuilt_on(
@@ -335,5 +347,6 @@ def rebuilt_on(
         if not candidates:
             return least, []
         rebuilt = rebuild(layer, at_own, each.own, candidates[0])
-        batches.append(LayerAtBatch(rebuilt, each.value, each.gradient))
+        gradients = partial(weight_gradients, layer, at_own, each, candidates[0])
+        batches.append(LayerAtBatch(rebuilt, each.value, each.gradient, gradients))
     return None, batches
