@@ -219,26 +219,26 @@ class ClosedForms:
 
     def block(self, part: str, row: Block, column: Block) -> LinearOperator | None:
         """A block of a part of the Hessian, where both of its sides lie in one layer with a closed form."""
-        places = self._layers.place(row), self._layers.place(column)
-        if isinstance(places[0], str) or isinstance(places[1], str) or places[0].layer is not places[1].layer:
+        first, second = self._layers.place(row), self._layers.place(column)
+        if isinstance(first, str) or isinstance(second, str) or first.layer is not second.layer:
             return None
         if self.reason(row, part) is not None or self.reason(column, part) is not None:
             return None
         weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
-        rows = places[0].moves(weights)
-        columns = rows if row == column else places[1].moves(weights)
+        rows = first.moves(weights)
+        columns = rows if row == column else second.moves(weights)
         of_loss, of_layer = self._parts[part]
         ranks, own, known = self._engine.ranks, None, True
         with ranks.together():
             for per_head in (False, True):
-                hessians = self._of_layer(places[0].layer, of_loss, per_head)
+                hessians = self._of_layer(first.layer, of_loss, per_head)
                 known = not hessians or {*rows, *columns} <= set(hessians[0].names)
                 if hessians and known:
                     matrices = (getattr(hessian, of_layer) for hessian in hessians)
                     own = reduce(add, (moved_block(one, rows, columns, row == column) for one in matrices))
                     break
             if own is not None and of_layer != "outer":
-                own = self._with_gradient(own, *places)
+                own = self._with_gradient(own, first, second)
         if not isinstance(ranks, Group):
             return own
         if not all(ranks.exchange(known)):  # a weight with a single head of another

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
+from curvoscope.autodiff.detached import forward_replaced
+from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece
 
 _PEFT = {  # where PEFT keeps the parts of an adapter, and what they are called here
     **{"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B"},
@@ -24,7 +25,7 @@ _PEFT = {  # where PEFT keeps the parts of an adapter, and what they are called 
 _WHY = {
     "dora": "DoRA divides the adapted weight by its norm, which has no closed form",
     "ia3": "IA3 multiplies activations, which has no closed form",
-    "other": "its adapter is none that has a closed form",
+    "other": "its adapter is not of the form x W + s x A B",
 }
 _MOST_MATRICES = 9  # of a module that is tried: a weight and four adapters
 _TOKENS = 3
@@ -187,7 +188,7 @@ def _pairs(matrices: Mapping[str, Tensor], base: str | None) -> Iterator[_Pair]:
     for first, second in product(matrices, matrices):
         if first == second or base in (first, second):
             continue
-        for layouts in product((TRANSPOSED, STORED), repeat=2):
+        for layouts in product((TRANSPOSED, STORED), (TRANSPOSED, STORED)):
             (a, r), (q, p) = (
                 tuple(matrices[name].shape[axis] for axis in (*layout.rows, *layout.columns))
                 for name, layout in zip((first, second), layouts, strict=True)
@@ -299,7 +300,7 @@ def _by_name(path: str, module: nn.Module) -> list[Adapter]:
         if len(own) > 1:
             return []
         for name, one in own:
-            layout = TRANSPOSED if part in "AB" and not kept.startswith("lora_embedding") else flat(one.ndim)
+            layout = TRANSPOSED if part in "AB" else Layout((), tuple(range(one.ndim)))
             parts[part] = Piece.whole(name.removeprefix("."), one.shape, layout)
     if not parts or not isinstance(weight, Tensor):
         return []
@@ -323,15 +324,14 @@ def without_adapters(model: nn.Module, adapters: Sequence[Adapter]) -> Iterator[
             if adapter.kind != "lora":
                 plain = module.get_submodule("base_layer").forward
             elif adapter.base is not None:
-                weight = named[adapter.base.parameter]
-                plain = _Plain(weight if adapter.base.layout == TRANSPOSED else weight.T, _bias(module, adapter))
+                turned = adapter.base.layout == TRANSPOSED
+                plain = _Plain(named[adapter.base.parameter], _bias(module, adapter), turned)
             else:
                 a, p = adapter.shape
                 name, drawn = stand_in(adapter), torch.randn(p, a, generator=torch.Generator().manual_seed(0))
                 given[name] = nn.Parameter(drawn.to(named[adapter.parts["A"].parameter]))
-                plain = _Plain(given[name], _bias(module, adapter))
-            module.forward = plain
-            stack.callback(module.__dict__.pop, "forward")
+                plain = _Plain(given[name], _bias(module, adapter), turned=True)
+            stack.enter_context(forward_replaced(module, plain))
         yield given
 
 
@@ -343,8 +343,12 @@ def _bias(module: nn.Module, adapter: Adapter) -> Tensor | None:
 class _Plain:
     """x W + b, whatever else a module is called with."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(self, weight: Tensor, bias: Tensor | None, turned: bool) -> None:
+        self._weight, self._bias, self._turned = weight, bias, turned
 
     def __call__(self, x: Tensor, *others: object, **more: object) -> Tensor:
-        return nn.functional.linear(x, self._weight, self._bias)
+        if self._turned:
+            return nn.functional.linear(x, self._weight, self._bias)
+        found = x.flatten(0, -2) @ self._weight
+        found = found if self._bias is None else found + self._bias
+        return found.unflatten(0, x.shape[:-1])

@@ -108,8 +108,9 @@ def _products(operator: LinearOperator, rows: Side, columns: Side) -> ProductPai
 
 def _tiles(operator: Tiles, rows: Side, columns: Side, symmetric: bool) -> LinearOperator:
     """Tile by tile; tiles along a contracted axis are added up."""
-    row_slots, row_of = _slots(operator.rows, rows)
-    column_slots, column_of = _slots(operator.columns, columns)
+    shapes = _left(rows, operator.row_shape), _left(columns, operator.column_shape)
+    row_slots, row_of = _slots(operator.rows, rows, shapes[0])
+    column_slots, column_of = _slots(operator.columns, columns, shapes[1])
     parts: dict[tuple[int, int], list[LinearOperator]] = {}
     for (i, j), entry in operator.entries.items():
         left = None if rows is None else rows.cut(operator.rows[i])
@@ -117,24 +118,19 @@ def _tiles(operator: Tiles, rows: Side, columns: Side, symmetric: bool) -> Linea
         right = left if symmetric and i == j else right
         parts.setdefault((row_of[i], column_of[j]), []).append(contracted(entry, left, right, symmetric and i == j))
     entries = {(i, j): added(several, symmetric and i == j) for (i, j), several in parts.items()}
-    shapes = _left(rows, operator.row_shape), _left(columns, operator.column_shape)
     products = None if operator._products is None else _products(operator, rows, columns)
     if len(entries) == 1:
         one = entries[0, 0]
         if not isinstance(one, KroneckerSum):
             return one
         return KroneckerSum(*shapes, one.terms, one.like, symmetric, products)
-    whole = [
-        [Slot(0, 0, shape[0])] if slots is None else slots
-        for slots, shape in zip((row_slots, column_slots), shapes, strict=True)
-    ]
-    return Tiles(*shapes, *whole, entries, operator.like, symmetric, products)
+    return Tiles(*shapes, row_slots, column_slots, entries, operator.like, symmetric, products)
 
 
-def _slots(slots: Sequence[Slot], side: Side) -> tuple[list[Slot] | None, list[int]]:
-    """The tiles that are left, None for one, and the place of each tile among them."""
+def _slots(slots: Sequence[Slot], side: Side, left: Shape) -> tuple[list[Slot], list[int]]:
+    """The tiles of what is left, and the place of each former tile among them."""
     if side is not None and slots[0].axis == side.axis:
-        return None, [0] * len(slots)
+        return [Slot(0, 0, left[0])], [0] * len(slots)
     return list(slots), list(range(len(slots)))
 
 
