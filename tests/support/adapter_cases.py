@@ -8,7 +8,6 @@ from torch import nn
 
 from family_cases import shaken
 
-
 D, HEADS, WIDTH, WORDS, LENGTH, RANK = 6, 2, 5, 7, 3, 2
 
 
@@ -64,9 +63,7 @@ class Attention(nn.Module):
         self.num_heads, self.causal = HEADS, causal
 
     def forward(self, x):
-        q, k, v = (
-            p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         scores = q @ k.mT / math.sqrt(D // HEADS)
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
@@ -141,5 +138,3 @@ def gradient(model, loss, batches, blocks):
     parameters = {name: one for name, one in model.named_parameters() if name in blocks.parameters}
     found = torch.autograd.grad(loss(model(inputs), targets), list(parameters.values()))
     return blocks.gather(dict(zip(parameters, found, strict=True)))
-
-

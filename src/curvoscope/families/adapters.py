@@ -14,6 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
 from curvoscope.autodiff.detached import forward_replaced
 from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece
@@ -74,15 +75,17 @@ class Adapter:
 
 def adapters_of(model: nn.Module) -> list[Adapter]:
     """The adapters in a model, in the order of its modules. Modules that may be LoRA layers run on random numbers."""
-    paths = [path for path, _ in model.named_modules(remove_duplicate=True)]
+    if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
+        return []  # nothing can run
+    modules = list(model.named_modules())
     found: dict[str, list[Adapter]] = {}
-    for path in reversed(paths):  # the smallest module around an adapter is the layer
-        if any(other == path or other.startswith(f"{path}.") or not path for other in found):
+    for path, module in reversed(modules):  # the smallest module around an adapter is the layer
+        if any(f"{other}.".startswith(f"{path}.") or not path for other in found):
             continue
-        several = _low_rank(path, model.get_submodule(path)) or _by_name(path, model.get_submodule(path))
+        several = _low_rank(path, module) or _by_name(path, module)
         if several:
             found[path] = several
-    return [adapter for path in paths for adapter in found.get(path, [])]
+    return [adapter for path, _ in modules for adapter in found.get(path, [])]
 
 
 def with_adapters(blocks: Blocks, adapters: Sequence[Adapter]) -> Blocks:
