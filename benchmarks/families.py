@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import curvoscope as cv
 from curvoscope.blocks import Blocks
+from curvoscope.curvature import trainable
 
 _SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 _INTRODUCTION = """# Families
@@ -56,7 +57,7 @@ def row(name: str) -> FamilyRow:
     total = sum(blocks.sizes.values())
     missed = sum(block.size for block in blocks.values() if "does not reach" in block.note)
     named = sum(block.size for label, block in blocks.items() if label not in parameters)
-    exact = "" if name in _OWN_LOSS else _exact(model, loss, batches)
+    exact = "" if name in _OWN_LOSS else _exact(model, loss, batches, blocks)
     return FamilyRow(name, named / (total - missed), missed / total, _layers(blocks), _heads(blocks), exact)
 
 
@@ -79,8 +80,8 @@ def _heads(blocks: Blocks) -> str:
     return ", ".join(sorted(found)).replace("/", " \\| ")
 
 
-def _exact(model: Any, loss: Any, batches: Any) -> str:
-    H = cv.hessian(model, loss, batches)
+def _exact(model: Any, loss: Any, batches: Any, blocks: Blocks) -> str:
+    H = cv.hessian(model, loss, batches, trainable(model, blocks))
     count = sum(H.method_of(label) == "exact" for label in H.names)
     return f"{count} of {len(H.names)}"
 

@@ -271,6 +271,7 @@ class Blocks(Mapping[str, Block]):
 
     Args:
         blocks: with different names.
+        whole: the blocks that these are chosen from; None: these are all.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -284,7 +285,7 @@ class Blocks(Mapping[str, Block]):
         h.0.attn.V  4 x 4  self_attn.in_proj_weight  [8:12, :]  transposed  2
     """
 
-    def __init__(self, blocks: Iterable[Block]) -> None:
+    def __init__(self, blocks: Iterable[Block], whole: "Blocks | None" = None) -> None:
         self._blocks: dict[str, Block] = {}
         for block in blocks:
             if block.name in self._blocks:
@@ -292,6 +293,12 @@ class Blocks(Mapping[str, Block]):
             self._blocks[block.name] = block
         if not self._blocks:
             raise EmptyError("blocks", "there are none")
+        self._whole = whole
+
+    @property
+    def whole(self) -> "Blocks":
+        """The blocks that these were chosen from by `select` and `per_head`: closed forms need all of a layer."""
+        return self if self._whole is None else self._whole
 
     def __getitem__(self, name: str) -> Block:
         if name not in self._blocks:
@@ -340,15 +347,17 @@ class Blocks(Mapping[str, Block]):
                 raise BlockNameError(
                     "patterns", f"{pattern!r} matches none of {len(self)} blocks; nearest: {self._nearest(pattern)}"
                 )
-        return Blocks(block for name, block in self.items() if any(fnmatchcase(name, p) for p in patterns))
+        chosen = [block for name, block in self.items() if any(fnmatchcase(name, p) for p in patterns)]
+        return Blocks(chosen, self.whole)
 
     def per_head(self) -> "Blocks":
         """One block per head, "h.0.attn.Q.2" for head 2; K and V by their own heads. Blocks without heads stay."""
-        return Blocks(
+        parts = [
             part
             for block in self.values()
             for part in ([block] if block.heads is None else [block.head(i) for i in range(block.heads)])
-        )
+        ]
+        return Blocks(parts, self.whole)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """All blocks' entries, one block after the other: (total,) or (n, total). See `Block.gather`."""

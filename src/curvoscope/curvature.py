@@ -209,7 +209,8 @@ def hessian(
             without decoder_input_ids is called with the labels, from which it makes them.
         blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
-            which attention and feed-forward layers of the known families have; an error for any other block. "auto":
+            which attention and feed-forward layers have if all their blocks are named, which `blocks_of(model, batch)`
+            does for most models; an error for any other block. "auto":
             in closed form if there is one, and if the loss Hessian at the layer's output costs less than the products
             it saves; a part that needs none is always in closed form. `H.plan` says which block and part gets what.
         split: where outer | functional is cut: at the "model"'s output (Gauss-Newton), or at the output of the "layer"
@@ -267,7 +268,7 @@ def hessian(
     with ranks.together(), settings(memory_limit=memory_limit):
         budget = checks.memory_budget()
     with ranks.together():
-        everything = blocks_of(model)
+        everything = blocks.whole if blocks is not None and blocks.whole.covers(model) else blocks_of(model)
         if blocks is None:
             blocks = trainable(model, everything)
         layers = ClosedFormLayers(model, everything)
@@ -354,4 +355,4 @@ def trainable(model: nn.Module, blocks: Blocks) -> Blocks:
     chosen = [b for b in blocks.values() if all(piece.parameter in free for piece in b.pieces)]
     if not chosen:
         raise EmptyError("model", "all its parameters are frozen; call requires_grad_(True) on some")
-    return Blocks(chosen)
+    return Blocks(chosen, blocks.whole)

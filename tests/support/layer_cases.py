@@ -16,6 +16,9 @@ PRIMITIVES = {
     "gelu": lambda h: h * (1 + torch.erf(h / math.sqrt(2))) / 2,
     "gelu_tanh": lambda h: h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2,
     "silu": lambda h: h / (1 + torch.exp(-h)),
+    "quick_gelu": lambda h: h / (1 + torch.exp(-1.702 * h)),
+    "relu2": lambda h: h.clamp_min(0).square(),
+    "gelu_bloom": lambda h: h * (1 + torch.tanh(0.79788456 * (h + 0.044715 * h**3))) / 2,
 }
 
 

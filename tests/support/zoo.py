@@ -121,7 +121,7 @@ ENTRIES: dict[str, Entry] = {
     "CohereForCausalLM": Entry("CohereConfig", _DECODER, "next token"),
     "Cohere2ForCausalLM": Entry("Cohere2Config", _DECODER | {"sliding_window": 3}, "next token"),
     "NemotronForCausalLM": Entry("NemotronConfig", _DECODER, "next token"),
-    "StableLmForCausalLM": Entry("StableLmConfig", _DECODER, "next token"),
+    "StableLmForCausalLM": Entry("StableLmConfig", _DECODER | {"partial_rotary_factor": 0.5}, "next token"),
     "Starcoder2ForCausalLM": Entry("Starcoder2Config", _DECODER, "next token"),
     "HeliumForCausalLM": Entry("HeliumConfig", _DECODER, "next token"),
     "SmolLM3ForCausalLM": Entry("SmolLM3Config", _DECODER, "next token"),

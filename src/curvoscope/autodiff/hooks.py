@@ -38,7 +38,10 @@ def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> Site:
 
 
 class ActivationHook:
-    """Takes down the tensor at a site while the model runs."""
+    """Takes down the tensor at a site while the model runs. The model goes on with a copy of an output: what it adds to
+    it in place, as Falcon does, is not in the tensor here."""
+
+    _keeps_tensors = True
 
     def __init__(self, model: nn.Module, site: Site) -> None:
         self._path, self._side, self._found = site.path, site.side, list[Any]()
@@ -57,9 +60,10 @@ class ActivationHook:
     def _take_input(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._take(next(iter((*inputs, *keywords.values())), None))
 
-    def _take_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _take_output(self, module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
         first = output[0] if isinstance(output, tuple | list) else output
         self._take(getattr(first, "last_hidden_state", first))
+        return output.clone() if self._keeps_tensors and isinstance(output, Tensor) else None
 
     def _take(self, value: Any) -> None:
         self._found.append(value)
@@ -83,6 +87,8 @@ class ActivationHook:
 
 class ShapeHook(ActivationHook):
     """Takes down the shapes of the tensors at a site, None for anything else, since the last `clear()`."""
+
+    _keeps_tensors = False
 
     def _take(self, value: Any) -> None:
         super()._take(tuple(value.shape) if isinstance(value, Tensor) else None)

@@ -28,15 +28,27 @@ from curvoscope.blocks import Block
 from curvoscope.closed.adapters import moved_block
 from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerCosts, LayerRecorder, ModelLayer, OutputSize
 from curvoscope.closed.plan import Choice
-from curvoscope.closed.rebuilding import NOT_ONCE, LayerAtBatch, LayerPasses, Rebuilt, passes_of, rebuilt_on
+from curvoscope.closed.rebuilding import (
+    NOT_ONCE,
+    LayerAtBatch,
+    LayerPasses,
+    Rebuilt,
+    TracedLayer,
+    passes_of,
+    rebuilt_as_traced,
+    rebuilt_on,
+    traced_layers,
+)
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
+from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian
 
 _MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
 _SMALL_GRAPH = 2**22  # bytes up to which many products are made at once
+_PRODUCTS_ONLY = "behind rotary positions, norms or capped scores its closed form gives products only"
 _KINDS = {"attn": "attention", "mlp": "feed-forward layer"}
 _NO_CURVATURE = ScalarCurvature(0.0)  # stands for S in what does not read it
 _TOTAL = {"total": ("total", "total")}
@@ -80,6 +92,8 @@ class ClosedForms:
         self._reasons: dict[str, str | None] = {}
         self._coupling: dict[str, str | None] = {}
         self._passes: dict[str, LayerPasses] = {}
+        self._coreless: dict[str, str | None] = {}  # roles whose closed forms give products only
+        self._traced: dict[str, list[TracedLayer]] = {}
         self._batches: dict[str, tuple[str | None, list[LayerAtBatch]]] = {}
         self._made: dict[tuple[str, str], list[Curvature]] = {}
         self._hessians: dict[tuple[str, str | None, bool], list[BlockHessian]] = {}
@@ -109,12 +123,18 @@ class ClosedForms:
     def _sized_out(self, place: BlockPlace, block: Block, part: str) -> str | None:
         """Why sizes alone rule out a closed form."""
         if self._limited and self._products_only(place) and block.size > _MOST_DENSE:
-            return "behind rotary positions its closed form gives products only"
+            return _PRODUCTS_ONLY
         return self._ruled_out[self._needs_curvature(part)][place.layer.name]
 
     def _products_only(self, place: BlockPlace) -> bool:
         keys = any(name.removeprefix("b_")[0] == "K" for name in place.weights)
         return self._sizes[place.layer.name].rotary and keys
+
+    def _too_large(self, place: BlockPlace, block: Block) -> str | None:
+        """Why a block of a verified layer is left to autodiff: it is large, and its closed form gives products only."""
+        roles = {name.removeprefix("b_")[0] for name in place.weights}
+        too_large = self._limited and block.size > _MOST_DENSE
+        return _PRODUCTS_ONLY if too_large and roles & set(self._coreless[place.layer.name] or "") else None
 
     def _misfit(self, name: str, needs_curvature: bool) -> str | None:
         if not self._sizes[name].once:
@@ -153,15 +173,18 @@ class ClosedForms:
         place = self._layers.place(block)
         if isinstance(place, str):
             return place
-        found = self._sized_out(place, block, part) or self._verify(place.layer)
+        found = self._sized_out(place, block, part) or self._verify(place.layer) or self._too_large(place, block)
         return self._couples(place.layer) if found is None and self._needs_curvature(part) else found
 
     def _verify(self, layer: ModelLayer) -> str | None:
         """Why the layer has no closed form: it is rebuilt, on all micro-batches and at shaken weights."""
         if layer.name not in self._reasons:
             with self._engine.ranks.together():
-                reason, _ = self._rebuilt(layer)
+                reason, batches = self._rebuilt(layer)
             self._reasons |= self._agreed({layer.name: reason})
+            own = batches[0].rebuilt.layer if batches else None
+            roles = [role for role in "QK" if isinstance(own, SelfAttention) and not own.has_cores(role)]
+            self._coreless |= self._agreed({layer.name: "".join(roles) or None})
         return self._reasons[layer.name]
 
     def _rebuilt(self, layer: ModelLayer) -> tuple[str | None, list[LayerAtBatch]]:
@@ -170,10 +193,19 @@ class ClosedForms:
             if layer.name not in self._passes:
                 self._batches.clear()
                 self._passes = passes_of(self._engine, self._groups[layer.name])
-            snapshot = self._engine.snapshot
-            found = rebuilt_on(layer, snapshot.weights, snapshot.paths, self._passes.pop(layer.name))
+            snapshot, passes = self._engine.snapshot, self._passes.pop(layer.name)
+            found = rebuilt_on(layer, snapshot.weights, snapshot.paths, passes)
+            if found[0] is not None and layer.kind == "attn" and passes.reason is None:
+                found = rebuilt_as_traced(layer, snapshot.weights, snapshot.paths, passes, self._trace(layer))
             self._batches[layer.name] = found
         return self._batches[layer.name]
+
+    def _trace(self, layer: ModelLayer) -> list[TracedLayer]:
+        """How the attention layers of a group are computed, by the graph of a pass; for all of them at once."""
+        if layer.name not in self._traced:
+            group = [one for one in self._groups[layer.name] if one.kind == "attn"]
+            self._traced = traced_layers(self._engine, group)
+        return self._traced.pop(layer.name)
 
     def _passed_together(self, room: int) -> dict[str, list[ModelLayer]]:
         """Layers that the same passes serve, by the name of each: all of them, or as many as there is room for."""
@@ -252,8 +284,9 @@ class ClosedForms:
         if adapter is None or adapter is not column.adapter or (row.role is None) == (column.role is None):
             return block
         assert role is not None
-        batches = self._rebuilt(row.layer)[1]
-        found = adapter.bilinear(reduce(add, (at.weight_gradients()[role] for at in batches)))
+        name = row.layer.exact_name(role)
+        gradients = (at.weight_gradient(name) for at in self._rebuilt(row.layer)[1])
+        found = adapter.bilinear(reduce(add, gradients))
         return block + (found if row.role is None else found.T)
 
     def _of_layer(self, layer: ModelLayer, part: str | None, per_head: bool) -> list[BlockHessian]:

@@ -32,6 +32,7 @@ _ENDS = {"attn": ("Q", "O"), "mlp": ("up", "down")}  # first and last projection
 _NEEDED = {"attn": ("Q", "K", "V", "O"), "mlp": ("up", "down")}
 # Roles of a feed-forward layer's blocks, and their names in closed form; attention has the same in both
 _FEEDFORWARD = {"up": "W1", "b_up": "b1", "down": "W2", "b_down": "b2", "gate": "W_gate", "b_gate": "b_gate"}
+_ROLES = {"attn": tuple(f"{b}{w}" for w in "QKVO" for b in ("", "b_")), "mlp": tuple(_FEEDFORWARD)}
 _ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
 _TOLD = ("attention_mask", "attn_mask", "key_padding_mask", _ROTARY)  # arguments of a call that say what is computed
 _QUESTIONS = 4
@@ -51,8 +52,8 @@ class ModelLayer:
     """An attention ("attn") or feed-forward ("mlp") layer: its blocks by role ("Q", "b_Q", "up", ...), where it reads
     X and writes F, and the site whose tensor is added to F there, if any.
 
-    `caller`: path of the module that is called with masks and rotary tables. `tokens_first`: X is (L, N, d).
-    `adapters`: what is added to its weights.
+    `caller`: path of the module that is called with masks and rotary tables. `tokens_first`: X is (L, N, d). `beside`:
+    roles of its further blocks, such as "q_norm". `adapters`: what is added to its weights.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModelLayer:
     added: Site | None
     caller: str
     tokens_first: bool = False
+    beside: frozenset[str] = frozenset()
     adapters: tuple[LowRank, ...] = ()
 
     @property
@@ -367,8 +369,10 @@ def _layer(
     adapters: Sequence[Adapter],
 ) -> ModelLayer | None:
     stem, _, kind = name.rpartition(".")
-    if not set(_NEEDED[kind]) <= set(group):
+    if not set(_NEEDED.get(kind, ("unknown",))) <= set(group):
         return None
+    beside = frozenset(group) - set(_ROLES[kind])
+    group = {role: block for role, block in group.items() if role in _ROLES[kind]}
     first, last = (_owner(group[role]) for role in _ENDS[kind])
     owner = model.get_submodule(first)
     if is_direct(owner):
@@ -380,12 +384,13 @@ def _layer(
         return ModelLayer(name, group, Site(first, "input"), Site(first), None, first, not owner.batch_first)
     if any(owner.children()) or any(model.get_submodule(last).children()):
         return None
-    beside = groups.get(f"{stem}.attn".lstrip("."), {}).get("Q")
-    neighbour = None if beside is None else model.get_submodule(_owner(beside))
+    query = groups.get(f"{stem}.attn".lstrip("."), {}).get("Q")
+    neighbour = None if query is None else model.get_submodule(_owner(query))
     tokens_first = isinstance(neighbour, nn.MultiheadAttention) and not neighbour.batch_first
     around = {one.base.parameter.rpartition(".")[0]: one.path for one in adapters if one.base is not None}
     first, last = (around.get(path, path) for path in (first, last))
-    return ModelLayer(name, group, Site(first, "input"), Site(last), None, first.rpartition(".")[0], tokens_first)
+    caller = first.rpartition(".")[0]
+    return ModelLayer(name, group, Site(first, "input"), Site(last), None, caller, tokens_first, beside)
 
 
 def _owner(block: Block) -> str:
@@ -416,7 +421,8 @@ class LayerRecord:
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines, if the module was called with some."""
-        return self.arguments.get(_ROTARY)
+        given = self.arguments.get(_ROTARY)
+        return given if isinstance(given, tuple) and len(given) == 2 else None
 
 
 class LayerRecorder:

@@ -4,36 +4,53 @@ What the blocks do not tell (masks, scale, activation) is read from the call whe
 tried: a layer counts as rebuilt when it gives the module's output to rounding, at weights that are shaken, so that
 zeros and coincidences in the weights hide nothing.
 
+Attention that is in none of these ways, with norms of queries and keys or positions of another kind, is read off the
+graph of a forward pass (`attention_facts`), and verified at shaken weights of the layer alone.
+
 The same passes of the model serve all layers: for every micro-batch one forward and one backward pass give X, F and
 G = dl/dF at each of them, and one forward pass gives X and F at shaken weights. No second derivative is needed.
 """
 
+import copy
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff, check_gradients
+from curvoscope.closed.attention_facts import AttentionFacts, UnknownAttention, attention_facts, call_of
 from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError, ModelError
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.exact.attention.layer import Pass
-from curvoscope.exact.attention.rotary import Rotary
+from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.feedforward import FeedForward
+from curvoscope.families.attention_calls import attention_calls
+from curvoscope.families.tracing import data_flow
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
 NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
+_LOW_PRECISION = 1e-4  # relative error below which a layer is the right one, computed in less than double precision
+_CAUSES = {  # by the roles of further blocks
+    **dict.fromkeys(("q_norm", "k_norm"), "normalises queries and keys"),
+    **dict.fromkeys(("v_norm", "o_norm"), "normalises values or what the heads give"),
+    **dict.fromkeys(("gate", "b_gate"), "gates what the heads give"),
+    **dict.fromkeys(("Q_latent", "KV_latent"), "makes queries or keys of latent vectors"),
+    **dict.fromkeys(("positions", "Q_positions", "K_positions"), "has weights of positions in its scores"),
+    **{"temperature": "has a learned temperature", "sinks": "has sinks", "norm": "normalises the hidden units"},
+    **dict.fromkeys(("inner", "b_inner", "router", "b_router"), "has further weights inside"),
+}
 _ROUNDING = 1000  # times epsilon: how far a rebuilt layer may be from the module
 
 
@@ -57,6 +74,17 @@ class Rebuilt:
     def output(self) -> Tensor:
         """F, (N, L, m)."""
         return self.layer(self.X) if isinstance(self.layer, FeedForward) else self.forward_pass(self.layer).F
+
+    def with_leaf(self, name: str) -> tuple["Rebuilt", Tensor]:
+        """The same with a weight that has derivatives, and that weight."""
+        layer = copy.copy(self.layer)
+        if isinstance(layer, FeedForward):
+            W = layer.weights[name].detach().requires_grad_()
+            layer.weights = {**layer.weights, name: W}
+        else:
+            W = getattr(layer, f"W_{name}").detach().requires_grad_()
+            setattr(layer, f"W_{name}", W)
+        return replace(self, layer=layer), W
 
     def hessian(self, loss: LossAt, per_head: bool) -> BlockHessian:
         """For a loss known by its G and S at F."""
@@ -83,23 +111,52 @@ class Rebuilt:
 
 def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
     """The layer in closed form, at weights by parameter and at the recorded input."""
-    W = {role: matrix if not role.startswith("b_") else matrix[0] for role, matrix in layer.matrices(weights).items()}
     if layer.kind == "mlp":
+        W = _weights(layer, weights)
         inner = (W["up"], W.get("b_up"), W["down"], W.get("b_down"))
         return Rebuilt(FeedForward(*inner, reading.activation, W.get("gate"), W.get("b_gate")), record.X)
-    d_k = W["Q"].shape[1] // _heads(layer, "Q")
-    attention = SelfAttention(
+    options: dict[str, Any] = {"activation": reading.activation, "causal": reading.causal}
+    if record.rotary is not None:
+        options["rotary"] = _positions(*record.rotary, width=_head_width(layer))
+    attention = _attention(layer, weights, reading.scale, **options)
+    return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
+
+
+def rebuild_as(layer: ModelLayer, weights: Mapping[str, Tensor], X: Tensor, facts: AttentionFacts) -> Rebuilt:
+    """Attention in closed form, as the graph of a pass says that it is computed."""
+    positions = {"rotary": facts.query.positions, "key_rotary": facts.key.positions}
+    if (positions["rotary"] is None) != (positions["key_rotary"] is None):
+        identity = torch.eye(_head_width(layer), dtype=X.dtype, device=X.device).expand(1, 1, X.shape[1], -1, -1)
+        positions = {name: one or PositionMatrices(identity) for name, one in positions.items()}
+    norms = {"q_norm": facts.query.norm, "k_norm": facts.key.norm}
+    return Rebuilt(
+        _attention(layer, weights, facts.scale, **positions, **norms, softcap=facts.softcap, sinks=facts.sinks),
+        X,
+        facts.mask,
+    )
+
+
+def _weights(layer: ModelLayer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices and biases (p,) by role."""
+    return {
+        role: matrix if not role.startswith("b_") else matrix[0] for role, matrix in layer.matrices(weights).items()
+    }
+
+
+def _attention(layer: ModelLayer, weights: Mapping[str, Tensor], scale: float, **options: Any) -> SelfAttention:
+    W = _weights(layer, weights)
+    return SelfAttention(
         *(W[role] for role in "QKVO"),
         *(W.get(f"b_{role}") for role in "QKVO"),
         heads=_heads(layer, "Q"),
         kv_heads=_heads(layer, "K"),
-        temperature=1 / (reading.scale * math.sqrt(d_k)),
-        activation=reading.activation,
-        causal=reading.causal,
+        temperature=1 / (scale * math.sqrt(_head_width(layer))),
+        **options,
     )
-    if record.rotary is not None:
-        attention.rotary = _Turned(*record.rotary, width=d_k)
-    return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
+
+
+def _head_width(layer: ModelLayer) -> int:
+    return layer.blocks["Q"].shape[1] // _heads(layer, "Q")
 
 
 def readings(layer: ModelLayer, record: LayerRecord) -> Iterator[Reading]:
@@ -134,10 +191,19 @@ def fitting(
         if not errors:
             return [], str(problem)
     off = min(errors.values()) * _ROUNDING * torch.finfo(record.F.dtype).eps
-    return sorted((reading for reading, error in errors.items() if error <= 1), key=errors.__getitem__), (
-        f"no closed form gives its output, the nearest is off by {off:.1e} of it; does it compute in lower precision "
-        "inside, as Hugging Face's attn_implementation='eager' may, or something else?"
-    )
+    fits = sorted((reading for reading, error in errors.items() if error <= 1), key=errors.__getitem__)
+    return fits, unlike(layer, off)
+
+
+def unlike(layer: ModelLayer, off: float) -> str:
+    """Why a layer has no closed form whose output is off by so much of it."""
+    causes = dict.fromkeys(_CAUSES[role] for role in sorted(layer.beside) if role in _CAUSES)
+    said = f"no closed form gives its output, the nearest is off by {off:.1e} of it"
+    if off < _LOW_PRECISION:
+        said += "; does it compute in lower precision inside, as Hugging Face's attn_implementation='eager' may?"
+    elif causes:
+        said += f": it {', '.join(causes)}"
+    return said
 
 
 def deviation(rebuilt: Rebuilt, record: LayerRecord) -> float:
@@ -150,21 +216,15 @@ def deviation(rebuilt: Rebuilt, record: LayerRecord) -> float:
     return error / (_ROUNDING * torch.finfo(found.dtype).eps)
 
 
-class _Turned(Rotary):
-    """Rotations by tables of cosines and sines (1 or N, L, k), as a module was called with them."""
-
-    def __init__(self, cos: Tensor, sin: Tensor, width: int) -> None:
-        super().__init__(1.0, width)
-        if cos.ndim != 3 or cos.shape[-1] != width or not bool((cos == cos[:1]).all() and (sin == sin[:1]).all()):
-            raise _CallError("rotary", f"tables of shape {tuple(cos.shape)}, or that differ between sequences")
-        self._cos, self._sin = cos[0, :, : width // 2], sin[0, :, : width // 2]
-
-    def turn(self, vectors: Tensor, positions: Tensor, back: bool = False) -> Tensor:
-        """R_i v, or R_i^T v if `back`."""
-        cos, sin = self._cos[positions].to(vectors.dtype), self._sin[positions].to(vectors.dtype)
-        sin = -sin if back else sin
-        first, second = vectors.tensor_split(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def _positions(cos: Tensor, sin: Tensor, width: int) -> PositionMatrices:
+    """Rotations of features p and p + k/2 by tables of cosines and sines (1 or N, L, k)."""
+    if cos.ndim != 3 or cos.shape[-1] != width or width % 2:
+        raise _CallError("rotary", f"tables of shape {tuple(cos.shape)} for heads of width {width}")
+    if bool((cos == cos[:1]).all() and (sin == sin[:1]).all()):
+        cos, sin = cos[:1], sin[:1]
+    swapped = torch.eye(width, dtype=sin.dtype, device=sin.device).roll(width // 2, 0)
+    swapped[: width // 2] *= -1  # (-v2, v1) of v = (v1, v2)
+    return PositionMatrices((torch.diag_embed(cos) + sin[..., :, None] * swapped)[:, None])
 
 
 class _CallError(CurvoscopeError, ValueError):
@@ -316,17 +376,11 @@ class LayerAtBatch:
     rebuilt: Rebuilt
     value: float
     gradient: Tensor
-    weight_gradients: Callable[[], dict[str, Tensor]]
 
-
-def weight_gradients(
-    layer: ModelLayer, weights: Mapping[str, Tensor], at: LayerPass, reading: Reading
-) -> dict[str, Tensor]:
-    """dl/dW (a, p) of each weight, adapters being a part of it, from G at the output of the rebuilt layer."""
-    leaves = {name: weights[name].detach().requires_grad_() for name in layer.parameters}
-    F = rebuild(layer, leaves, at.own, reading).output()
-    found = torch.autograd.grad(F, list(leaves.values()), at.gradient, materialize_grads=True)
-    return {role: block.matrix(dict(zip(leaves, found, strict=True))) for role, block in layer.blocks.items()}
+    def weight_gradient(self, name: str) -> Tensor:
+        """dl/dW (a, p) of a weight, by its name in closed form, from G at the output."""
+        at, W = self.rebuilt.with_leaf(name)
+        return torch.autograd.grad(at.output(), W, self.gradient)[0]
 
 
 def rebuilt_on(
@@ -347,6 +401,95 @@ def rebuilt_on(
         if not candidates:
             return least, []
         rebuilt = rebuild(layer, at_own, each.own, candidates[0])
-        gradients = partial(weight_gradients, layer, at_own, each, candidates[0])
-        batches.append(LayerAtBatch(rebuilt, each.value, each.gradient, gradients))
+        batches.append(LayerAtBatch(rebuilt, each.value, each.gradient))
+    return None, batches
+
+
+# ---- attention whose facts are in the graph of a pass
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """Attention on one micro-batch: its facts, or why there are none, and what passes through at weights of which only
+    those of attention layers are shaken."""
+
+    facts: AttentionFacts | str
+    moved: LayerRecord
+
+
+def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, list[TracedLayer]]:
+    """Run the model on all micro-batches, once with the graph of all weights and once at shaken weights."""
+    found: dict[str, list[TracedLayer]] = {layer.name: [] for layer in layers}
+    snapshot = engine.snapshot
+    inside = {snapshot.paths[name] for layer in layers for name in layer.parameters}
+    moved = snapshot.weights | shaken({path: snapshot.weights[path] for path in inside})
+
+    def visit(weight: float, batch: Batch) -> None:
+        once = {layer.name: LayerPasses() for layer in layers}
+        with torch.no_grad():
+            records, _, _ = _recorded(engine, moved, batch, once, layers)
+        weights, leaves = snapshot.leaves(snapshot.paths)
+        arguments, keywords = tree_map(_followed, (batch.arguments, batch.keywords))
+        traced = replace(batch, arguments=arguments, keywords=keywords)
+        own, _, outputs = _recorded(engine, weights, traced, once, layers)
+        integers = [leaf for leaf in tree_leaves((arguments, keywords)) if _is_integer(leaf)]
+        flow = data_flow(outputs, leaves, integers)
+        calls = attention_calls(flow)
+        for layer in (layer for layer in layers if layer.name in own and layer.name in records):
+            W = {name: tensor.detach() for name, tensor in leaves.items()}
+            try:
+                projected = {role: _projected(layer, W, own[layer.name].X, role) for role in "QK"}
+                facts: AttentionFacts | str = attention_facts(
+                    flow, call_of(calls, layer.blocks), layer.blocks, projected
+                )
+            except UnknownAttention as reason:
+                facts = str(reason)
+            except RuntimeError as error:  # tensors of other shapes than attention has
+                facts = f"how it makes its scores is not clear ({str(error).splitlines()[0]})"
+            found[layer.name].append(TracedLayer(facts, records[layer.name]))
+
+    engine.walk(visit)
+    return found
+
+
+def _followed(leaf: Any) -> Any:
+    """An input whose way through the graph is followed."""
+    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.detach().clone().requires_grad_(True) if floating else leaf
+
+
+def _is_integer(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_floating_point()
+
+
+def _projected(layer: ModelLayer, weights: Mapping[str, Tensor], X: Tensor, role: str) -> Tensor:
+    W = _weights(layer, weights)
+    bias = W.get(f"b_{role}")
+    return X @ W[role] if bias is None else X @ W[role] + bias
+
+
+def rebuilt_as_traced(
+    layer: ModelLayer,
+    weights: Mapping[str, Tensor],
+    paths: Mapping[str, str],
+    found: LayerPasses,
+    traced: Sequence[TracedLayer],
+) -> tuple[str | None, list[LayerAtBatch]]:
+    """Like `rebuilt_on`, from the facts of each micro-batch: they must hold at other weights of the layer, too."""
+    own = {name: weights[paths[name]].detach() for name in layer.parameters}
+    moved = shaken({paths[name]: weights[paths[name]] for name in layer.parameters})
+    elsewhere = {name: moved[paths[name]] for name in layer.parameters}
+    batches = []
+    for each, seen in zip(found.passes, traced, strict=True):
+        if isinstance(seen.facts, str):
+            return seen.facts, []
+        try:
+            rebuilt = rebuild_as(layer, own, each.own.X, seen.facts)
+            at_both = rebuilt, rebuild_as(layer, elsewhere, seen.moved.X, seen.facts)
+            off = max(deviation(one, at) for one, at in zip(at_both, (each.own, seen.moved), strict=True))
+        except CurvoscopeError as problem:
+            return str(problem), []
+        if off > 1:
+            return unlike(layer, off * _ROUNDING * torch.finfo(each.own.F.dtype).eps), []
+        batches.append(LayerAtBatch(rebuilt, each.value, each.gradient))
     return None, batches

@@ -1,6 +1,7 @@
 """Closed forms: the exact Hessian of single layers, of Transformer blocks and of stacks of them."""
 
 from curvoscope.exact import bounds
+from curvoscope.exact.attention.maps import QueryKeyNorm
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.backpropagation import LowRank, OutputCurvature, backpropagate, low_rank
 from curvoscope.exact.block import Stack, TransformerBlock
@@ -15,6 +16,7 @@ __all__ = [
     "LinearMLP",
     "LowRank",
     "OutputCurvature",
+    "QueryKeyNorm",
     "RMSNorm",
     "ScalarAttention",
     "ScalarSpectrum",

@@ -1,14 +1,17 @@
 """Elementwise maps: activations with their exact derivatives.
 
     ReLU            φ = max(h, 0)    φ' = 1[h > 0]                  φ'' = 0
+    ReLU²           φ = max(h, 0)²   φ' = 2 max(h, 0)               φ'' = 2 1[h > 0]
     GELU (erf)      φ = h Φ(h)       φ' = Φ + h ϕ                   φ'' = (2 - h²) ϕ        Φ, ϕ of the normal law
     h s(w(h))       φ = h s          φ' = s + h s s̄ w'              φ'' = s s̄ (2 w' + h w'' + h (1 - 2 s) w'²)
 
-with the logistic s and s̄ = 1 - s: w = h is SiLU, and w = 2 √(2/π) (h + 0.044715 h³) is GELU in its tanh form.
+with the logistic s and s̄ = 1 - s: w = h is SiLU, w = 1.702 h the quick GELU of CLIP, and w = 2 √(2/π) (h + 0.044715 h³)
+is GELU in its tanh form. Bloom has 0.79788456 for √(2/π), which changes the tenth digit.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,8 +36,13 @@ def _gelu(h: Tensor) -> ActivationDerivatives:
     return h * below, below + near * density, (2 - near.square()) * density
 
 
-def _gelu_tanh(h: Tensor) -> ActivationDerivatives:
-    near, slope, cubic = h.clamp(-_FAR, _FAR), 2 * math.sqrt(2 / math.pi), 0.044715
+def _relu2(h: Tensor) -> ActivationDerivatives:
+    positive = h.clamp_min(0)
+    return positive.square(), 2 * positive, 2 * (h > 0).to(h.dtype)
+
+
+def _gelu_tanh(h: Tensor, root: float = math.sqrt(2 / math.pi)) -> ActivationDerivatives:
+    near, slope, cubic = h.clamp(-_FAR, _FAR), 2 * root, 0.044715
     w = slope * (near + cubic * near**3)
     _, first, second = _times_logistic(near, w, slope * (1 + 3 * cubic * near.square()), slope * 6 * cubic * near)
     return h * w.sigmoid(), first, second
@@ -42,6 +50,10 @@ def _gelu_tanh(h: Tensor) -> ActivationDerivatives:
 
 def _silu(h: Tensor) -> ActivationDerivatives:
     return _times_logistic(h, h, torch.ones_like(h), torch.zeros_like(h))
+
+
+def _quick_gelu(h: Tensor) -> ActivationDerivatives:
+    return _times_logistic(h, 1.702 * h, torch.full_like(h, 1.702), torch.zeros_like(h))
 
 
 def _times_logistic(h: Tensor, w: Tensor, first: Tensor, second: Tensor) -> ActivationDerivatives:
@@ -57,6 +69,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], ActivationDerivatives]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "silu": _silu,
+    "quick_gelu": _quick_gelu,
+    "relu2": _relu2,
+    "gelu_bloom": partial(_gelu_tanh, root=0.79788456),
 }
 
 

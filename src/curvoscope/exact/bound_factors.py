@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks, losses
+from curvoscope.errors import RangeError
 from curvoscope.exact.attention.layer import AttentionLayer
 from curvoscope.exact.feedforward import FeedForward
 
@@ -27,6 +28,8 @@ ACTIVATION_NORMS = {
     "gelu": ((1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi), math.sqrt(2 / math.pi)),
     "gelu_tanh": (1.128993069, math.sqrt(2 / math.pi)),
     "silu": (1.099839321, 0.5),
+    "quick_gelu": (1.099839321, 1.702 / 2),
+    "gelu_bloom": (1.128993069, math.sqrt(2 / math.pi)),
 }
 
 
@@ -167,6 +170,8 @@ class _FeedForwardFactors:
 
     def __init__(self, weights: dict[str, Tensor], layer: FeedForward, tokens: Tensor, G: Tensor) -> None:
         self._weights, self._tokens, self._G = weights, tokens, G
+        if layer.activation not in ACTIVATION_NORMS:
+            raise RangeError("layer", f"there is no bound on the slope of activation={layer.activation!r}")
         slope, bend = ACTIVATION_NORMS[layer.activation]
         if "W_gate" not in weights:
             self._slopes, self._bends = {"W1": slope}, {("W1", "W1"): bend}

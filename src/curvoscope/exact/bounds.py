@@ -174,7 +174,7 @@ def attention(layer: SelfAttention, X: Tensor, loss: losses.LossFunction, mask: 
     Heads are bounded one by one and put together. Masks and biases may be there; biases have no block here.
 
     Args:
-        layer: attention with a softmax and without rotary positions.
+        layer: attention with a softmax, without rotary positions, norms of queries and keys, soft caps and sinks.
         X: (L, d) or (N, L, d).
         loss: a loss of `cv.losses`, or any function of F.
         mask: as in `SelfAttention.hessian`.
@@ -191,8 +191,9 @@ def attention(layer: SelfAttention, X: Tensor, loss: losses.LossFunction, mask: 
     """
     if layer.activation != "softmax":
         raise RangeError("layer", f"the bounds need the rows of a softmax, got activation={layer.activation!r}")
-    if layer.rotary is not None:
-        raise RangeError("layer", "the bounds do not cover rotary positions; use bounds.block(layer.hessian(X, loss))")
+    if not layer.is_bilinear or layer.sinks is not None:
+        what = "rotary positions" if layer.rotary is not None else "norms of queries and keys, soft caps and sinks"
+        raise RangeError("layer", f"the bounds do not cover {what}; use bounds.block(layer.hessian(X, loss))")
     passed = layer.forward_pass(X, mask)
     found = losses.at(loss, passed.F, passed.squeeze)
     hessian = layer.hessian(X, loss, mask, biases=False)

@@ -42,7 +42,7 @@ class FeedForward(TokenwiseLayer):
         b1: (f,) or None.
         W2: (f, m), called "down" in a network.
         b2: (m,) or None.
-        activation: φ: "relu", "gelu", "gelu_tanh" or "silu".
+        activation: φ: "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "relu2" or "gelu_bloom".
         W_gate: (d, f), called "gate" in a network; with it the layer is gated.
         b_gate: (f,) or None.
 

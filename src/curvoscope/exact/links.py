@@ -199,7 +199,7 @@ class AttentionLink(Link):
     def parts(self, name: str) -> list[FactoredPart] | None:
         """Those of each head: for queries and keys A = Cov[V, f]^T P, for values P, for outputs I."""
         weights = weights_of(self.layer, name, self.shapes[name])
-        if self.layer.rotary is not None and weights[0].role == "K":
+        if not self.layer.has_cores(weights[0].role):
             return None
         return [
             FactoredPart(

@@ -30,12 +30,31 @@ from curvoscope.operators.base import Shape
 
 
 @dataclass(frozen=True)
-class _Normalised:
+class Normalised:
     """Rows x (T, d) seen by a norm: x̂ (T, d), σ (T, 1) and P."""
 
     x_hat: Tensor
     sigma: Tensor
     centred: bool
+
+    @classmethod
+    def of(cls, rows: Tensor, eps: float, centred: bool) -> "Normalised":
+        """Of rows x (T, d)."""
+        if centred:
+            rows = rows - rows[:, :1]  # constant rows become exactly 0, and large offsets cost no digits
+            rows = rows - rows.mean(-1, keepdim=True)
+        variance = rows.square().mean(-1, keepdim=True)
+        shifted = variance + eps
+        if not bool(torch.isfinite(shifted).all()):
+            raise NonFiniteError("X", "the variance of a row overflows; scale the input down")
+        singular = ~torch.isfinite(1 / shifted)
+        if bool(singular.any()):
+            row = int(singular.flatten().nonzero()[0])
+            raise RangeError(
+                "eps", f"got {eps}, and row {row} of X has variance {float(variance[row]):.3g}; use eps > 0"
+            )
+        sigma = shifted.sqrt()
+        return cls(rows / sigma, sigma, centred)
 
     @property
     def d(self) -> int:
@@ -156,31 +175,16 @@ class _Norm(TokenwiseLayer):
         """The rank of P."""
         return len(self.gamma) - self._centred
 
-    def _output(self, at: _Normalised) -> Tensor:
+    def _output(self, at: Normalised) -> Tensor:
         y = self.gamma * at.x_hat
         return y if self.beta is None else y + self.beta
 
-    def _at(self, X: Tensor) -> _Normalised:
+    def _at(self, X: Tensor) -> Normalised:
         d = len(self.gamma)
         checks.floating("X", X, like=self.gamma)
         if X.ndim not in (2, 3) or X.shape[-1] != d:
             raise ShapeError("X", f"expected (L, {d}) or (N, L, {d}), got {tuple(X.shape)}")
-        rows = X.flatten(0, -2)
-        if self._centred:
-            rows = rows - rows[:, :1]  # constant rows become exactly 0, and large offsets cost no digits
-            rows = rows - rows.mean(-1, keepdim=True)
-        variance = rows.square().mean(-1, keepdim=True)
-        shifted = variance + self.eps
-        if not bool(torch.isfinite(shifted).all()):
-            raise NonFiniteError("X", "the variance of a row overflows; scale the input down")
-        singular = ~torch.isfinite(1 / shifted)
-        if bool(singular.any()):
-            row = int(singular.flatten().nonzero()[0])
-            raise RangeError(
-                "eps", f"got {self.eps}, and row {row} of X has variance {float(variance[row]):.3g}; use eps > 0"
-            )
-        sigma = shifted.sqrt()
-        return _Normalised(rows / sigma, sigma, self._centred)
+        return Normalised.of(X.flatten(0, -2), self.eps, self._centred)
 
 
 class LayerNorm(_Norm):
@@ -229,7 +233,7 @@ class RMSNorm(_Norm):
 
 
 class _NormHessian(TokenwiseHessian):
-    def __init__(self, gamma: Tensor, at: _Normalised, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
+    def __init__(self, gamma: Tensor, at: Normalised, X: Tensor, loss: LossAt, shapes: dict[str, Shape]) -> None:
         ones = torch.ones_like(at.sigma)
         factors = {"gamma": Factor(ones, scales=at.x_hat), "beta": Factor(ones)}
         super().__init__({name: factors[name] for name in shapes if name != "X"}, X, loss, shapes)

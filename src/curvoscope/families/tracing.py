@@ -576,9 +576,12 @@ def traced(model: nn.Module, batch: Any, standing: Mapping[str, Tensor] | None =
             return leaf
 
         arguments, keywords = tree_map(moved, _call(batch))
-        outputs = model(*arguments, **keywords)
-        roots = [leaf.grad_fn for leaf in _tensors(outputs)]
-        yield DataFlow(roots, parameters, inputs)
+        yield data_flow(model(*arguments, **keywords), parameters, inputs)
+
+
+def data_flow(outputs: Any, parameters: Mapping[str, Tensor], inputs: Iterable[Tensor]) -> DataFlow:
+    """The graph behind a model's outputs; `inputs`: the integers that it was called with."""
+    return DataFlow([leaf.grad_fn for leaf in _tensors(outputs)], parameters, inputs)
 
 
 def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,6 +7,7 @@ weights of the same head.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ from torch import Tensor
 from curvoscope.exact.assembly import WeightPart
 from curvoscope.exact.attention.cores import Response, rotated
 from curvoscope.exact.attention.layer import AttentionLayer, Pass
+from curvoscope.exact.attention.maps import HeadMap, ProjectionMap
 from curvoscope.exact.attention.moments import Covariance, Feature, Rows, Third
 from curvoscope.exact.factor import Factor, Pairing, TermList
 from curvoscope.losses import LossAt, through
 from curvoscope.operators.base import Shape
 from curvoscope.operators.block_matrix import Slot
+from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.terms import Single, Term
 
 
@@ -59,6 +62,7 @@ class AttentionBlocks:
         self._heads: dict[int, _Head] = {}
         self._factors: dict[tuple[str, bool, int], Factor] = {}
         self._scaled: dict[bool, Tensor] = {}
+        self._mapped: dict[int, HeadMap | None] = {}
 
     # ---- outer part
 
@@ -77,6 +81,7 @@ class AttentionBlocks:
         """The Hessian of <G, F> at fixed G: over the heads that use both weights."""
         return [
             *self.functional_at_scores(left, right),
+            *self._functional_at_norm(left, right),
             *self.t_functional(left, right),
             *self._bilinear(left, right),
         ]
@@ -93,6 +98,19 @@ class AttentionBlocks:
                 core = Third(head.rows, head.P, first.response.feature, second.response.feature)
                 turned = rotated(core, first.response, second.response)
                 terms.append(Term(first.vectors, second.vectors, turned, (first.axis, second.axis)))
+        return terms
+
+    def _functional_at_norm(self, left: HeadWeight, right: HeadWeight) -> TermList:
+        """sum_i f_i f'_i^T (x) the second derivative of the norm of the queries, f the inputs or 1 for a bias."""
+        terms: TermList = []
+        for h in self._shared_heads(left, right) if (left.role, right.role) == ("Q", "Q") else ():
+            head, mapped = self._head(h), self._query_map(h)
+            gradient = (self._layer.scale * head.P @ self._passed.key[:, h // self._share]).flatten(0, 1)
+            bent = None if mapped is None else mapped.curvature(gradient, self._passed.X.shape[1])
+            if bent is not None:
+                first = self._input(left.bias).flatten(0, 1)
+                second = first if left.bias == right.bias else self._input(right.bias).flatten(0, 1)
+                terms.append(Term(first, second, DenseCore(bent, symmetric=True)))
         return terms
 
     def t_functional(self, left: HeadWeight, right: HeadWeight) -> TermList:
@@ -129,7 +147,7 @@ class AttentionBlocks:
     def _output_with_score(self, left: HeadWeight, right: HeadWeight, h: int) -> TermList:
         """s sum_i g_i z_i (x) Cov_i[f, .]: W_O (f the values) or a value weight (f the inputs) with a query or key."""
         head = self._head(h)
-        if not self._moves(right) or (left.bias and head.rows.softmax):
+        if not self._moves(right) or (left.bias and head.rows.shifts):
             return []  # a covariance with a constant
         second = self._factor(right, h)
         assert second.response is not None
@@ -142,8 +160,9 @@ class AttentionBlocks:
     # ---- pieces
 
     def _moves(self, weight: HeadWeight) -> bool:
-        """Softmax ignores what a key bias adds to a row of scores: its blocks are zero."""
-        return not (weight.role == "K" and weight.bias and self._passed.open_keys is None)
+        """Softmax ignores what a key bias adds to a row of scores, unless there is a sink: its blocks are zero."""
+        ignored = self._passed.open_keys is None and self._layer.sinks is None
+        return not (weight.role == "K" and weight.bias and ignored)
 
     def _users(self, weight: HeadWeight) -> tuple[int, ...]:
         return weight.heads[:1] if weight.role == "O" and weight.bias else weight.heads
@@ -164,7 +183,7 @@ class AttentionBlocks:
                 self._scaled[weight.bias] = self._layer.scale * self._input(weight.bias).flatten(0, 1)
             response = Response(head.rows, head.value, head.input_feature(False))
             if weight.role == "Q":
-                response = Response(head.rows, head.value, head.key, self._layer.rotary)
+                response = Response(head.rows, head.value, head.key, self._query_map(h))
             return Factor(self._scaled[weight.bias], port, response=response)
         if weight.role == "K":
             response = Response(head.rows, head.value, head.input_feature(weight.bias))
@@ -180,6 +199,19 @@ class AttentionBlocks:
     def _gradient_tokens(self) -> Tensor:
         return self._loss.gradient.flatten(0, 1)
 
+    @property
+    def _share(self) -> int:
+        return self._layer.heads // self._layer.kv_heads
+
+    @cached_property
+    def _queries(self) -> ProjectionMap:
+        return self._layer.projection("Q", self._passed.X)
+
+    def _query_map(self, h: int) -> HeadMap | None:
+        if h not in self._mapped:
+            self._mapped[h] = self._queries.of_head(h)
+        return self._mapped[h]
+
     def _head(self, h: int) -> "_Head":
         if h not in self._heads:
             self._heads[h] = _Head(self._layer, self._passed, self._loss, h)
@@ -194,7 +226,7 @@ class _Head:
         open_keys = passed.open_keys
         if open_keys is not None:
             open_keys = open_keys.expand(-1, layer.heads, -1, -1)[:, h]
-        self.rows = Rows(passed.A[:, h], open_keys)
+        self.rows = Rows(passed.A[:, h], open_keys, layer.sinks is not None)
         value = passed.value[:, group]
         self._inputs = {False: passed.X, True: passed.X.new_ones(*passed.X.shape[:2], 1)}
         self._features: dict[bool, Feature] = {}

@@ -10,11 +10,10 @@ all outer blocks have the core M_i^T S_i M'_i, with S_i seen through the two por
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from curvoscope.exact.attention.moments import Feature, Rows
-from curvoscope.exact.attention.rotary import Rotary
+from curvoscope.exact.attention.rotary import TokenMap
 from curvoscope.exact.ports import ProjectedCurvature
 from curvoscope.operators.cores import Core, TokenForm
 
@@ -25,22 +24,22 @@ _SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about sing
 class Response:
     """M_i = Cov_i[V, f]: how the head's output answers to scores that move along the features f.
 
-    `rotary`: the weight moves f turned back by the position of token i, so that its matrix is M_i R_i.
+    `rotary`: the weight moves queries that a norm or positions map by J_i, so that its matrix is M_i J_i.
     """
 
     rows: Rows
     value: Feature
     feature: Feature
-    rotary: Rotary | None = None
+    rotary: TokenMap | None = None
 
     def matrix(self, start: int, stop: int) -> Tensor:
         """Cov_i[V, f], (t, e, p)."""
         return self.rows.covariance(self.value, self.feature, start, stop)
 
     def turned(self) -> Tensor:
-        """M_i R_i of all tokens, (T, e, p)."""
+        """M_i J_i of all tokens, (T, e, p)."""
         matrix = self.matrix(0, self.rows.tokens)
-        return matrix if self.rotary is None else _turned_back(self.rotary, matrix, 0, self.rows.length)
+        return matrix if self.rotary is None else self.rotary.back(matrix, 0, self.rows.length)
 
     @property
     def workspace(self) -> int:
@@ -198,15 +197,15 @@ def _row_weights(rows: Rows) -> Tensor:
 
 
 def rotated(core: Core, left: Response | None, right: Response | None) -> Core:
-    """Turn the core of two weights by the rotary positions of their responses, if they have any."""
+    """Turn the core of two weights by the maps of their responses, if they have any."""
     rows, columns = (None if one is None else one.rotary for one in (left, right))
     return core if rows is None and columns is None else Rotated(core, rows, columns)
 
 
 class Rotated(Core):
-    """R_i^T C_i R_i, on the rows, the columns or both: the query side under rotary positions."""
+    """J_i^T C_i J_i, on the rows, the columns or both: the query side under norms and rotary positions."""
 
-    def __init__(self, core: Core, rows: Rotary | None, columns: Rotary | None) -> None:
+    def __init__(self, core: Core, rows: TokenMap | None, columns: TokenMap | None) -> None:
         super().__init__(core.shape, core.period, 3 * core.workspace, core.symmetric and rows is columns)
         self._core, self._rows, self._columns = core, rows, columns
 
@@ -214,13 +213,7 @@ class Rotated(Core):
         """(t, p, q)."""
         values = self._core.dense(start, stop)
         if self._columns is not None:
-            values = _turned_back(self._columns, values, start, self.period)
+            values = self._columns.back(values, start, self.period)
         if self._rows is not None:
-            values = _turned_back(self._rows, values.mT, start, self.period).mT
+            values = self._rows.back(values.mT, start, self.period).mT
         return values
-
-
-def _turned_back(rotary: Rotary, values: Tensor, start: int, period: int) -> Tensor:
-    """R_i^T on the last axis of (t, ·, k), for the tokens from `start` on."""
-    positions = torch.arange(start, start + len(values), device=values.device) % period
-    return rotary.turn(values, positions[:, None], back=True)

@@ -146,7 +146,8 @@ class AttentionHessian(BlockHessian):
         layer, (queries, keys) = self._layer, self._query_key()
         d, k = sum(self.shapes[name][0] for name in keys), layer.d_k
         e = sum(self.shapes[name][0] for name in queries)
-        moving = self._passed.visible.expand_as(self._passed.A).sum(-1) - int(self._passed.open_keys is None)
+        sums_to_one = self._passed.open_keys is None and layer.sinks is None
+        moving = self._passed.visible.expand_as(self._passed.A).sum(-1) - int(sums_to_one)
         by_width = {width: int(moving.clamp(max=width).sum()) for width in (d, k)}
         pairs = ((d + e) * k - k * k if k < min(d, e) else d * e) * layer.heads
         query, key = e * k * layer.heads, d * k * layer.kv_heads
@@ -158,8 +159,10 @@ class AttentionHessian(BlockHessian):
 
     def _query_key(self) -> tuple[list[str], list[str]]:
         """The names of query and of key blocks, biases after weights."""
-        if self._layer.rotary is not None:
-            raise RangeError("rotary", "the split at the scores needs scores bilinear in W_Q and W_K alone")
+        if not self._layer.is_bilinear:
+            named = ("rotary", "q_norm", "k_norm", "softcap", "key_rotary")
+            between = next(name for name in named if getattr(self._layer, name) is not None)
+            raise RangeError(between, "the split at the scores needs scores bilinear in W_Q and W_K alone")
         if self._layer.merged:
             raise RangeError("W_QK", "scores are linear in one query-key matrix: there is no split")
         if "K" not in self._blocks:
@@ -174,7 +177,7 @@ class AttentionHessian(BlockHessian):
 
     def _block(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         roles = {part.role for name in (row, column) for part in self._blocks[name].parts}
-        if "X" in (row, column) or ("K" in roles and self._layer.rotary is not None):  # no Kronecker form
+        if "X" in (row, column) or not all(map(self._layer.has_cores, roles)):  # no Kronecker form
             shapes = self._blocks[row].shape, self._blocks[column].shape
             return Product(products, *shapes, self._passed.X, symmetric=row == column)
         return self._tiled(row, column, self._terms.outer if outer else self._terms.functional, products)

@@ -17,7 +17,7 @@ from curvoscope.operators.kronecker import KroneckerSum
 def joint_is_cheaper(layer: AttentionLayer, passed: Pass) -> bool:
     """Whether there is an M, and the entries cost fewer multiplications through it than block by block."""
     biased = layer.b_Q is not None or layer.b_K is not None  # scores are then no function of M alone
-    if layer.heads > 1 or layer.rotary is not None or layer.merged or biased:
+    if layer.heads > 1 or layer.merged or biased or not layer.is_bilinear:
         return False
     d, k, e = layer.d, layer.d_k, layer.d_v
     tokens, out = passed.X.shape[0] * passed.X.shape[1], 0 if layer.W_O is None else e * layer.d_out

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import EmptyError, MaskError, NonFiniteError, RangeError, ShapeError
-from curvoscope.exact.attention.rotary import Rotary
+from curvoscope.exact.attention.maps import ProjectionMap, QueryKeyNorm, merge_heads, split_heads
+from curvoscope.exact.attention.rotary import PositionMap, Rotary
 from curvoscope.losses import Port
 
 _SCORES = 4  # matrices of the scores' size in a forward pass: scores, masked, their softmax and its exponentials
@@ -16,10 +17,11 @@ _SCORES = 4  # matrices of the scores' size in a forward pass: scores, masked, t
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass: X (N, L, d), rotated queries (N, H, L, k) and keys (N, G, L, k), values (N, G, L, e).
+    """A forward pass: X (N, L, d), queries (N, H, L, k) and keys (N, G, L, k) as they make scores, values (N, G, L, e).
 
     A (N, H, L, L), `open_keys` (N or 1, H or 1, L, L) in {0, 1} for linear attention, head outputs A V (N, H, L, e)
-    and the layer's output F (N, L, m). `squeeze`: the input had no batch axis.
+    and the layer's output F (N, L, m). `squeeze`: the input had no batch axis. `capped`: tanh(T/c) of soft-capped
+    scores T (N, H, L, L).
     """
 
     X: Tensor
@@ -32,6 +34,7 @@ class Pass:
     head_output: Tensor
     F: Tensor
     squeeze: bool
+    capped: Tensor | None = None
 
     @property
     def workspace(self) -> int:
@@ -61,7 +64,12 @@ class AttentionLayer:
         temperature: t.
         causal: whether a query sees only the keys up to its own place.
         biases: whether biases are blocks of the Hessian.
-        rotary: base of rotary position embeddings, if any.
+        rotary: base of rotary position embeddings, or any linear map for each position, if any.
+        key_rotary: that of the keys, if it is another one.
+        q_norm: norm of the queries, if any; `k_norm` that of the keys.
+        k_norm: see q_norm.
+        softcap: c of scores c tanh(T/c), if they are capped.
+        sinks: (heads,), the logit of each head's sink, if any.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -88,7 +96,12 @@ class AttentionLayer:
         temperature: float = 1.0,
         causal: bool = False,
         biases: bool = False,
-        rotary: float | None = None,
+        rotary: float | PositionMap | None = None,
+        key_rotary: PositionMap | None = None,
+        q_norm: QueryKeyNorm | None = None,
+        k_norm: QueryKeyNorm | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
         checks.choice("combine", combine, ("concat", "sum"))
@@ -99,6 +112,10 @@ class AttentionLayer:
             raise RangeError("kv_heads", f"got {kv_heads}, expected a divisor of heads = {heads}")
         if not (temperature > 0 and math.isfinite(temperature)):
             raise RangeError("temperature", f"got {temperature}, expected a positive number")
+        if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+            raise RangeError("softcap", f"got {softcap}, expected a positive number")
+        if sinks is not None and activation != "softmax":
+            raise RangeError("sinks", f"need a softmax, got activation={activation!r}; leave out one of the two")
         for name, weight in (("W_Q", W_Q), ("W_K", W_K), ("W_V", W_V)):
             checks.floating(name, weight, like=W_Q if isinstance(W_Q, Tensor) else None)
             if weight.ndim != 2 or weight.shape[0] != W_Q.shape[0]:
@@ -119,12 +136,19 @@ class AttentionLayer:
         for name, bias in (("b_Q", b_Q), ("b_K", b_K), ("b_V", b_V), ("b_O", b_O)):
             if bias is not None and checks.floating(name, bias, like=W_Q).shape != (widths[name],):
                 raise ShapeError(name, f"expected ({widths[name]},), got {tuple(bias.shape)}")
+        if sinks is not None and checks.floating("sinks", sinks, like=W_Q).shape != (heads,):
+            raise ShapeError("sinks", f"expected ({heads},), a logit for each head, got {tuple(sinks.shape)}")
+        for name, norm, weight in (("q_norm", q_norm, W_Q), ("k_norm", k_norm, W_K)):
+            if norm is not None and norm.width not in (self.d_k, weight.shape[1]):
+                raise ShapeError(name, f"has width {norm.width}, expected {self.d_k} or {weight.shape[1]}")
         self.W_Q, self.W_K, self.W_V, self.W_O = W_Q, W_K, W_V, W_O
         self.b_Q, self.b_K, self.b_V, self.b_O = b_Q, b_K, b_V, b_O
         self.heads, self.kv_heads, self.combine = heads, kv_heads, combine
         self.activation, self.temperature, self.causal, self.biases = activation, temperature, causal, biases
         self.scale = 1 / (temperature * math.sqrt(self.d_k))
-        self.rotary = None if rotary is None else Rotary(rotary, self.d_k)
+        self.rotary = rotary if rotary is None or isinstance(rotary, PositionMap) else Rotary(rotary, self.d_k)
+        self.key_rotary = self.rotary if key_rotary is None else key_rotary
+        self.q_norm, self.k_norm, self.softcap, self.sinks = q_norm, k_norm, softcap, sinks
         self.merged = False
 
     def __call__(self, X: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -141,12 +165,7 @@ class AttentionLayer:
         if X.numel() == 0:
             raise EmptyError("X", f"has no {'tokens' if X.shape[-2] == 0 else 'sequences'}, shape {tuple(X.shape)}")
         batch = X if X.ndim == 3 else X[None]
-        query = self.split(_affine(batch, self.W_Q, self.b_Q), self.heads)
-        key = self.split(_affine(batch, self.W_K, self.b_K), self.kv_heads)
-        value = self.split(_affine(batch, self.W_V, self.b_V), self.kv_heads)
-        if self.rotary is not None:
-            positions = torch.arange(batch.shape[1], device=X.device)
-            query, key = self.rotary.turn(query, positions), self.rotary.turn(key, positions)
+        query, key, value = (self.projection(role, batch).output for role in "QKV")
         share = self.heads // self.kv_heads
         checks.fits(
             _SCORES * query[..., 0].numel() * batch.shape[1] * X.element_size(),
@@ -155,12 +174,16 @@ class AttentionLayer:
             "use fewer or shorter sequences; of long ones, products by cv.hessian need memory linear in the length",
         )
         scores = self.scale * (query @ key.repeat_interleave(share, 1).mT)
+        capped = None if self.softcap is None else (scores / self.softcap).tanh()
+        if capped is not None and self.softcap is not None:
+            scores = self.softcap * capped
         bias, visible = self._mask(scores, mask)
         if bias is not None:
             scores = scores + bias
         open_keys = None
         if self.activation == "softmax":
-            A = scores.masked_fill(~visible, -math.inf).softmax(-1)
+            scores = scores.masked_fill(~visible, -math.inf)
+            A = scores.softmax(-1) if self.sinks is None else _softmax_beside(scores, self.sinks)
         else:
             A = scores.masked_fill(~visible, 0)
             open_keys = visible.to(X.dtype)
@@ -169,7 +192,30 @@ class AttentionLayer:
         F = F if self.b_O is None else F + self.b_O
         if not bool(torch.isfinite(F).all()):
             raise NonFiniteError("X", "the scores or values overflow; scale the input or the weights down")
-        return Pass(batch, query, key, value, A, open_keys, visible, head_output, F, X.ndim == 2)
+        return Pass(batch, query, key, value, A, open_keys, visible, head_output, F, X.ndim == 2, capped)
+
+    def projection(self, role: str, X: Tensor) -> ProjectionMap:
+        """Queries "Q", keys "K" or values "V" of X (N, L, d)."""
+        if role == "Q":
+            return ProjectionMap(_affine(X, self.W_Q, self.b_Q), self.heads, self.q_norm, self.rotary)
+        if role == "K":
+            return ProjectionMap(_affine(X, self.W_K, self.b_K), self.kv_heads, self.k_norm, self.key_rotary)
+        return ProjectionMap(_affine(X, self.W_V, self.b_V), self.kv_heads)
+
+    @property
+    def is_bilinear(self) -> bool:
+        """Whether scores are bilinear in W_Q and W_K alone: no positions, no norms and no cap act on them."""
+        between = self.rotary, self.key_rotary, self.q_norm, self.k_norm, self.softcap
+        return all(one is None for one in between)
+
+    def has_cores(self, role: str) -> bool:
+        """Whether a weight moves the output by z_i (x) M_i at each token i. Keys behind a norm or positions do not: their
+        map is that of the key, not of token i. Nor do queries that are normalised together with those of other heads."""
+        if role not in "QKM" or self.softcap is not None:
+            return role not in "QKM"
+        if role == "K":
+            return self.key_rotary is None and self.k_norm is None
+        return self.q_norm is None or self.q_norm.width == self.d_k
 
     @property
     def matrices(self) -> dict[str, Tensor]:
@@ -191,13 +237,8 @@ class AttentionLayer:
             shapes |= {name: (1, bias.numel()) for name, bias in present.items() if bias is not None}
         return shapes
 
-    def split(self, values: Tensor, heads: int) -> Tensor:
-        """(..., L, heads*w) -> (..., heads, L, w)."""
-        return values.unflatten(-1, (heads, -1)).transpose(-2, -3)
-
-    def merge(self, values: Tensor) -> Tensor:
-        """(..., heads, L, w) -> (..., L, heads*w)."""
-        return values.transpose(-2, -3).flatten(-2)
+    split = staticmethod(split_heads)
+    merge = staticmethod(merge_heads)
 
     def to_output(self, head_output: Tensor) -> Tensor:
         """From the heads (..., H, L, e) to the output (..., L, m), without its bias."""
@@ -259,3 +300,9 @@ def _per_head(name: str, weight: Tensor, heads: int) -> int:
 
 def _affine(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return X @ weight if bias is None else X @ weight + bias
+
+
+def _softmax_beside(scores: Tensor, sinks: Tensor) -> Tensor:
+    """The softmax over the keys and a sink of each head, without the sink: (N, H, L, L)."""
+    beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]

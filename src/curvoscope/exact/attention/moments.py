@@ -10,7 +10,8 @@ Without softmax A = T where the mask allows: D_i = diag(mask_i), and the third m
 
 Of a row that puts all but δ of its weight on one key, these moments are of order δ. They come out with all their digits
 because they are taken about that key: D_i 1 = 0, so any shift may be chosen, and the mean would leave an error of
-order one in the last digit.
+order one in the last digit. With a sink beside the keys, rows sum to less than 1: the formulas are the same, but D_i 1
+is not 0, and nothing is shifted.
 """
 
 from dataclasses import dataclass
@@ -46,13 +47,15 @@ class Feature:
 class Rows:
     """The rows of one head's attention matrix A (N, L, L)."""
 
-    def __init__(self, A: Tensor, open_keys: Tensor | None) -> None:
-        """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax."""
+    def __init__(self, A: Tensor, open_keys: Tensor | None, sunk: bool = False) -> None:
+        """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax. `sunk`: a part
+        of the softmax goes to a sink."""
         self.A, self.open_keys = A, open_keys
+        self.shifts = open_keys is None and not sunk  # D_i 1 = 0
         self.sequences, self.length = A.shape[0], A.shape[1]
         self.tokens = self.sequences * self.length
         weight, self._top = A.max(-1, keepdim=True)
-        sharp = (weight > 1 - _SHARP).flatten() & (open_keys is None)
+        sharp = (weight > 1 - _SHARP).flatten() & self.shifts
         self._sharp = sharp.nonzero()[:, 0]
         self._single = self._sharp[:0]
         if len(self._sharp):  # where all other weights are zero, as in a first causal row, so are the moments, exactly
@@ -81,15 +84,15 @@ class Rows:
 
     def feature(self, values: Tensor, source: tuple[Feature, Tensor] | None = None) -> Feature:
         """Prepare features (N, L, p) for `covariance` and `third`."""
-        if self.softmax:
+        if self.shifts:
             values = values - values.mean(1, keepdim=True)
-        return Feature(values, self.A @ values, source if self.softmax else None)
+        return Feature(values, self.A @ values, source if self.shifts else None)
 
     def derivative(self, u: Tensor) -> Tensor:
         """D_i u_i for every row: (..., N, L, L) -> (..., N, L, L)."""
         if self.open_keys is not None:
             return self.open_keys * u
-        return softmax_derivative(self.A, about(u, self._top))
+        return softmax_derivative(self.A, about(u, self._top if self.shifts else None))
 
     def covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         """Cov_i[f, g] for tokens start to stop: (t, p, q). Small ones are kept: several blocks share them."""
@@ -132,7 +135,9 @@ class Rows:
         if self.open_keys is not None:
             return torch.diag_embed(_tokens(self.open_keys.expand_as(self.A), start, stop))
         a, top = _tokens(self.A, start, stop), self.tops(start, stop)
-        rest = (1 - a).scatter_(-1, top, a.scatter(-1, top, 0).sum(-1, keepdim=True))  # 1 - a_top, without a difference
+        rest = 1 - a
+        if self.shifts:
+            rest.scatter_(-1, top, a.scatter(-1, top, 0).sum(-1, keepdim=True))  # 1 - a_top, without a difference
         found = -a[:, :, None] * a[:, None, :]
         found.diagonal(dim1=1, dim2=2).copy_(a * rest)
         return found

@@ -5,7 +5,9 @@ Notation of the forward pass, and d for the derivative along a direction of the 
     dT = s (dq K^T + q dK^T)    dA = D dT    dF_h = dA V + A dV    (D the row derivative of A in T)
     u = G_h V^T                 P = D u      g_q = s P K    g_K = s P^T q    g_V = A^T G_h
 
-The product is the derivative of the gradient: outer through dG = S dF alone, functional with G held fixed.
+The product is the derivative of the gradient: outer through dG = S dF alone, functional with G held fixed. Soft-capped
+scores c tanh(T/c) put their slope τ' = 1 - tanh² beside D: dA = D τ' dT and P = τ' D u, whose derivative has the further
+term τ'' dT D u. Norms and positions between the projections and q, K are in `maps`.
 """
 
 from collections.abc import Sequence
@@ -35,19 +37,29 @@ class AttentionProduct:
         self._open = passed.open_keys
         if self._open is not None:
             self._open = self._open.expand_as(passed.A).unflatten(1, groups)
-        self._top = self._A.argmax(-1, keepdim=True) if self._open is None else None
+        shifts = self._open is None and layer.sinks is None
+        self._top = self._A.argmax(-1, keepdim=True) if shifts else None
+        self._slope = self._bend = None
+        if passed.capped is not None and layer.softcap is not None:
+            capped = passed.capped.unflatten(1, groups)
+            self._slope = 1 - capped.square()
+            self._bend = (-2 / layer.softcap) * capped * self._slope
+        self._maps = {role: layer.projection(role, passed.X) for role in "QKV"}
         if loss is None:
             return
         self._G = loss.gradient
         self._Gh = layer.to_heads(self._G).unflatten(1, groups)
         self._u = about(self._Gh @ self._v.mT, self._top)
-        self._P = self._derivative(self._u)
+        self._Du = self._derivative(self._u)
+        self._P = self._sloped(self._Du)
         s = layer.scale
-        self._gradients = {  # at the projections X W + b, which the direction of X meets again
-            "Q": self._merged(s * self._P @ self._k, turn=True),
-            "K": self._merged(s * (self._P.mT @ self._q).sum(2, keepdim=True), turn=True),
-            "V": self._merged((self._A.mT @ self._Gh).sum(2, keepdim=True), turn=False),
+        self._at_heads = {  # at queries, keys and values, (N, H or G, L, ·)
+            "Q": (s * self._P @ self._k).flatten(-4, -3),
+            "K": (s * (self._P.mT @ self._q).sum(2, keepdim=True)).flatten(-4, -3),
+            "V": (self._A.mT @ self._Gh).sum(2, keepdim=True).flatten(-4, -3),
         }
+        # at the projections X W + b, which the direction of X meets again
+        self._gradients = {role: self._maps[role].pull(values) for role, values in self._at_heads.items()}
 
     def __call__(self, directions: Directions, wanted: Sequence[str], outer: bool, functional: bool) -> Directions:
         """The parts asked for, of the Hessian times the directions, at the blocks `wanted`."""
@@ -81,14 +93,18 @@ class AttentionProduct:
         if functional and self._open is None:
             mean = (self._A * self._u).sum(-1, keepdim=True)
             dP = dP + dA * (self._u - mean) - self._A * (dA * self._u).sum(-1, keepdim=True)
+        dP = self._sloped(dP)
+        if functional and self._bend is not None:
+            dP = dP + self._bend * self._Du * (s * (dq @ self._k.mT + self._q @ dk.mT))
         at_q, at_k, at_v = dP @ self._k, dP.mT @ self._q, self._A.mT @ dGh
         if functional:
             at_q, at_k, at_v = at_q + self._P @ dk, at_k + self._P.mT @ dq, at_v + dA.mT @ self._Gh
-        projections = {
-            "Q": self._merged(s * at_q, turn=True),
-            "K": self._merged(s * at_k.sum(-3, keepdim=True), turn=True),
-            "V": self._merged(at_v.sum(-3, keepdim=True), turn=False),
-        }
+        at_heads = {"Q": s * at_q, "K": s * at_k.sum(-3, keepdim=True), "V": at_v.sum(-3, keepdim=True)}
+        projections = {role: self._maps[role].pull(values.flatten(-4, -3)) for role, values in at_heads.items()}
+        if functional:
+            for role in (role for role in "QK" if not self._maps[role].is_linear):
+                moving = self._projected(role, directions, dG.shape[0])
+                projections[role] = projections[role] + self._maps[role].bend(moving, self._at_heads[role])
         result: Directions = {}
         for name in wanted:
             if name == "X":
@@ -114,11 +130,15 @@ class AttentionProduct:
         dq = self._moved("Q", directions, n, share)
         dk = self._moved("K", directions, n, (layer.kv_heads, 1))
         dv = self._moved("V", directions, n, (layer.kv_heads, 1))
-        dA = self._derivative(s * (dq @ self._k.mT + self._q @ dk.mT))
+        dA = self._derivative(self._sloped(s * (dq @ self._k.mT + self._q @ dk.mT)))
         return dq, dk, dv, dA, dA @ self._v + self._A @ dv
 
     def _moved(self, name: str, directions: Directions, n: int, groups: Sequence[int]) -> Tensor:
-        """How the projection X W + b moves: dX W + X dW + db, rotated, (n, N, G, share or 1, L, w)."""
+        """How queries, keys or values move, (n, N, G, share or 1, L, w)."""
+        return self._maps[name].push(self._projected(name, directions, n)).unflatten(-3, tuple(groups))
+
+    def _projected(self, name: str, directions: Directions, n: int) -> Tensor:
+        """How the projection X W + b moves: dX W + X dW + db, (n, N, L, heads*w)."""
         weight, X = self._weight(name), self.passed.X
         total = X.new_zeros(n, *X.shape[:2], weight.shape[1])
         if self._key(name) in directions:
@@ -127,23 +147,16 @@ class AttentionProduct:
             total = total + directions["X"].view(n, *X.shape) @ weight
         if f"b_{name}" in directions:
             total = total + directions[f"b_{name}"][:, None]
-        heads = self.layer.split(total, int(groups[0] * groups[1]))
-        if self.layer.rotary is not None and name != "V":
-            heads = self.layer.rotary.turn(heads, torch.arange(X.shape[1], device=X.device))
-        return heads.unflatten(-3, tuple(groups))
+        return total
+
+    def _sloped(self, values: Tensor) -> Tensor:
+        """Times the slope of capped scores."""
+        return values if self._slope is None else self._slope * values
 
     def _derivative(self, u: Tensor) -> Tensor:
         if self._open is not None:
             return self._open * u
         return softmax_derivative(self._A, about(u, self._top))
-
-    def _merged(self, values: Tensor, turn: bool) -> Tensor:
-        """(..., G, share or 1, L, w) -> (..., L, heads*w), back through the rotation."""
-        heads = values.flatten(-4, -3)
-        if turn and self.layer.rotary is not None:
-            positions = torch.arange(heads.shape[-2], device=heads.device)
-            heads = self.layer.rotary.turn(heads, positions, back=True)
-        return self.layer.merge(heads)
 
     def _to_output(self, dFh: Tensor, directions: Directions) -> Tensor:
         """dF, (n, N, L, m)."""

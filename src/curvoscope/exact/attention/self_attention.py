@@ -30,7 +30,11 @@ class SelfAttention(AttentionLayer):
         temperature: t.
         causal: whether a query sees no later key.
         biases: whether the biases are blocks "b_Q", ... of the Hessian; if not they are constants.
-        rotary: base of rotary positions.
+        rotary: base of rotary positions, or any linear map for each position; `key_rotary` that of the keys, if it is
+            another one.
+        q_norm: a `QueryKeyNorm` of the queries before their scores; `k_norm` one of the keys.
+        softcap: c of soft-capped scores, c tanh(T/c).
+        sinks: (heads,), the logit of a sink beside the keys of each head, which has no value.
 
     Example:
         >>> import torch, curvoscope as cv
