@@ -1,7 +1,6 @@
 """Closed forms in models that are known by structure alone, against autodiff: blocks within each layer, all parts."""
 
 import pytest
-import torch
 
 import curvoscope as cv
 import zoo

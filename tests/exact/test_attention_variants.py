@@ -55,10 +55,12 @@ def _case(name):
         "softcap": 1.5 if name in ("capped", "all") else None,
         "sinks": normal(3)(HEADS) if name in ("sinks", "all") else None,
     }
-    options = {f"{role.lower()}_norm": cv.exact.QueryKeyNorm(*one[:3], width=one[3], centred=one[4])
-               for role, one in plain["norms"].items()}
+    options = {
+        f"{role.lower()}_norm": cv.exact.QueryKeyNorm(*one[:3], width=one[3], centred=one[4])
+        for role, one in plain["norms"].items()
+    }
     if plain["turned"] is not None:
-        options |= {"rotary": PositionMatrices(R), "key_rotary": PositionMatrices(R[:, ::HEADS // GROUPS])}
+        options |= {"rotary": PositionMatrices(R), "key_rotary": PositionMatrices(R[:, :: HEADS // GROUPS])}
     return options | {key: plain[key] for key in ("softcap", "sinks")}, plain
 
 

@@ -1,8 +1,8 @@
 """How an attention layer makes its scores, read off the graph of one forward pass: nothing is taken from names.
 
-The operands of the product that makes the scores are queries and keys as they are multiplied, and the saved result of the
-softmax is A. Vector-Jacobian products give the rest: the linear map R_i from a projection x_i to a query, and the slope
-of the logits in the scores. A norm before that is known by its derivative J = B (P - x̂ x̂^T / w) / σ: with y = B x̂
+The operands of the product that makes the scores are queries and keys as they are multiplied, and the saved result of
+the softmax is A. Vector-Jacobian products give the rest: the linear map R_i from a projection x_i to a query, and the
+slope of the logits in the scores. A norm before that is known by its derivative J = B (P - x̂ x̂^T / w) / σ: with y = B x̂
 
     B P = σ J + y x̂^T / w        J x = y ε / σ²        J 1 = 0 if the mean is taken away
 
@@ -25,9 +25,10 @@ from curvoscope.families.attention_calls import AttentionCall
 from curvoscope.families.tracing import DataFlow, Node, WeightProduct, shape_of
 
 _ROUNDING = 1000  # times epsilon: what counts as equal
+_NOTHING = 64  # times epsilon: what counts as nothing that is added to scores
 
 
-class UnknownAttention(Exception):
+class UnknownAttentionError(Exception):
     """Why no closed form covers an attention layer. It never leaves the package: the layer is left to autodiff."""
 
 
@@ -61,11 +62,11 @@ def call_of(calls: Iterable[AttentionCall], blocks: Mapping[str, Block]) -> Atte
     for call in calls:
         if all(role in call.weights and _owns(blocks[role], call.weights[role]) for role in "QKVO"):
             if any(len(operands) > 1 for operands in call.operands.values()):
-                raise UnknownAttention("its heads attend in several parts")
+                raise UnknownAttentionError("its heads attend in several parts")
             if call.latent or call.positions:
-                raise UnknownAttention("its scores have further weights, of positions or in series")
+                raise UnknownAttentionError("its scores have further weights, of positions or in series")
             return call
-    raise UnknownAttention("its scores are not found in the graph of a forward pass")
+    raise UnknownAttentionError("its scores are not found in the graph of a forward pass")
 
 
 def _owns(block: Block, product: WeightProduct) -> bool:
@@ -81,7 +82,7 @@ def attention_facts(
     sizes = N, heads, L
     multiplied = {role: _operand(call, role).reshape(*sizes, -1) for role in "QK" if _fits(call, role, sizes)}
     if len(multiplied) < 2:
-        raise UnknownAttention("its scores are not a product of all queries and keys of each head")
+        raise UnknownAttentionError("its scores are not a product of all queries and keys of each head")
     share = heads // groups
     query = _map(flow, call, "Q", blocks["Q"], projected["Q"], multiplied["Q"], 1)
     key = _map(flow, call, "K", blocks["K"], projected["K"], multiplied["K"][:, ::share], share)
@@ -91,9 +92,9 @@ def attention_facts(
         scores.numel(),
         scores.numel() + scores[..., 0].numel(),
     ):
-        raise UnknownAttention("its softmax is not over the keys of one sequence")
+        raise UnknownAttentionError("its softmax is not over the keys of one sequence")
     if result.dtype != scores.dtype:
-        raise UnknownAttention(f"its softmax is computed in {str(result.dtype).removeprefix('torch.')}")
+        raise UnknownAttentionError(f"its softmax is computed in {str(result.dtype).removeprefix('torch.')}")
     A = result.detach().reshape(*sizes, -1)
     scale, softcap = _slope(flow, call, scores, A[..., :L] > 0)
     mask, sinks = _added(scale * scores, softcap, A)
@@ -105,7 +106,7 @@ def attention_facts(
 
 def _fits(call: AttentionCall, role: str, sizes: tuple[int, int, int]) -> bool:
     """Whether an operand is (N H, L, k), with the queries in its rows."""
-    node, place = call.operands[role][0]
+    _, place = call.operands[role][0]
     return place == "QK".index(role) and _operand(call, role).shape[:2] == (sizes[0] * sizes[1], sizes[2])
 
 
@@ -127,7 +128,7 @@ def _map(
     N, heads, L, k = y.shape
     x = split_heads(projected, heads)
     if x.shape != y.shape:
-        raise UnknownAttention(f"its queries or keys have {k} features, and their projections {x.shape[-1]}")
+        raise UnknownAttentionError(f"its queries or keys have {k} features, and their projections {x.shape[-1]}")
 
     def rows(chosen: slice) -> Tensor:
         """dy/dx of the chosen heads, (k, N, L, H*k)."""
@@ -138,7 +139,7 @@ def _map(
             view[:, chosen, 0, :, feature] = 1
             gradient = flow.gradient(edge, GradientEdge(call.weights[role].node, 0), cotangent)
             if gradient is None or gradient.numel() % (N * L):
-                raise UnknownAttention("its queries and keys do not come from one product each")
+                raise UnknownAttentionError("its queries and keys do not come from one product each")
             found.append(gradient.reshape(N, L, -1)[..., columns])
         return torch.stack(found)
 
@@ -150,7 +151,7 @@ def _map(
         J = torch.cat([rows(slice(h, h + 1)) for h in range(heads)]).movedim(0, 2)  # (N, L, H*k, H*k)
         B, norm = _normalised(J, projected, merge_heads(y))
         if norm is None:
-            raise UnknownAttention("its queries or keys are no linear map of a norm of their projections")
+            raise UnknownAttentionError("its queries or keys are no linear map of a norm of their projections")
         B = torch.stack([B[..., h * k : (h + 1) * k, h * k : (h + 1) * k] for h in range(heads)], 1)
     return QueryKeyFacts(1.0, norm, PositionMatrices(_shared(B)))
 
@@ -164,7 +165,7 @@ def _columns(flow: DataFlow, product: WeightProduct, block: Block) -> Tensor:
     """The outputs of a product that are the columns of a block, in their order."""
     piece = flow.operand(product.weight)
     if piece is None or product.is_convolution or any(one.parameter != product.parameter for one in block.pieces):
-        raise UnknownAttention("its queries or keys are no product with a matrix")
+        raise UnknownAttentionError("its queries or keys are no product with a matrix")
     numbers = torch.zeros(piece.stored, dtype=torch.float64)
     a, p = piece.shape
     region = piece.of(numbers)
@@ -184,7 +185,7 @@ def _turned(J: Tensor) -> QueryKeyFacts:
 
 
 def _normalised(J: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, QueryKeyNorm | None]:
-    """B (..., k, w) and the norm of y = B x̂, from J = dy/dx (..., k, w) at x (..., w); None if there is no such norm."""
+    """B (..., k, w) and the norm of y = B x̂, from J = dy/dx (..., k, w) at x (..., w); None if there is no such one."""
     w = x.shape[-1]
     centred = _same(J.sum(-1), torch.zeros_like(y), J.abs().sum(-1).max())
     at = x - x.mean(-1, keepdim=True) if centred else x
@@ -208,10 +209,10 @@ def _shared(matrices: Tensor) -> Tensor:
     return matrices
 
 
-def _same(found: Tensor, expected: Tensor, size: Tensor | float = 0.0) -> bool:
+def _same(found: Tensor, expected: Tensor, size: Tensor | float = 0.0, rounding: int = _ROUNDING) -> bool:
     """Whether two tensors are the same to rounding, relative to the largest entry or to `size`."""
     largest = max(float(expected.abs().max()), float(size), torch.finfo(found.dtype).tiny)
-    return float((found - expected).abs().max()) <= _ROUNDING * torch.finfo(found.dtype).eps * largest
+    return float((found - expected).abs().max()) <= rounding * torch.finfo(found.dtype).eps * largest
 
 
 # ---- scores
@@ -224,7 +225,7 @@ def _slope(flow: DataFlow, call: AttentionCall, scores: Tensor, seen: Tensor) ->
     ones = scores.new_ones(shape_of(logits.node, logits.output_nr))
     gradient = flow.gradient(logits, GradientEdge(call.scores, 0), ones)
     if gradient is None or gradient.numel() != scores.numel():
-        raise UnknownAttention("its softmax does not see all scores")
+        raise UnknownAttentionError("its softmax does not see all scores")
     slopes = (gradient.reshape(scores.shape) * float(getattr(call.scores, "_saved_alpha", 1.0)))[seen]
     capping = _between(flow, logits.node, call.scores, "TanhBackward0")
     if capping is not None:
@@ -232,10 +233,12 @@ def _slope(flow: DataFlow, call: AttentionCall, scores: Tensor, seen: Tensor) ->
         slopes = slopes / (1 - capped.square())
     scale = float(slopes.median())
     if not float((slopes - scale).abs().median()) <= _ROUNDING * torch.finfo(slopes.dtype).eps * abs(scale):
-        raise UnknownAttention("its scores pass through a function that is neither linear nor a soft cap")
+        raise UnknownAttentionError("its scores pass through a function that is neither linear nor a soft cap")
     if capping is None:
         return scale, None
-    largest = int((capped.abs() * (capped.abs() < 0.9)).argmax())
+    largest = int((capped.abs() * (capped.abs() < 0.9)).argmax())  # nearer to 1 its inverse has few digits
+    if not 0 < abs(float(capped[largest])) < 1:
+        raise UnknownAttentionError("its capped scores are all zero, or all at the cap")
     return scale, abs(scale * float(scores[seen][largest]) / math.atanh(float(capped[largest])))
 
 
@@ -254,7 +257,8 @@ def _added(scores: Tensor, softcap: float | None, A: Tensor) -> tuple[Tensor | N
     level = added.amax(-1, keepdim=True)
     level = level.masked_fill(level == -math.inf, 0)  # of a query that sees nothing
     added = added - level
-    plain = _same(added[seen], torch.zeros_like(added[seen]), capped[seen].abs().max().clamp_min(1))
+    size = capped[seen].abs().max().clamp_min(1)
+    plain = _same(added[seen], torch.zeros_like(added[seen]), size, _NOTHING)
     mask: Tensor | None = seen if plain else added
     if plain:
         mask = None if bool(seen.all()) else _shared(seen.to(scores.dtype)).bool()
@@ -262,6 +266,6 @@ def _added(scores: Tensor, softcap: float | None, A: Tensor) -> tuple[Tensor | N
         return mask, None
     sinks = (beside.log() - level)[..., 0]
     one = sinks[:1, :, :1]
-    if not plain or not _same(sinks, one.expand_as(sinks), capped[seen].abs().max().clamp_min(1)):
-        raise UnknownAttention("its sinks depend on the query")
+    if not plain or not _same(sinks, one.expand_as(sinks), size):
+        raise UnknownAttentionError("its sinks depend on the query")
     return mask, one[0, :, 0]

@@ -28,17 +28,8 @@ from curvoscope.blocks import Block
 from curvoscope.closed.adapters import moved_block
 from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerCosts, LayerRecorder, ModelLayer, OutputSize
 from curvoscope.closed.plan import Choice
-from curvoscope.closed.rebuilding import (
-    NOT_ONCE,
-    LayerAtBatch,
-    LayerPasses,
-    Rebuilt,
-    TracedLayer,
-    passes_of,
-    rebuilt_as_traced,
-    rebuilt_on,
-    traced_layers,
-)
+from curvoscope.closed.rebuilding import NOT_ONCE, LayerAtBatch, LayerPasses, Rebuilt, passes_of, rebuilt_on
+from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, traced_layers
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
 from curvoscope.exact.attention.self_attention import SelfAttention

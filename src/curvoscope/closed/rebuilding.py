@@ -4,8 +4,7 @@ What the blocks do not tell (masks, scale, activation) is read from the call whe
 tried: a layer counts as rebuilt when it gives the module's output to rounding, at weights that are shaken, so that
 zeros and coincidences in the weights hide nothing.
 
-Attention that is in none of these ways, with norms of queries and keys or positions of another kind, is read off the
-graph of a forward pass (`attention_facts`), and verified at shaken weights of the layer alone.
+Attention that is in none of these ways is read off the graph of a forward pass: see `traced`.
 
 The same passes of the model serve all layers: for every micro-batch one forward and one backward pass give X, F and
 G = dl/dF at each of them, and one forward pass gives X and F at shaken weights. No second derivative is needed.
@@ -22,11 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff, check_gradients
-from curvoscope.closed.attention_facts import AttentionFacts, UnknownAttention, attention_facts, call_of
 from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError, ModelError
 from curvoscope.exact.activations import ACTIVATIONS
@@ -35,8 +32,6 @@ from curvoscope.exact.attention.layer import Pass
 from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.feedforward import FeedForward
-from curvoscope.families.attention_calls import attention_calls
-from curvoscope.families.tracing import data_flow
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
@@ -51,7 +46,7 @@ _CAUSES = {  # by the roles of further blocks
     **{"temperature": "has a learned temperature", "sinks": "has sinks", "norm": "normalises the hidden units"},
     **dict.fromkeys(("inner", "b_inner", "router", "b_router"), "has further weights inside"),
 }
-_ROUNDING = 1000  # times epsilon: how far a rebuilt layer may be from the module
+ROUNDING = 1000  # times epsilon: how far a rebuilt layer may be from the module
 
 
 class Reading(NamedTuple):
@@ -112,50 +107,38 @@ class Rebuilt:
 def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
     """The layer in closed form, at weights by parameter and at the recorded input."""
     if layer.kind == "mlp":
-        W = _weights(layer, weights)
+        W = weights_by_role(layer, weights)
         inner = (W["up"], W.get("b_up"), W["down"], W.get("b_down"))
         return Rebuilt(FeedForward(*inner, reading.activation, W.get("gate"), W.get("b_gate")), record.X)
     options: dict[str, Any] = {"activation": reading.activation, "causal": reading.causal}
     if record.rotary is not None:
-        options["rotary"] = _positions(*record.rotary, width=_head_width(layer))
-    attention = _attention(layer, weights, reading.scale, **options)
+        options["rotary"] = _positions(*record.rotary, width=head_width(layer))
+    attention = attention_at(layer, weights, reading.scale, **options)
     return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
 
 
-def rebuild_as(layer: ModelLayer, weights: Mapping[str, Tensor], X: Tensor, facts: AttentionFacts) -> Rebuilt:
-    """Attention in closed form, as the graph of a pass says that it is computed."""
-    positions = {"rotary": facts.query.positions, "key_rotary": facts.key.positions}
-    if (positions["rotary"] is None) != (positions["key_rotary"] is None):
-        identity = torch.eye(_head_width(layer), dtype=X.dtype, device=X.device).expand(1, 1, X.shape[1], -1, -1)
-        positions = {name: one or PositionMatrices(identity) for name, one in positions.items()}
-    norms = {"q_norm": facts.query.norm, "k_norm": facts.key.norm}
-    return Rebuilt(
-        _attention(layer, weights, facts.scale, **positions, **norms, softcap=facts.softcap, sinks=facts.sinks),
-        X,
-        facts.mask,
-    )
-
-
-def _weights(layer: ModelLayer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def weights_by_role(layer: ModelLayer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Matrices and biases (p,) by role."""
     return {
         role: matrix if not role.startswith("b_") else matrix[0] for role, matrix in layer.matrices(weights).items()
     }
 
 
-def _attention(layer: ModelLayer, weights: Mapping[str, Tensor], scale: float, **options: Any) -> SelfAttention:
-    W = _weights(layer, weights)
+def attention_at(layer: ModelLayer, weights: Mapping[str, Tensor], scale: float, **options: Any) -> SelfAttention:
+    """Attention at weights by parameter, with the options of `SelfAttention`."""
+    W = weights_by_role(layer, weights)
     return SelfAttention(
         *(W[role] for role in "QKVO"),
         *(W.get(f"b_{role}") for role in "QKVO"),
         heads=_heads(layer, "Q"),
         kv_heads=_heads(layer, "K"),
-        temperature=1 / (scale * math.sqrt(_head_width(layer))),
+        temperature=1 / (scale * math.sqrt(head_width(layer))),
         **options,
     )
 
 
-def _head_width(layer: ModelLayer) -> int:
+def head_width(layer: ModelLayer) -> int:
+    """Features of a query."""
     return layer.blocks["Q"].shape[1] // _heads(layer, "Q")
 
 
@@ -190,7 +173,7 @@ def fitting(
     except CurvoscopeError as problem:
         if not errors:
             return [], str(problem)
-    off = min(errors.values()) * _ROUNDING * torch.finfo(record.F.dtype).eps
+    off = min(errors.values()) * ROUNDING * torch.finfo(record.F.dtype).eps
     fits = sorted((reading for reading, error in errors.items() if error <= 1), key=errors.__getitem__)
     return fits, unlike(layer, off)
 
@@ -213,7 +196,7 @@ def deviation(rebuilt: Rebuilt, record: LayerRecord) -> float:
         return math.inf
     size = max(float(expected.abs().max()), record.size)
     error = float((found - expected).abs().max()) / max(size, torch.finfo(found.dtype).tiny)
-    return error / (_ROUNDING * torch.finfo(found.dtype).eps)
+    return error / (ROUNDING * torch.finfo(found.dtype).eps)
 
 
 def _positions(cos: Tensor, sin: Tensor, width: int) -> PositionMatrices:
@@ -291,7 +274,7 @@ def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, Layer
     def visit(weight: float, batch: Batch) -> None:
         moved.update({} if moved else shaken(engine.snapshot.weights))
         with torch.no_grad():
-            records, _, _ = _recorded(engine, moved, batch, found, layers)
+            records, _, _ = recorded(engine, moved, batch, found, layers)
         left = [layer for layer in layers if layer.name in records]
         if left:
             _add_passes(engine, left, weight, batch, records, found)
@@ -300,7 +283,7 @@ def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, Layer
     return found
 
 
-def _recorded(
+def recorded(
     engine: Autodiff,
     weights: Mapping[str, Tensor],
     batch: Batch,
@@ -332,7 +315,7 @@ def _add_passes(
 ) -> None:
     """Add a micro-batch: G at all layers by one backward pass. On the first one, weights must act through F alone."""
     weights, leaves = engine.snapshot.leaves(sorted({name for layer in layers for name in layer.parameters}))
-    own, recorders, outputs = _recorded(engine, weights, batch, found, layers)
+    own, recorders, outputs = recorded(engine, weights, batch, found, layers)
     layers = [layer for layer in layers if layer.name in own]
     if not layers:
         return
@@ -401,95 +384,5 @@ def rebuilt_on(
         if not candidates:
             return least, []
         rebuilt = rebuild(layer, at_own, each.own, candidates[0])
-        batches.append(LayerAtBatch(rebuilt, each.value, each.gradient))
-    return None, batches
-
-
-# ---- attention whose facts are in the graph of a pass
-
-
-@dataclass(frozen=True)
-class TracedLayer:
-    """Attention on one micro-batch: its facts, or why there are none, and what passes through at weights of which only
-    those of attention layers are shaken."""
-
-    facts: AttentionFacts | str
-    moved: LayerRecord
-
-
-def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, list[TracedLayer]]:
-    """Run the model on all micro-batches, once with the graph of all weights and once at shaken weights."""
-    found: dict[str, list[TracedLayer]] = {layer.name: [] for layer in layers}
-    snapshot = engine.snapshot
-    inside = {snapshot.paths[name] for layer in layers for name in layer.parameters}
-    moved = snapshot.weights | shaken({path: snapshot.weights[path] for path in inside})
-
-    def visit(weight: float, batch: Batch) -> None:
-        once = {layer.name: LayerPasses() for layer in layers}
-        with torch.no_grad():
-            records, _, _ = _recorded(engine, moved, batch, once, layers)
-        weights, leaves = snapshot.leaves(snapshot.paths)
-        arguments, keywords = tree_map(_followed, (batch.arguments, batch.keywords))
-        traced = replace(batch, arguments=arguments, keywords=keywords)
-        own, _, outputs = _recorded(engine, weights, traced, once, layers)
-        integers = [leaf for leaf in tree_leaves((arguments, keywords)) if _is_integer(leaf)]
-        flow = data_flow(outputs, leaves, integers)
-        calls = attention_calls(flow)
-        for layer in (layer for layer in layers if layer.name in own and layer.name in records):
-            W = {name: tensor.detach() for name, tensor in leaves.items()}
-            try:
-                projected = {role: _projected(layer, W, own[layer.name].X, role) for role in "QK"}
-                facts: AttentionFacts | str = attention_facts(
-                    flow, call_of(calls, layer.blocks), layer.blocks, projected
-                )
-            except UnknownAttention as reason:
-                facts = str(reason)
-            except RuntimeError as error:  # tensors of other shapes than attention has
-                facts = f"how it makes its scores is not clear ({str(error).splitlines()[0]})"
-            found[layer.name].append(TracedLayer(facts, records[layer.name]))
-
-    engine.walk(visit)
-    return found
-
-
-def _followed(leaf: Any) -> Any:
-    """An input whose way through the graph is followed."""
-    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.detach().clone().requires_grad_(True) if floating else leaf
-
-
-def _is_integer(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_floating_point()
-
-
-def _projected(layer: ModelLayer, weights: Mapping[str, Tensor], X: Tensor, role: str) -> Tensor:
-    W = _weights(layer, weights)
-    bias = W.get(f"b_{role}")
-    return X @ W[role] if bias is None else X @ W[role] + bias
-
-
-def rebuilt_as_traced(
-    layer: ModelLayer,
-    weights: Mapping[str, Tensor],
-    paths: Mapping[str, str],
-    found: LayerPasses,
-    traced: Sequence[TracedLayer],
-) -> tuple[str | None, list[LayerAtBatch]]:
-    """Like `rebuilt_on`, from the facts of each micro-batch: they must hold at other weights of the layer, too."""
-    own = {name: weights[paths[name]].detach() for name in layer.parameters}
-    moved = shaken({paths[name]: weights[paths[name]] for name in layer.parameters})
-    elsewhere = {name: moved[paths[name]] for name in layer.parameters}
-    batches = []
-    for each, seen in zip(found.passes, traced, strict=True):
-        if isinstance(seen.facts, str):
-            return seen.facts, []
-        try:
-            rebuilt = rebuild_as(layer, own, each.own.X, seen.facts)
-            at_both = rebuilt, rebuild_as(layer, elsewhere, seen.moved.X, seen.facts)
-            off = max(deviation(one, at) for one, at in zip(at_both, (each.own, seen.moved), strict=True))
-        except CurvoscopeError as problem:
-            return str(problem), []
-        if off > 1:
-            return unlike(layer, off * _ROUNDING * torch.finfo(each.own.F.dtype).eps), []
         batches.append(LayerAtBatch(rebuilt, each.value, each.gradient))
     return None, batches

@@ -58,6 +58,7 @@ class Normalised:
 
     @property
     def d(self) -> int:
+        """Features that are normalised together."""
         return self.x_hat.shape[1]
 
     def project(self, values: Tensor) -> Tensor:

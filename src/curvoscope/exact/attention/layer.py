@@ -209,8 +209,8 @@ class AttentionLayer:
         return all(one is None for one in between)
 
     def has_cores(self, role: str) -> bool:
-        """Whether a weight moves the output by z_i (x) M_i at each token i. Keys behind a norm or positions do not: their
-        map is that of the key, not of token i. Nor do queries that are normalised together with those of other heads."""
+        """Whether a weight moves the output by z_i (x) M_i at each token i. Keys behind a norm or positions do not:
+        their map is that of the key, not of token i. Nor do queries that are normalised together with other heads."""
         if role not in "QKM" or self.softcap is not None:
             return role not in "QKM"
         if role == "K":

@@ -48,8 +48,8 @@ class Rows:
     """The rows of one head's attention matrix A (N, L, L)."""
 
     def __init__(self, A: Tensor, open_keys: Tensor | None, sunk: bool = False) -> None:
-        """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax. `sunk`: a part
-        of the softmax goes to a sink."""
+        """`open_keys` (N or 1, L, L) in {0, 1}: linear attention's derivative of A in T; None for softmax. `sunk`: a
+        part of the softmax goes to a sink."""
         self.A, self.open_keys = A, open_keys
         self.shifts = open_keys is None and not sunk  # D_i 1 = 0
         self.sequences, self.length = A.shape[0], A.shape[1]

@@ -6,8 +6,8 @@ Notation of the forward pass, and d for the derivative along a direction of the 
     u = G_h V^T                 P = D u      g_q = s P K    g_K = s P^T q    g_V = A^T G_h
 
 The product is the derivative of the gradient: outer through dG = S dF alone, functional with G held fixed. Soft-capped
-scores c tanh(T/c) put their slope τ' = 1 - tanh² beside D: dA = D τ' dT and P = τ' D u, whose derivative has the further
-term τ'' dT D u. Norms and positions between the projections and q, K are in `maps`.
+scores c tanh(T/c) put their slope τ' = 1 - tanh² beside D: dA = D τ' dT and P = τ' D u, whose derivative has the
+further term τ'' dT D u. Norms and positions between the projections and q, K are in `maps`.
 """
 
 from collections.abc import Sequence
