@@ -28,7 +28,15 @@ from curvoscope.blocks import Block
 from curvoscope.closed.adapters import moved_block
 from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerCosts, LayerRecorder, ModelLayer, OutputSize
 from curvoscope.closed.plan import Choice
-from curvoscope.closed.rebuilding import NOT_ONCE, LayerAtBatch, LayerPasses, Rebuilt, passes_of, rebuilt_on
+from curvoscope.closed.rebuilding import (
+    NOT_ONCE,
+    NOT_REACHED,
+    LayerAtBatch,
+    LayerPasses,
+    Rebuilt,
+    passes_of,
+    rebuilt_on,
+)
 from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, traced_layers
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
@@ -129,7 +137,7 @@ class ClosedForms:
 
     def _misfit(self, name: str, needs_curvature: bool) -> str | None:
         if not self._sizes[name].once:
-            return NOT_ONCE
+            return NOT_REACHED if self._chosen[name].routed else NOT_ONCE
         if needs_curvature:
             return self._too_costly(name, self._coupled(self._chosen[name]))
         if self._limited and self._costs[name].gradient_bytes > checks.memory_budget():

@@ -20,9 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from curvoscope.autodiff.hooks import ActivationHook, ShapeHook, Site
+from curvoscope.autodiff.hooks import ActivationHook, Site
 from curvoscope.blocks import Block, Blocks, Piece, layer_and_role
 from curvoscope.closed.adapters import LowRank
+from curvoscope.closed.experts import StackedSite, hook_at, shape_hook_at
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import Adapter, adapters_of, weights_under
 from curvoscope.families.direct import is_direct
@@ -33,6 +34,10 @@ _NEEDED = {"attn": ("Q", "K", "V", "O"), "mlp": ("up", "down")}
 # Roles of a feed-forward layer's blocks, and their names in closed form; attention has the same in both
 _FEEDFORWARD = {"up": "W1", "b_up": "b1", "down": "W2", "b_down": "b2", "gate": "W_gate", "b_gate": "b_gate"}
 _ROLES = {"attn": tuple(f"{b}{w}" for w in "QKVO" for b in ("", "b_")), "mlp": tuple(_FEEDFORWARD)}
+_WITHOUT = {  # roles that have no closed form
+    "router": "a router acts through its choice of experts, which has no closed form",
+    "scale": "a learned scale of a layer's output has no closed form yet",
+}
 _ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
 _TOLD = ("attention_mask", "attn_mask", "key_padding_mask", _ROTARY)  # arguments of a call that say what is computed
 _QUESTIONS = 4
@@ -68,8 +73,13 @@ class ModelLayer:
 
     @property
     def kind(self) -> str:
-        """ "attn" or "mlp"."""
-        return self.name.rpartition(".")[2]
+        """ "attn" or "mlp"; that of an expert, "h.0.mlp.experts.3", as well."""
+        return _kind(self.name)
+
+    @property
+    def routed(self) -> bool:
+        """Whether it is an expert, which sees the tokens that are routed to it."""
+        return ".mlp.experts." in f".{self.name}"
 
     @property
     def input_width(self) -> int:
@@ -79,8 +89,12 @@ class ModelLayer:
     @property
     def parameters(self) -> list[str]:
         """Names of the parameters."""
-        blocks = (*self.blocks.values(), *(block for adapter in self.adapters for _, block in adapter.factors))
-        return sorted({piece.parameter for block in blocks for piece in block.pieces})
+        return sorted({piece.parameter for block in self.all_blocks for piece in block.pieces})
+
+    @property
+    def all_blocks(self) -> list[Block]:
+        """Its blocks and those of its adapters."""
+        return [*self.blocks.values(), *(block for adapter in self.adapters for _, block in adapter.factors)]
 
     def exact_name(self, role: str) -> str:
         """The name of a block in closed form."""
@@ -282,8 +296,9 @@ class ClosedFormLayers:
 
     @property
     def sites(self) -> dict[str, Site]:
-        """Where each layer ends, by the names of its parameters."""
-        return {name: layer.output for layer in self.all for name in layer.parameters}
+        """Where each layer ends, by the names of its parameters; experts in one tensor have no place of their own."""
+        alone = (layer for layer in self.all if not isinstance(layer.output, StackedSite))
+        return {name: layer.output for layer in alone for name in layer.parameters}
 
     def place(self, block: Block) -> BlockPlace | str:
         """Where the block stands, or why it stands in no layer."""
@@ -294,14 +309,15 @@ class ClosedFormLayers:
             return found
         adapter = self._adapted.get(block.pieces[0].parameter)
         if adapter is None:
-            return "no closed form is known for it"
+            role = (layer_and_role(block.name) or ("", ""))[1].rpartition(".")[2].removeprefix("b_")
+            return _WITHOUT.get(role, "no closed form is known for it")
         return adapter.why_not_closed or "the layer of the weight that it adapts has no closed form"
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Inside, every pass of the model adds to `sizes`: no pass is made for them, and no tensor is kept."""
         with ExitStack() as stack:
-            hooks = {layer.name: ShapeHook(self._model, layer.output) for layer in self.all}
+            hooks = {layer.name: shape_hook_at(self._model, layer.output) for layer in self.all}
             for hook in hooks.values():
                 stack.enter_context(hook)
             turned: set[str] = set()
@@ -338,7 +354,7 @@ def layers_of(model: nn.Module, blocks: Blocks, adapters: Sequence[Adapter] | No
     parts = {name for adapter in adapters for name in adapter.parameters}
     for name, block in blocks.items():
         layer, role = layer_and_role(name) or ("", "")
-        kind, dot, leaf = role.partition(".")
+        kind, dot, leaf = role.rpartition(".")
         if dot and block.pieces[0].parameter not in parts:
             groups.setdefault(f"{layer}.{kind}", {})[leaf] = block
     if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
@@ -368,17 +384,22 @@ def _layer(
     groups: dict[str, dict[str, Block]],
     adapters: Sequence[Adapter],
 ) -> ModelLayer | None:
-    stem, _, kind = name.rpartition(".")
+    kind = _kind(name)
+    stem = name[: name.rindex(f".{kind}")] if f".{kind}" in name else ""
     if not set(_NEEDED.get(kind, ("unknown",))) <= set(group):
         return None
     beside = frozenset(group) - set(_ROLES[kind])
     group = {role: block for role, block in group.items() if role in _ROLES[kind]}
     first, last = (_owner(group[role]) for role in _ENDS[kind])
     owner = model.get_submodule(first)
+    read, written = (group[role].pieces[0] for role in _ENDS[kind])
+    if len(read.stored) == len(written.stored) == 3 and ".mlp.experts." in name:
+        sites = (_slice(read, "input"), _slice(written, "output"))
+        return ModelLayer(name, group, *sites, None, first, False, beside)
     if is_direct(owner):
-        read, written, added = (Site(f"{first}.{path}".strip("."), side) for path, side in _DIRECT[kind])
+        at, out, added = (Site(f"{first}.{path}".strip("."), side) for path, side in _DIRECT[kind])
         return ModelLayer(
-            name, group, read, written, added if kind == "mlp" or getattr(owner, "residual", True) else None, first
+            name, group, at, out, added if kind == "mlp" or getattr(owner, "residual", True) else None, first
         )
     if isinstance(owner, nn.MultiheadAttention):
         return ModelLayer(name, group, Site(first, "input"), Site(first), None, first, not owner.batch_first)
@@ -391,6 +412,17 @@ def _layer(
     first, last = (around.get(path, path) for path in (first, last))
     caller = first.rpartition(".")[0]
     return ModelLayer(name, group, Site(first, "input"), Site(last), None, caller, tokens_first, beside)
+
+
+def _kind(name: str) -> str:
+    """ "mlp" for "h.0.mlp" and for "h.0.mlp.experts.3"."""
+    return next((part for part in reversed(name.split(".")) if part in _ENDS), "")
+
+
+def _slice(piece: Piece, side: str) -> StackedSite:
+    """Where a slice of a stacked tensor multiplies."""
+    path, _, leaf = piece.parameter.rpartition(".")
+    return StackedSite(path, side, leaf, piece.index[0].start)
 
 
 def _owner(block: Block) -> str:
@@ -429,8 +461,8 @@ class LayerRecorder:
     """Hooks that note what passes through a layer while the model runs inside."""
 
     def __init__(self, model: nn.Module, layer: ModelLayer) -> None:
-        self._layer, self._module = layer, model.get_submodule(layer.caller)
-        self._read, self._written = ActivationHook(model, layer.input), ActivationHook(model, layer.output)
+        self.layer, self._module = layer, model.get_submodule(layer.caller)
+        self._read, self._written = hook_at(model, layer.input), hook_at(model, layer.output)
         self._added = None if layer.added is None else ActivationHook(model, layer.added)
         self._taps = [tap for tap in (self._read, self._written, self._added) if tap is not None]
         self._arguments: dict[str, Any] = {}
@@ -476,11 +508,11 @@ class LayerRecorder:
 
     def batched(self, values: Tensor) -> Tensor:
         """From the model's shape to (N, L, .)."""
-        if self._layer.tokens_first and values.ndim == 3:
+        if self.layer.tokens_first and values.ndim == 3:
             return values.transpose(0, 1)
         return values.reshape(-1, *values.shape[-2:]) if values.ndim > 1 else values[None, None]
 
     def unbatched(self, values: Tensor) -> Tensor:
         """Back from (N, L, m) to the shape of `written`."""
         shape = self.written.shape
-        return values.transpose(0, 1) if self._layer.tokens_first and len(shape) == 3 else values.reshape(shape)
+        return values.transpose(0, 1) if self.layer.tokens_first and len(shape) == 3 else values.reshape(shape)

@@ -36,6 +36,10 @@ from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
 NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
+NOT_REACHED = (
+    "a batch sends no token to this expert, or its experts run together: Hugging Face's models take "
+    "model.set_experts_implementation('eager')"
+)
 _LOW_PRECISION = 1e-4  # relative error below which a layer is the right one, computed in less than double precision
 _CAUSES = {  # by the roles of further blocks
     **dict.fromkeys(("q_norm", "k_norm"), "normalises queries and keys"),
@@ -250,10 +254,10 @@ def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
 @dataclass(frozen=True)
 class LayerPass:
     """One micro-batch at a layer: what passes through at the model's own weights and at shaken ones, and the loss and
-    G (N, L, m) at its output, times the weight of the micro-batch."""
+    G (N, L, m) at its output, times the weight of the micro-batch. An expert may see no token at shaken weights."""
 
     own: LayerRecord
-    moved: LayerRecord
+    moved: LayerRecord | None
     value: float
     gradient: Tensor
 
@@ -273,9 +277,12 @@ def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, Layer
 
     def visit(weight: float, batch: Batch) -> None:
         moved.update({} if moved else shaken(engine.snapshot.weights))
+        before = {name: at.reason for name, at in found.items()}
         with torch.no_grad():
             records, _, _ = recorded(engine, moved, batch, found, layers)
-        left = [layer for layer in layers if layer.name in records]
+        for layer in (layer for layer in layers if layer.routed):
+            found[layer.name].reason = before[layer.name]
+        left = [layer for layer in layers if layer.name in records or layer.routed]
         if left:
             _add_passes(engine, left, weight, batch, records, found)
 
@@ -300,7 +307,7 @@ def recorded(
         outputs = engine.snapshot(weights, batch)
     for name, recorder in recorders.items():
         if not recorder.once:
-            found[name].reason = NOT_ONCE
+            found[name].reason = NOT_ONCE if not recorder.layer.routed else NOT_REACHED
     recorders = {name: recorder for name, recorder in recorders.items() if recorder.once}
     return {name: recorder.record for name, recorder in recorders.items()}, recorders, outputs
 
@@ -330,13 +337,16 @@ def _add_passes(
     for layer, F, G in zip(layers, written, gradients, strict=False):
         at, recorder = found[layer.name], recorders[layer.name]
         if first:
-            its = {name: leaves[name] for name in layer.parameters}
-            through = torch.autograd.grad(F, list(its.values()), G, retain_graph=True, materialize_grads=True)
+            its = [leaves[name] for name in layer.parameters]
+            found_through = torch.autograd.grad(F, its, G, retain_graph=True, materialize_grads=True)
+            through = dict(zip(layer.parameters, found_through, strict=True))
+            names = [block.pieces[0].parameter for block in layer.all_blocks]
+            both = ([block.gather(one) for block in layer.all_blocks] for one in (whole, through))
             try:
-                check_gradients(layer.output, its, [whole[name] for name in its], through)
+                check_gradients(layer.output, names, *both)
             except ModelError as problem:
                 at.reason = str(problem)
-        at.passes.append(LayerPass(own[layer.name], moved[layer.name], value, weight * recorder.batched(G)))
+        at.passes.append(LayerPass(own[layer.name], moved.get(layer.name), value, weight * recorder.batched(G)))
 
 
 def shaken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -378,8 +388,10 @@ def rebuilt_on(
     )
     batches = []
     for each in found.passes:
-        candidates, least = fitting(layer, at_shaken, each.moved)
-        if candidates:
+        candidates: list[Reading] | None = None
+        if each.moved is not None:
+            candidates, least = fitting(layer, at_shaken, each.moved)
+        if candidates is None or candidates:
             candidates, least = fitting(layer, at_own, each.own, candidates)
         if not candidates:
             return least, []
