@@ -61,7 +61,7 @@ class Columns(nn.Module):
 
 
 class Routed(nn.Module):
-    """The two best experts of each token, with their shares; the last expert may see none. Fixed logits spread tokens."""
+    """The two best experts of each token, with their shares; the last expert may see none."""
 
     def __init__(self, experts, reached=EXPERTS):
         super().__init__()

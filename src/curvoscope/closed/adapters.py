@@ -29,7 +29,7 @@ from curvoscope.operators.terms import Single
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LayerAdapter:
     """s A B on weights of a layer: A (a, r), and B (r, p) by the role of the weight that it makes."""
 
     A: Block
@@ -37,7 +37,7 @@ class LowRank:
     scale: float
 
     @classmethod
-    def of(cls, adapter: Adapter, weights: Mapping[str, Block], blocks: Mapping[str, Block]) -> "LowRank | None":
+    def of(cls, adapter: Adapter, weights: Mapping[str, Block], blocks: Mapping[str, Block]) -> "LayerAdapter | None":
         """That of an adapter on the weights of some roles, among all blocks; None if these are no ranges of columns."""
         A = next(block for block in blocks.values() if block.pieces == (adapter.parts["A"],))
         B = {role: blocks.get(f"{weight.name}.{adapter.label('B')}") for role, weight in weights.items()}

@@ -48,7 +48,7 @@ from curvoscope.operators.block_matrix import BlockHessian
 _MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
 _SMALL_GRAPH = 2**22  # bytes up to which many products are made at once
 _PRODUCTS_ONLY = "behind rotary positions, norms or capped scores its closed form gives products only"
-_KINDS = {"attn": "attention", "mlp": "feed-forward layer"}
+_KINDS = {"attn": "attention", "mlp": "feed-forward layer", "scale": "LayerScale", "cross": "cross-attention"}
 _NO_CURVATURE = ScalarCurvature(0.0)  # stands for S in what does not read it
 _TOTAL = {"total": ("total", "total")}
 _PARTS: dict[str, dict[str, tuple[str | None, str]]] = {  # of the Hessian: which part of S, and of the layer's Hessian

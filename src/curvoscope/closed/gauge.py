@@ -23,7 +23,7 @@ from curvoscope.operators.matrix_free import MatrixFree
 
 
 @dataclass(frozen=True)
-class Factors:
+class AdapterFactors:
     """The two factors of an adapter: the places of their entries in a vector over all blocks, and their values.
 
     `places` of A and of the blocks of B, side by side; A (a, r), B (r, p).
@@ -78,7 +78,7 @@ class Gauge:
         (True, (14, 14))
     """
 
-    def __init__(self, size: int, factors: Mapping[str, Factors]) -> None:
+    def __init__(self, size: int, factors: Mapping[str, AdapterFactors]) -> None:
         self.size, self._factors = size, dict(factors)
         self._spectra = {name: _spectrum(one) for name, one in factors.items()}
 
@@ -161,7 +161,7 @@ class Gauge:
             raise ShapeError("operator", f"expected {self.size} rows and columns, got {operator.shape}")
         return Projected(operator, self)
 
-    def _checked(self, name: str, xi: Tensor) -> tuple[Factors, Tensor]:
+    def _checked(self, name: str, xi: Tensor) -> tuple[AdapterFactors, Tensor]:
         if name not in self._factors:
             raise BlockNameError("name", f"there is no adapter on {name!r} among {', '.join(self.names)}")
         factors = self._factors[name]
@@ -185,7 +185,7 @@ class Projected(MatrixFree):
         return Projected(self._operator.T, self._gauge)
 
 
-def _spectrum(factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
+def _spectrum(factors: AdapterFactors) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvectors of A^T A and of B B^T, and 1 / (α_i + β_j), zero where the sum is."""
     alpha, U = torch.linalg.eigh(factors.A.T @ factors.A)
     beta, V = torch.linalg.eigh(factors.B @ factors.B.T)
@@ -196,9 +196,9 @@ def _spectrum(factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
 
 def factors_of(
     adapters: Sequence[Adapter], blocks: Blocks, ranges: Mapping[str, slice], weights: Mapping[str, Tensor]
-) -> dict[str, Factors]:
+) -> dict[str, AdapterFactors]:
     """The factors of the adapters all of whose entries are in the blocks, which stand at `ranges` of a vector."""
-    found: dict[str, Factors] = {}
+    found: dict[str, AdapterFactors] = {}
     for adapter in adapters:
         if not {"A", "B"} <= set(adapter.parts):
             continue
@@ -210,7 +210,7 @@ def factors_of(
             continue
         A, B = own["A"][0], torch.cat([block.matrix(weights) for block in own["B"]], 1)
         places = ranges[A.name], tuple(ranges[block.name] for block in own["B"])
-        found[A.name.rpartition(".")[0]] = Factors(places, A.matrix(weights), B)
+        found[A.name.rpartition(".")[0]] = AdapterFactors(places, A.matrix(weights), B)
     if not found:
         raise EmptyError("blocks", "no adapter has both its A and its B in this Hessian; select them, or add adapters")
     return found

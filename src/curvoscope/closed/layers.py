@@ -22,24 +22,36 @@ from torch.utils.hooks import RemovableHandle
 
 from curvoscope.autodiff.hooks import ActivationHook, Site
 from curvoscope.blocks import Block, Blocks, Piece, layer_and_role
-from curvoscope.closed.adapters import LowRank
+from curvoscope.closed.adapters import LayerAdapter
 from curvoscope.closed.experts import StackedSite, hook_at, shape_hook_at
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import Adapter, adapters_of, weights_under
 from curvoscope.families.direct import is_direct
 from curvoscope.operators.contractions import Side
 
-_ENDS = {"attn": ("Q", "O"), "mlp": ("up", "down")}  # first and last projection
-_NEEDED = {"attn": ("Q", "K", "V", "O"), "mlp": ("up", "down")}
+_ENDS = {  # first and last projection
+    **dict.fromkeys(("attn", "cross"), ("Q", "O")),
+    **{"mlp": ("up", "down"), "scale": ("scale", "scale")},
+}
+_NEEDED = {**_ENDS, **dict.fromkeys(("attn", "cross"), ("Q", "K", "V", "O"))}
 # Roles of a feed-forward layer's blocks, and their names in closed form; attention has the same in both
 _FEEDFORWARD = {"up": "W1", "b_up": "b1", "down": "W2", "b_down": "b2", "gate": "W_gate", "b_gate": "b_gate"}
-_ROLES = {"attn": tuple(f"{b}{w}" for w in "QKVO" for b in ("", "b_")), "mlp": tuple(_FEEDFORWARD)}
+_ROLES = {
+    **dict.fromkeys(("attn", "cross"), tuple(f"{b}{w}" for w in "QKVO" for b in ("", "b_"))),
+    **{"mlp": tuple(_FEEDFORWARD), "scale": ("scale",)},
+}
 _WITHOUT = {  # roles that have no closed form
     "router": "a router acts through its choice of experts, which has no closed form",
-    "scale": "a learned scale of a layer's output has no closed form yet",
+    "scale": "the scale is not the only weight of a module that multiplies with it",
 }
 _ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
-_TOLD = ("attention_mask", "attn_mask", "key_padding_mask", _ROTARY)  # arguments of a call that say what is computed
+_TOLD = (
+    "attention_mask",
+    "mask",
+    "attn_mask",
+    "key_padding_mask",
+    _ROTARY,
+)  # arguments of a call that say what is computed
 _QUESTIONS = 4
 _PER_WEIGHT = 8  # operations of a product for a weight and a token: two for each of four passes
 _PER_BYTE = 4  # operations that take as long as moving a byte
@@ -54,11 +66,12 @@ _DIRECT = {  # weights without modules: input, output, and the stream that is ad
 
 @dataclass(frozen=True)
 class ModelLayer:
-    """An attention ("attn") or feed-forward ("mlp") layer: its blocks by role ("Q", "b_Q", "up", ...), where it reads
-    X and writes F, and the site whose tensor is added to F there, if any.
+    """Attention ("attn"), cross-attention ("cross"), a feed-forward layer ("mlp") or a LayerScale ("scale"): its blocks
+    by role ("Q", "b_Q", "up", ...), where it reads X and writes F, and the site whose tensor is added to F, if any.
 
     `caller`: path of the module that is called with masks and rotary tables. `tokens_first`: X is (L, N, d). `beside`:
-    roles of its further blocks, such as "q_norm". `adapters`: what is added to its weights.
+    roles of its further blocks, such as "q_norm". `adapters`: what is added to its weights. `memory`: where the keys of
+    cross-attention are read, if that is a module.
     """
 
     name: str
@@ -69,12 +82,18 @@ class ModelLayer:
     caller: str
     tokens_first: bool = False
     beside: frozenset[str] = frozenset()
-    adapters: tuple[LowRank, ...] = ()
+    adapters: tuple[LayerAdapter, ...] = ()
+    memory: Site | None = None
 
     @property
     def kind(self) -> str:
-        """ "attn" or "mlp"; that of an expert, "h.0.mlp.experts.3", as well."""
+        """ "attn", "mlp", also of an expert "h.0.mlp.experts.3", or "scale" of a LayerScale "h.0.attn.scale"."""
         return _kind(self.name)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, to its own tokens or to others."""
+        return self.kind in ("attn", "cross")
 
     @property
     def routed(self) -> bool:
@@ -122,7 +141,7 @@ class BlockPlace:
 
     layer: ModelLayer
     name: str
-    adapter: LowRank | None = None
+    adapter: LayerAdapter | None = None
     role: str | None = None
 
     @property
@@ -200,7 +219,7 @@ class LayerCosts:
 
     @property
     def _heads(self) -> int:
-        return self.layer.blocks["Q"].heads or 1 if self.layer.kind == "attn" else 1
+        return self.layer.blocks["Q"].heads or 1 if self.layer.attends else 1
 
     @property
     def _widest(self) -> int:
@@ -217,7 +236,7 @@ class LayerCosts:
     def gradient_bytes(self) -> int:
         """What a closed form takes that needs G and no S."""
         numbers = 0
-        if self.layer.kind == "attn":
+        if self.layer.attends:
             scores = self._heads * self.size.length
             numbers = scores * (_SCORES * self.size.tokens + _KEPT_SCORES * self._tokens)
         else:
@@ -292,7 +311,7 @@ class ClosedFormLayers:
 
     def mixed_after(self, layer: ModelLayer) -> bool:
         """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
-        return any(other.kind == "attn" for other in self.all[self.all.index(layer) + 1 :])
+        return any(other.attends for other in self.all[self.all.index(layer) + 1 :])
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -355,6 +374,7 @@ def layers_of(model: nn.Module, blocks: Blocks, adapters: Sequence[Adapter] | No
     for name, block in blocks.items():
         layer, role = layer_and_role(name) or ("", "")
         kind, dot, leaf = role.rpartition(".")
+        kind = f"{kind}.scale" if leaf == "scale" else kind  # LayerScale is a layer of its own, behind another
         if dot and block.pieces[0].parameter not in parts:
             groups.setdefault(f"{layer}.{kind}", {})[leaf] = block
     if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
@@ -370,7 +390,7 @@ def _adapted(layer: ModelLayer, blocks: Blocks, adapters: Sequence[Adapter]) -> 
     for adapter in adapters:
         weights = {roles[block.name]: block for block in weights_under(adapter, blocks) if block.name in roles}
         if weights:
-            found = None if adapter.why_not_closed else LowRank.of(adapter, weights, blocks)
+            found = None if adapter.why_not_closed else LayerAdapter.of(adapter, weights, blocks)
             if found is None:
                 return None
             own.append(found)
@@ -411,7 +431,9 @@ def _layer(
     around = {one.base.parameter.rpartition(".")[0]: one.path for one in adapters if one.base is not None}
     first, last = (around.get(path, path) for path in (first, last))
     caller = first.rpartition(".")[0]
-    return ModelLayer(name, group, Site(first, "input"), Site(last), None, caller, tokens_first, beside)
+    memory = Site(_owner(group["K"]), "input") if kind == "cross" else None
+    ends = Site(first, "input"), Site(last)
+    return ModelLayer(name, group, *ends, None, caller, tokens_first, beside, memory=memory)
 
 
 def _kind(name: str) -> str:
@@ -440,7 +462,8 @@ class LayerRecord:
     """What one pass of the model tells of a layer, without its graph.
 
     X and F (N, L, .); `size`: the largest entry of the tensor that holds F; `arguments`: masks and rotary tables that
-    `module` was called with; `with_keys`: it was called with keys of their own, as `nn.MultiheadAttention` is.
+    `module` was called with; `with_keys`: it was called with keys of their own, as `nn.MultiheadAttention` is; `memory`
+    (N, L', .): what cross-attention makes its keys of.
     """
 
     X: Tensor
@@ -449,6 +472,7 @@ class LayerRecord:
     module: nn.Module
     arguments: Mapping[str, Any]
     with_keys: bool
+    memory: Tensor | None = None
 
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
@@ -464,8 +488,10 @@ class LayerRecorder:
         self.layer, self._module = layer, model.get_submodule(layer.caller)
         self._read, self._written = hook_at(model, layer.input), hook_at(model, layer.output)
         self._added = None if layer.added is None else ActivationHook(model, layer.added)
-        self._taps = [tap for tap in (self._read, self._written, self._added) if tap is not None]
+        self._memory = None if layer.memory is None else hook_at(model, layer.memory)
+        self._taps = [tap for tap in (self._read, self._written, self._added, self._memory) if tap is not None]
         self._arguments: dict[str, Any] = {}
+        self._key: Any = None
         self._with_keys = False
 
     def __enter__(self) -> "LayerRecorder":
@@ -482,6 +508,7 @@ class LayerRecorder:
     def _call(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         given = _arguments(module, inputs, keywords)
         self._arguments, self._with_keys = {name: given[name] for name in _TOLD if name in given}, "key" in given
+        self._key = given.get("key")
 
     @property
     def once(self) -> bool:
@@ -499,7 +526,14 @@ class LayerRecorder:
             self._module,
             self._arguments,
             self._with_keys,
+            self._seen_memory(),
         )
+
+    def _seen_memory(self) -> Tensor | None:
+        if self.layer.kind != "cross":
+            return None
+        memory = self._key if self._memory is None else self._memory.tensor
+        return self.batched(memory.detach()) if isinstance(memory, Tensor) else None
 
     @property
     def written(self) -> Tensor:

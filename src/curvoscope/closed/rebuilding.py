@@ -24,6 +24,7 @@ from torch import Tensor
 
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff, check_gradients
+from curvoscope.closed.crossing import cross_mask, joined, mask_of, with_memory
 from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError, ModelError
 from curvoscope.exact.activations import ACTIVATIONS
@@ -32,6 +33,8 @@ from curvoscope.exact.attention.layer import Pass
 from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.feedforward import FeedForward
+from curvoscope.exact.scale import LayerScale
+from curvoscope.exact.tokenwise import TokenwiseLayer
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
@@ -64,20 +67,24 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A layer in closed form at one input X (N, L, d), for attention with a mask."""
+    """A layer in closed form at one input X (N, L, d), for attention with a mask. `queries`: how many tokens of X come
+    before the memory of cross-attention; None: there is none."""
 
-    layer: SelfAttention | FeedForward
+    layer: SelfAttention | TokenwiseLayer
     X: Tensor
     mask: Tensor | None = None
+    queries: int | None = None
 
     def output(self) -> Tensor:
         """F, (N, L, m)."""
-        return self.layer(self.X) if isinstance(self.layer, FeedForward) else self.forward_pass(self.layer).F
+        if isinstance(self.layer, TokenwiseLayer):
+            return self.layer(self.X)
+        return self.forward_pass(self.layer).F[:, : self.queries]
 
     def with_leaf(self, name: str) -> tuple["Rebuilt", Tensor]:
         """The same with a weight that has derivatives, and that weight."""
         layer = copy.copy(self.layer)
-        if isinstance(layer, FeedForward):
+        if isinstance(layer, TokenwiseLayer):
             W = layer.weights[name].detach().requires_grad_()
             layer.weights = {**layer.weights, name: W}
         else:
@@ -87,9 +94,11 @@ class Rebuilt:
 
     def hessian(self, loss: LossAt, per_head: bool) -> BlockHessian:
         """For a loss known by its G and S at F."""
-        if isinstance(self.layer, FeedForward):
+        if isinstance(self.layer, TokenwiseLayer):
             return self.layer.around(self.X, loss, wrt_input=False).assemble()
         passed = self.forward_pass(self.layer)
+        if self.queries is not None:
+            loss = with_memory(loss, self.X.shape[1] - self.queries)
         return AttentionHessian(self.layer, passed, loss, biases=True, per_head=per_head, wrt_input=False)
 
     def forward_pass(self, layer: SelfAttention) -> Pass:
@@ -110,10 +119,14 @@ class Rebuilt:
 
 def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
     """The layer in closed form, at weights by parameter and at the recorded input."""
+    if layer.kind == "scale":
+        return Rebuilt(LayerScale(layer.matrices(weights)["scale"][0]), record.X)
     if layer.kind == "mlp":
         W = weights_by_role(layer, weights)
         inner = (W["up"], W.get("b_up"), W["down"], W.get("b_down"))
         return Rebuilt(FeedForward(*inner, reading.activation, W.get("gate"), W.get("b_gate")), record.X)
+    if layer.kind == "cross":
+        return _rebuilt_cross(layer, weights, record, reading)
     options: dict[str, Any] = {"activation": reading.activation, "causal": reading.causal}
     if record.rotary is not None:
         options["rotary"] = _positions(*record.rotary, width=head_width(layer))
@@ -146,12 +159,28 @@ def head_width(layer: ModelLayer) -> int:
     return layer.blocks["Q"].shape[1] // _heads(layer, "Q")
 
 
+def _rebuilt_cross(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
+    X, memory = record.X, record.memory
+    if memory is None or memory.shape[-1] != X.shape[-1] or len(memory) not in (1, len(X)):
+        seen = None if memory is None else tuple(memory.shape)
+        raise _CallError("memory", f"{seen} for queries of {tuple(X.shape)}: both must have the same width")
+    mask = cross_mask(X, memory, mask_of(record.arguments, X, memory) if reading.masked else None)
+    return Rebuilt(attention_at(layer, weights, reading.scale), joined(X, memory), mask, X.shape[1])
+
+
 def readings(layer: ModelLayer, record: LayerRecord) -> Iterator[Reading]:
     """All ways in which the layer may be computed, the likeliest first."""
+    if layer.kind == "scale":
+        yield Reading("")
+        return
     if layer.kind == "mlp":
         yield from map(Reading, ACTIVATIONS)
         return
     scales = [getattr(record.module, "scaling", None), (layer.blocks["Q"].shape[1] // _heads(layer, "Q")) ** -0.5]
+    if layer.kind == "cross":
+        numbers = dict.fromkeys(scale for scale in (*scales, 1.0) if isinstance(scale, float) and scale > 0)
+        yield from (Reading("softmax", scale, masked) for masked in (True, False) for scale in numbers)
+        return
     masks = (True, False) if _mask(layer, record) is not None else (False,)
     causal = (True, False) if getattr(record.module, "is_causal", not any(masks)) else (False, True)
     for activation, masked, forward in product(("softmax", "linear"), masks, causal):
@@ -166,13 +195,13 @@ def fitting(
 
     Of attention the first one that does is enough: no two of its readings are near each other.
     """
-    if layer.kind == "attn" and not all(layer.blocks[role].heads for role in "QKV"):
+    if layer.attends and not all(layer.blocks[role].heads for role in "QKV"):
         return [], "the number of its heads is not known"
     errors: dict[Reading, float] = {}
     try:
         for reading in readings(layer, record) if among is None else among:
             errors[reading] = deviation(rebuild(layer, weights, record, reading), record)
-            if layer.kind == "attn" and errors[reading] <= 1:
+            if layer.attends and errors[reading] <= 1:
                 break
     except CurvoscopeError as problem:
         if not errors:
