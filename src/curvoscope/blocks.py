@@ -49,7 +49,8 @@ LAYER_ROLES = (  # blocks of a layer, in the order in which they are used
     "norm2_post",
 )
 _ROLE = "|".join([*map(re.escape, LAYER_ROLES), rf"mlp\.experts\.\d+\.(?:{'|'.join(_FEEDFORWARD_ROLES)})"])
-_IN_LAYER = re.compile(rf"((?:.+\.)?h\.\d+)\.({_ROLE})(?:\.\d+)?")
+_ADAPTED = rf"(?:{_ROLE}|(?:attn|cross)\.[QKV]+)\.(?:[AB]\d*|magnitude|ia3)"  # of a weight, or of a fused one
+_IN_LAYER = re.compile(rf"((?:.+\.)?h\.\d+)\.({_ROLE}|{_ADAPTED})(?:\.\d+)?")
 _LONG_TABLE = 40
 
 

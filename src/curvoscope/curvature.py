@@ -21,6 +21,7 @@ from curvoscope.autodiff.graph import SecondDerivativeError
 from curvoscope.autodiff.matrix import AutodiffMatrix, AutodiffParts
 from curvoscope.blocks import Block, Blocks
 from curvoscope.closed.closed_forms import ClosedForms
+from curvoscope.closed.gauge import Gauge, factors_of
 from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatures
 from curvoscope.closed.layers import ClosedFormLayers
 from curvoscope.closed.plan import PARTS, Choice, Plan, PlannedBlock
@@ -30,6 +31,7 @@ from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
 from curvoscope.distributed.sharded_operators import ShardedMatrix, ShardedParts
 from curvoscope.errors import BlockNameError, EmptyError, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
+from curvoscope.families.adapters import adapters_of
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
 from curvoscope.operators.base import LinearOperator
@@ -170,6 +172,20 @@ class ModelHessian(BlockHessian):
         if whole in self._blocks and number.isdecimal() and self._blocks[whole].heads is not None:
             return self._blocks[whole].head(int(number))
         raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
+
+    def gauge(self) -> Gauge:
+        """The directions along which low-rank adapters move and the model does not: (A, B) -> (A S, S^-1 B).
+
+        Of each adapter whose A and B are blocks of this Hessian.
+
+        Returns:
+            A `Gauge`: the directions, their number, and the Hessian without them, `H.gauge().projected(H.total)`.
+        """
+        if isinstance(self._engine, Sharded):
+            raise ModelError("model", "is sharded: no rank has the whole of an adapter")
+        weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
+        found = factors_of(adapters_of(self._engine.model), self._blocks, self.total.ranges, weights)
+        return Gauge(self.shape[0], found)
 
     @property
     def difference_error(self) -> float | None:

@@ -139,7 +139,7 @@ def test_what_only_looks_like_attention(kind):
 
 
 class Adapted(nn.Module):
-    """A projection with a term of low rank beside it."""
+    """A projection with a bent term of low rank beside it."""
 
     def __init__(self, base):
         super().__init__()
@@ -147,7 +147,7 @@ class Adapted(nn.Module):
         self.up = nn.Linear(1, base.out_features, bias=False)
 
     def forward(self, x):
-        return self.base_layer(x) + self.up(self.down(x))
+        return self.base_layer(x) + self.up(self.down(x).tanh())
 
 
 def test_adapters():

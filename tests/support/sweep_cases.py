@@ -4,6 +4,9 @@ import torch
 import transformers
 from torch import nn
 
+from adapter_cases import Beside, Inside, adapted, batch
+from curvoscope.losses import CrossEntropy
+
 
 def words(*shapes, vocabulary=23):
     torch.manual_seed(1)
@@ -118,3 +121,13 @@ class Unusual(nn.Module):
 def unusual():
     X = torch.randn(2, 5, 4).double()
     return Unusual(), nn.MSELoss(), [(X, X[:, :3])]
+
+
+def beside():
+    """LoRA with A and B as modules, on a frozen model."""
+    return adapted(Beside), CrossEntropy(), batch()
+
+
+def inside():
+    """LoRA with A and B as parameters of its own, on a frozen model."""
+    return adapted(Inside), CrossEntropy(), batch()

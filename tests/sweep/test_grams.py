@@ -12,11 +12,11 @@ from curvoscope.curvature import trainable
 from curvoscope.losses import objective_of
 from curvoscope.sweep.layers import without_cache
 from curvoscope.sweep.run import _Sweeping
-from sweep_cases import albert, bert, convolutions, encoder, gpt2, llama, mixtral, t5, unusual, vit
+from sweep_cases import albert, bert, beside, convolutions, encoder, gpt2, inside, llama, mixtral, t5, unusual, vit
 
 SAMPLES = 6
 FLOAT32_NORMS = [llama, t5, mixtral]  # their norms round to float32 inside
-CASES = [gpt2, llama, bert, t5, albert, vit, mixtral, encoder, convolutions, unusual]
+CASES = [gpt2, llama, bert, t5, albert, vit, mixtral, encoder, convolutions, unusual, beside, inside]
 
 
 def sampled(make, cut):

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from curvoscope.autodiff.detached import attached
 from curvoscope.autodiff.kernels import REPLACED, long_attention
 from curvoscope.errors import ModelError
 
@@ -24,7 +25,8 @@ def undisturbed(
     """Run the model so that it can be differentiated twice, and put everything back however the run ends.
 
     Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours if there are many
-    scores and `own_kernels`; compiled modules run eagerly; autocast is off and gradients are on. Afterwards the
+    scores and `own_kernels`; the norm of DoRA has derivatives; compiled modules run eagerly; autocast is off and
+    gradients are on. Afterwards the
     kernels, the random states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers
     are what they were, also after an exception or Ctrl-C.
     """
@@ -43,6 +45,7 @@ def undisturbed(
                 settings.enter_context(torch.inference_mode(False))
                 settings.enter_context(torch.enable_grad())
                 settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+                settings.enter_context(attached(model))
                 if own_kernels:
                     settings.enter_context(long_attention(REPLACED))
                 settings.enter_context(torch.compiler.set_stance("force_eager"))

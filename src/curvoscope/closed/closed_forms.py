@@ -25,9 +25,18 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.blocks import Block
+from curvoscope.closed.adapters import moved_block
 from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerCosts, LayerRecorder, ModelLayer, OutputSize
 from curvoscope.closed.plan import Choice
-from curvoscope.closed.rebuilding import NOT_ONCE, LayerAtBatch, LayerPasses, Rebuilt, passes_of, rebuilt_on
+from curvoscope.closed.rebuilding import (
+    NOT_ONCE,
+    NOT_REACHED,
+    LayerAtBatch,
+    LayerPasses,
+    Rebuilt,
+    passes_of,
+    rebuilt_on,
+)
 from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, traced_layers
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
@@ -39,7 +48,7 @@ from curvoscope.operators.block_matrix import BlockHessian
 _MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
 _SMALL_GRAPH = 2**22  # bytes up to which many products are made at once
 _PRODUCTS_ONLY = "behind rotary positions, norms or capped scores its closed form gives products only"
-_KINDS = {"attn": "attention", "mlp": "feed-forward layer"}
+_KINDS = {"attn": "attention", "mlp": "feed-forward layer", "scale": "LayerScale", "cross": "cross-attention"}
 _NO_CURVATURE = ScalarCurvature(0.0)  # stands for S in what does not read it
 _TOTAL = {"total": ("total", "total")}
 _PARTS: dict[str, dict[str, tuple[str | None, str]]] = {  # of the Hessian: which part of S, and of the layer's Hessian
@@ -57,13 +66,13 @@ class ClosedForms:
         """`layers`: with the sizes of their outputs. `limited`: only where a closed form pays."""
         self._engine, self._layers, self._limited = engine, layers, limited
         self._parts = _PARTS[engine.split]
-        held: dict[str, dict[str, Block]] = {}
+        held: dict[str, list[tuple[BlockPlace, Block]]] = {}
         self._chosen: dict[str, ModelLayer] = {}
         for block in engine.blocks.values():
             place = layers.place(block)
             if isinstance(place, BlockPlace):
                 self._chosen[place.layer.name] = place.layer
-                held.setdefault(place.layer.name, {})[place.name] = block
+                held.setdefault(place.layer.name, []).append((place, block))
         told = engine.ranks.exchange((layers.sizes, len(engine.survey.terms), checks.memory_budget()))
         self._sizes = {name: reduce(OutputSize.joined, (sizes[name] for sizes, *_ in told)) for name in self._chosen}
         batches, least = max(each[1] for each in told), min(each[2] for each in told)
@@ -117,17 +126,18 @@ class ClosedForms:
         return self._ruled_out[self._needs_curvature(part)][place.layer.name]
 
     def _products_only(self, place: BlockPlace) -> bool:
-        return self._sizes[place.layer.name].rotary and place.name.removeprefix("b_")[0] == "K"
+        keys = any(name.removeprefix("b_")[0] == "K" for name in place.weights)
+        return self._sizes[place.layer.name].rotary and keys
 
     def _too_large(self, place: BlockPlace, block: Block) -> str | None:
         """Why a block of a verified layer is left to autodiff: it is large, and its closed form gives products only."""
-        role = place.name.removeprefix("b_")[0]
+        roles = {name.removeprefix("b_")[0] for name in place.weights}
         too_large = self._limited and block.size > _MOST_DENSE
-        return _PRODUCTS_ONLY if too_large and role in (self._coreless[place.layer.name] or "") else None
+        return _PRODUCTS_ONLY if too_large and roles & set(self._coreless[place.layer.name] or "") else None
 
     def _misfit(self, name: str, needs_curvature: bool) -> str | None:
         if not self._sizes[name].once:
-            return NOT_ONCE
+            return NOT_REACHED if self._chosen[name].routed else NOT_ONCE
         if needs_curvature:
             return self._too_costly(name, self._coupled(self._chosen[name]))
         if self._limited and self._costs[name].gradient_bytes > checks.memory_budget():
@@ -240,27 +250,43 @@ class ClosedForms:
 
     def block(self, part: str, row: Block, column: Block) -> LinearOperator | None:
         """A block of a part of the Hessian, where both of its sides lie in one layer with a closed form."""
-        places = self._layers.place(row), self._layers.place(column)
-        if isinstance(places[0], str) or isinstance(places[1], str) or places[0].layer is not places[1].layer:
+        first, second = self._layers.place(row), self._layers.place(column)
+        if isinstance(first, str) or isinstance(second, str) or first.layer is not second.layer:
             return None
         if self.reason(row, part) is not None or self.reason(column, part) is not None:
             return None
-        names = places[0].name, places[1].name
+        weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
+        rows = first.moves(weights)
+        columns = rows if row == column else second.moves(weights)
         of_loss, of_layer = self._parts[part]
         ranks, own, known = self._engine.ranks, None, True
         with ranks.together():
             for per_head in (False, True):
-                hessians = self._of_layer(places[0].layer, of_loss, per_head)
-                known = not hessians or set(names) <= set(hessians[0].names)
+                hessians = self._of_layer(first.layer, of_loss, per_head)
+                known = not hessians or {*rows, *columns} <= set(hessians[0].names)
                 if hessians and known:
-                    own = reduce(add, (getattr(hessian, of_layer)[names] for hessian in hessians))
+                    matrices = (getattr(hessian, of_layer) for hessian in hessians)
+                    own = reduce(add, (moved_block(one, rows, columns, row == column) for one in matrices))
                     break
+            if own is not None and of_layer != "outer":
+                own = self._with_gradient(own, first, second)
         if not isinstance(ranks, Group):
             return own
         if not all(ranks.exchange(known)):  # a weight with a single head of another
             return None
         like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
         return RankSum(own, row.shape, column.shape, like, row == column, ranks)
+
+    def _with_gradient(self, block: LinearOperator, row: BlockPlace, column: BlockPlace) -> LinearOperator:
+        """The block, with what the gradient at a weight gives to that of the two factors of one adapter."""
+        adapter, role = row.adapter, row.role or column.role
+        if adapter is None or adapter is not column.adapter or (row.role is None) == (column.role is None):
+            return block
+        assert role is not None
+        name = row.layer.exact_name(role)
+        gradients = (at.weight_gradient(name) for at in self._rebuilt(row.layer)[1])
+        found = adapter.bilinear(reduce(add, gradients))
+        return block + (found if row.role is None else found.T)
 
     def _of_layer(self, layer: ModelLayer, part: str | None, per_head: bool) -> list[BlockHessian]:
         """The layer's Hessian with a part of S, or without S, one summand for each micro-batch."""

@@ -13,25 +13,45 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from curvoscope.autodiff.hooks import ActivationHook, ShapeHook, Site
+from curvoscope.autodiff.hooks import ActivationHook, Site
 from curvoscope.blocks import Block, Blocks, Piece, layer_and_role
+from curvoscope.closed.adapters import LayerAdapter
+from curvoscope.closed.experts import StackedSite, hook_at, shape_hook_at
 from curvoscope.estimate.products import DEFAULT_MATVECS
+from curvoscope.families.adapters import Adapter, adapters_of, weights_under
 from curvoscope.families.direct import is_direct
+from curvoscope.operators.contractions import Side
 
-_ENDS = {"attn": ("Q", "O"), "mlp": ("up", "down")}  # first and last projection
-_NEEDED = {"attn": ("Q", "K", "V", "O"), "mlp": ("up", "down")}
+_ENDS = {  # first and last projection
+    **dict.fromkeys(("attn", "cross"), ("Q", "O")),
+    **{"mlp": ("up", "down"), "scale": ("scale", "scale")},
+}
+_NEEDED = {**_ENDS, **dict.fromkeys(("attn", "cross"), ("Q", "K", "V", "O"))}
 # Roles of a feed-forward layer's blocks, and their names in closed form; attention has the same in both
 _FEEDFORWARD = {"up": "W1", "b_up": "b1", "down": "W2", "b_down": "b2", "gate": "W_gate", "b_gate": "b_gate"}
-_ROLES = {"attn": tuple(f"{b}{w}" for w in "QKVO" for b in ("", "b_")), "mlp": tuple(_FEEDFORWARD)}
+_ROLES = {
+    **dict.fromkeys(("attn", "cross"), tuple(f"{b}{w}" for w in "QKVO" for b in ("", "b_"))),
+    **{"mlp": tuple(_FEEDFORWARD), "scale": ("scale",)},
+}
+_WITHOUT = {  # roles that have no closed form
+    "router": "a router acts through its choice of experts, which has no closed form",
+    "scale": "the scale is not the only weight of a module that multiplies with it",
+}
 _ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
-_TOLD = ("attention_mask", "attn_mask", "key_padding_mask", _ROTARY)  # arguments of a call that say what is computed
+_TOLD = (
+    "attention_mask",
+    "mask",
+    "attn_mask",
+    "key_padding_mask",
+    _ROTARY,
+)  # arguments of a call that say what is computed
 _QUESTIONS = 4
 _PER_WEIGHT = 8  # operations of a product for a weight and a token: two for each of four passes
 _PER_BYTE = 4  # operations that take as long as moving a byte
@@ -46,11 +66,12 @@ _DIRECT = {  # weights without modules: input, output, and the stream that is ad
 
 @dataclass(frozen=True)
 class ModelLayer:
-    """An attention ("attn") or feed-forward ("mlp") layer: its blocks by role ("Q", "b_Q", "up", ...), where it reads
-    X and writes F, and the site whose tensor is added to F there, if any.
+    """Attention ("attn"), cross-attention ("cross"), a feed-forward layer ("mlp") or a LayerScale ("scale"): its blocks
+    by role ("Q", "b_Q", "up", ...), where it reads X and writes F, and the site whose tensor is added to F, if any.
 
     `caller`: path of the module that is called with masks and rotary tables. `tokens_first`: X is (L, N, d). `beside`:
-    roles of its further blocks, such as "q_norm".
+    roles of its further blocks, such as "q_norm". `adapters`: what is added to its weights. `memory`: where the keys of
+    cross-attention are read, if that is a module.
     """
 
     name: str
@@ -61,11 +82,23 @@ class ModelLayer:
     caller: str
     tokens_first: bool = False
     beside: frozenset[str] = frozenset()
+    adapters: tuple[LayerAdapter, ...] = ()
+    memory: Site | None = None
 
     @property
     def kind(self) -> str:
-        """ "attn" or "mlp"."""
-        return self.name.rpartition(".")[2]
+        """ "attn", "mlp", also of an expert "h.0.mlp.experts.3", or "scale" of a LayerScale "h.0.attn.scale"."""
+        return _kind(self.name)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, to its own tokens or to others."""
+        return self.kind in ("attn", "cross")
+
+    @property
+    def routed(self) -> bool:
+        """Whether it is an expert, which sees the tokens that are routed to it."""
+        return ".mlp.experts." in f".{self.name}"
 
     @property
     def input_width(self) -> int:
@@ -75,23 +108,54 @@ class ModelLayer:
     @property
     def parameters(self) -> list[str]:
         """Names of the parameters."""
-        return sorted({piece.parameter for block in self.blocks.values() for piece in block.pieces})
+        return sorted({piece.parameter for block in self.all_blocks for piece in block.pieces})
+
+    @property
+    def all_blocks(self) -> list[Block]:
+        """Its blocks and those of its adapters."""
+        return [*self.blocks.values(), *(block for adapter in self.adapters for _, block in adapter.factors)]
 
     def exact_name(self, role: str) -> str:
         """The name of a block in closed form."""
         return _FEEDFORWARD[role] if self.kind == "mlp" else role
 
+    def weight(self, name: str) -> Block:
+        """The block of that name in closed form."""
+        return next(block for role, block in self.blocks.items() if self.exact_name(role) == name)
+
     def matrices(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights W (a, p) by role, from tensors shaped like the parameters."""
-        return {role: block.matrix(tensors) for role, block in self.blocks.items()}
+        """The weights W (a, p) by role, with what adapters add to them, from tensors shaped like the parameters."""
+        found = {role: block.matrix(tensors) for role, block in self.blocks.items()}
+        for adapter in self.adapters:
+            for role in adapter.B:
+                found[role] = found[role] + adapter.change(role, tensors)
+        return found
 
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """Where a block stands: in which layer, and under which name in its closed form."""
+    """Where a block stands: in which layer, and under which name in its closed form.
+
+    `adapter`: the one that it is a part of, B of the weight `role`, or A if that is None.
+    """
 
     layer: ModelLayer
     name: str
+    adapter: LayerAdapter | None = None
+    role: str | None = None
+
+    @property
+    def weights(self) -> list[str]:
+        """The blocks of the closed form that it moves."""
+        if self.adapter is None:
+            return [self.name]
+        return [self.layer.exact_name(role) for role in (self.adapter.B if self.role is None else [self.role])]
+
+    def moves(self, tensors: Mapping[str, Tensor]) -> dict[str, Side]:
+        """How it moves them, from tensors shaped like the parameters."""
+        if self.adapter is None:
+            return {self.name: None}
+        return dict(zip(self.weights, self.adapter.moves(self.role, tensors).values(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -133,7 +197,7 @@ class LayerCosts:
 
     Args:
         layer: the layer.
-        held: those of its blocks that the Hessian has, by their names in the layer's closed form.
+        held: those of its blocks that the Hessian has, with their places.
         size: of its largest output in a pass.
         batches: number of micro-batches.
         weights: numbers of weights behind the layer, and of those in the whole model.
@@ -142,7 +206,7 @@ class LayerCosts:
     """
 
     layer: ModelLayer
-    held: Mapping[str, Block]
+    held: Sequence[tuple[BlockPlace, Block]]
     size: OutputSize
     batches: int
     weights: tuple[int, int]
@@ -155,7 +219,7 @@ class LayerCosts:
 
     @property
     def _heads(self) -> int:
-        return self.layer.blocks["Q"].heads or 1 if self.layer.kind == "attn" else 1
+        return self.layer.blocks["Q"].heads or 1 if self.layer.attends else 1
 
     @property
     def _widest(self) -> int:
@@ -172,7 +236,7 @@ class LayerCosts:
     def gradient_bytes(self) -> int:
         """What a closed form takes that needs G and no S."""
         numbers = 0
-        if self.layer.kind == "attn":
+        if self.layer.attends:
             scores = self._heads * self.size.length
             numbers = scores * (_SCORES * self.size.tokens + _KEPT_SCORES * self._tokens)
         else:
@@ -193,7 +257,7 @@ class LayerCosts:
     @property
     def products_saved(self) -> int:
         """Those of the usual questions to the blocks of the Hessian."""
-        return _QUESTIONS * sum(min(block.size, DEFAULT_MATVECS) for block in self.held.values())
+        return _QUESTIONS * sum(min(block.size, DEFAULT_MATVECS) for _, block in self.held)
 
     @property
     def saved(self) -> float:
@@ -205,9 +269,11 @@ class LayerCosts:
         """What a closed form costs, in operations: the products for S, the cores and the norms."""
         summands = self._tokens * coupled
         made = 0
-        for name, block in self.held.items():
-            core = self._core_width(name, block)
-            made += 2 * summands * core * self.size.width * (core + self.size.width)
+        for place, block in self.held:
+            for name in place.weights:
+                core = self._core_width(name, block if place.adapter is None else self.layer.weight(name))
+                made += 2 * summands * core * self.size.width * (core + self.size.width)
+            core = core if place.adapter is None else block.shape[1]
             made += 2 * min((summands * core) ** 2, summands * block.size**2)
         moved = _PER_BYTE * self.curvature_bytes(coupled)
         return self.products(coupled) * self._product(self.weights[0]) + made + moved
@@ -229,7 +295,8 @@ class ClosedFormLayers:
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         """`blocks`: all of the model's."""
-        self._model, self.all = model, layers_of(model, blocks)
+        adapters = adapters_of(model)
+        self._model, self.all = model, layers_of(model, blocks, adapters)
         self.sizes = {layer.name: OutputSize() for layer in self.all}
         self._places: dict[tuple[Piece, ...], BlockPlace] = {}
         for layer in self.all:
@@ -238,28 +305,38 @@ class ClosedFormLayers:
                 if (block.heads or 1) > 1:
                     parts |= {f"{role}.{i}": block.head(i) for i in range(block.heads or 1)}
                 self._places |= {part.pieces: BlockPlace(layer, name) for name, part in parts.items()}
+            for one in layer.adapters:
+                self._places |= {b.pieces: BlockPlace(layer, b.name, one, role) for role, b in one.factors}
+        self._adapted = {name: adapter for adapter in adapters for name in adapter.parameters}
 
     def mixed_after(self, layer: ModelLayer) -> bool:
         """Whether an attention layer follows, so that tokens mix between the layer and the loss."""
-        return any(other.kind == "attn" for other in self.all[self.all.index(layer) + 1 :])
+        return any(other.attends for other in self.all[self.all.index(layer) + 1 :])
 
     @property
     def sites(self) -> dict[str, Site]:
-        """Where each layer ends, by the names of its parameters."""
-        return {name: layer.output for layer in self.all for name in layer.parameters}
+        """Where each layer ends, by the names of its parameters; experts in one tensor have no place of their own."""
+        alone = (layer for layer in self.all if not isinstance(layer.output, StackedSite))
+        return {name: layer.output for layer in alone for name in layer.parameters}
 
     def place(self, block: Block) -> BlockPlace | str:
         """Where the block stands, or why it stands in no layer."""
         found = self._places.get(block.pieces)
         if block.tied:
             return f"it is tied to {', '.join(block.tied)}"
-        return "no closed form is known for it" if found is None else found
+        if found is not None:
+            return found
+        adapter = self._adapted.get(block.pieces[0].parameter)
+        if adapter is None:
+            role = (layer_and_role(block.name) or ("", ""))[1].rpartition(".")[2].removeprefix("b_")
+            return _WITHOUT.get(role, "no closed form is known for it")
+        return adapter.why_not_closed or "the layer of the weight that it adapts has no closed form"
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Inside, every pass of the model adds to `sizes`: no pass is made for them, and no tensor is kept."""
         with ExitStack() as stack:
-            hooks = {layer.name: ShapeHook(self._model, layer.output) for layer in self.all}
+            hooks = {layer.name: shape_hook_at(self._model, layer.output) for layer in self.all}
             for hook in hooks.values():
                 stack.enter_context(hook)
             turned: set[str] = set()
@@ -289,34 +366,60 @@ class ClosedFormLayers:
             yield
 
 
-def layers_of(model: nn.Module, blocks: Blocks) -> list[ModelLayer]:
-    """The layers among all the blocks of a model."""
+def layers_of(model: nn.Module, blocks: Blocks, adapters: Sequence[Adapter] | None = None) -> list[ModelLayer]:
+    """The layers among all the blocks of a model; `adapters`: those of the model, if they are known."""
     groups: dict[str, dict[str, Block]] = {}
+    adapters = adapters_of(model) if adapters is None else adapters
+    parts = {name for adapter in adapters for name in adapter.parameters}
     for name, block in blocks.items():
         layer, role = layer_and_role(name) or ("", "")
-        kind, dot, leaf = role.partition(".")
-        if dot:
+        kind, dot, leaf = role.rpartition(".")
+        kind = f"{kind}.scale" if leaf == "scale" else kind  # LayerScale is a layer of its own, behind another
+        if dot and block.pieces[0].parameter not in parts:
             groups.setdefault(f"{layer}.{kind}", {})[leaf] = block
     if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
         return []  # its modules cannot be run at other weights than their own
-    found = (_layer(model, name, group, groups) for name, group in groups.items())
-    return [layer for layer in found if layer is not None]
+    found = (_layer(model, name, group, groups, adapters) for name, group in groups.items())
+    adapted = (_adapted(layer, blocks, adapters) for layer in found if layer is not None)
+    return [layer for layer in adapted if layer is not None]
+
+
+def _adapted(layer: ModelLayer, blocks: Blocks, adapters: Sequence[Adapter]) -> ModelLayer | None:
+    """The layer with the low-rank adapters on its weights; None if another kind acts on one of them."""
+    roles, own = {block.name: role for role, block in layer.blocks.items()}, []
+    for adapter in adapters:
+        weights = {roles[block.name]: block for block in weights_under(adapter, blocks) if block.name in roles}
+        if weights:
+            found = None if adapter.why_not_closed else LayerAdapter.of(adapter, weights, blocks)
+            if found is None:
+                return None
+            own.append(found)
+    return replace(layer, adapters=tuple(own))
 
 
 def _layer(
-    model: nn.Module, name: str, group: dict[str, Block], groups: dict[str, dict[str, Block]]
+    model: nn.Module,
+    name: str,
+    group: dict[str, Block],
+    groups: dict[str, dict[str, Block]],
+    adapters: Sequence[Adapter],
 ) -> ModelLayer | None:
-    stem, _, kind = name.rpartition(".")
+    kind = _kind(name)
+    stem = name[: name.rindex(f".{kind}")] if f".{kind}" in name else ""
     if not set(_NEEDED.get(kind, ("unknown",))) <= set(group):
         return None
     beside = frozenset(group) - set(_ROLES[kind])
     group = {role: block for role, block in group.items() if role in _ROLES[kind]}
     first, last = (_owner(group[role]) for role in _ENDS[kind])
     owner = model.get_submodule(first)
+    read, written = (group[role].pieces[0] for role in _ENDS[kind])
+    if len(read.stored) == len(written.stored) == 3 and ".mlp.experts." in name:
+        sites = (_slice(read, "input"), _slice(written, "output"))
+        return ModelLayer(name, group, *sites, None, first, False, beside)
     if is_direct(owner):
-        read, written, added = (Site(f"{first}.{path}".strip("."), side) for path, side in _DIRECT[kind])
+        at, out, added = (Site(f"{first}.{path}".strip("."), side) for path, side in _DIRECT[kind])
         return ModelLayer(
-            name, group, read, written, added if kind == "mlp" or getattr(owner, "residual", True) else None, first
+            name, group, at, out, added if kind == "mlp" or getattr(owner, "residual", True) else None, first
         )
     if isinstance(owner, nn.MultiheadAttention):
         return ModelLayer(name, group, Site(first, "input"), Site(first), None, first, not owner.batch_first)
@@ -325,8 +428,23 @@ def _layer(
     query = groups.get(f"{stem}.attn".lstrip("."), {}).get("Q")
     neighbour = None if query is None else model.get_submodule(_owner(query))
     tokens_first = isinstance(neighbour, nn.MultiheadAttention) and not neighbour.batch_first
+    around = {one.base.parameter.rpartition(".")[0]: one.path for one in adapters if one.base is not None}
+    first, last = (around.get(path, path) for path in (first, last))
     caller = first.rpartition(".")[0]
-    return ModelLayer(name, group, Site(first, "input"), Site(last), None, caller, tokens_first, beside)
+    memory = Site(_owner(group["K"]), "input") if kind == "cross" else None
+    ends = Site(first, "input"), Site(last)
+    return ModelLayer(name, group, *ends, None, caller, tokens_first, beside, memory=memory)
+
+
+def _kind(name: str) -> str:
+    """ "mlp" for "h.0.mlp" and for "h.0.mlp.experts.3"."""
+    return next((part for part in reversed(name.split(".")) if part in _ENDS), "")
+
+
+def _slice(piece: Piece, side: str) -> StackedSite:
+    """Where a slice of a stacked tensor multiplies."""
+    path, _, leaf = piece.parameter.rpartition(".")
+    return StackedSite(path, side, leaf, piece.index[0].start)
 
 
 def _owner(block: Block) -> str:
@@ -344,7 +462,8 @@ class LayerRecord:
     """What one pass of the model tells of a layer, without its graph.
 
     X and F (N, L, .); `size`: the largest entry of the tensor that holds F; `arguments`: masks and rotary tables that
-    `module` was called with; `with_keys`: it was called with keys of their own, as `nn.MultiheadAttention` is.
+    `module` was called with; `with_keys`: it was called with keys of their own, as `nn.MultiheadAttention` is; `memory`
+    (N, L', .): what cross-attention makes its keys of.
     """
 
     X: Tensor
@@ -353,6 +472,7 @@ class LayerRecord:
     module: nn.Module
     arguments: Mapping[str, Any]
     with_keys: bool
+    memory: Tensor | None = None
 
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
@@ -365,11 +485,13 @@ class LayerRecorder:
     """Hooks that note what passes through a layer while the model runs inside."""
 
     def __init__(self, model: nn.Module, layer: ModelLayer) -> None:
-        self._layer, self._module = layer, model.get_submodule(layer.caller)
-        self._read, self._written = ActivationHook(model, layer.input), ActivationHook(model, layer.output)
+        self.layer, self._module = layer, model.get_submodule(layer.caller)
+        self._read, self._written = hook_at(model, layer.input), hook_at(model, layer.output)
         self._added = None if layer.added is None else ActivationHook(model, layer.added)
-        self._taps = [tap for tap in (self._read, self._written, self._added) if tap is not None]
+        self._memory = None if layer.memory is None else hook_at(model, layer.memory)
+        self._taps = [tap for tap in (self._read, self._written, self._added, self._memory) if tap is not None]
         self._arguments: dict[str, Any] = {}
+        self._key: Any = None
         self._with_keys = False
 
     def __enter__(self) -> "LayerRecorder":
@@ -386,6 +508,7 @@ class LayerRecorder:
     def _call(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         given = _arguments(module, inputs, keywords)
         self._arguments, self._with_keys = {name: given[name] for name in _TOLD if name in given}, "key" in given
+        self._key = given.get("key")
 
     @property
     def once(self) -> bool:
@@ -403,7 +526,14 @@ class LayerRecorder:
             self._module,
             self._arguments,
             self._with_keys,
+            self._seen_memory(),
         )
+
+    def _seen_memory(self) -> Tensor | None:
+        if self.layer.kind != "cross":
+            return None
+        memory = self._key if self._memory is None else self._memory.tensor
+        return self.batched(memory.detach()) if isinstance(memory, Tensor) else None
 
     @property
     def written(self) -> Tensor:
@@ -412,11 +542,11 @@ class LayerRecorder:
 
     def batched(self, values: Tensor) -> Tensor:
         """From the model's shape to (N, L, .)."""
-        if self._layer.tokens_first and values.ndim == 3:
+        if self.layer.tokens_first and values.ndim == 3:
             return values.transpose(0, 1)
         return values.reshape(-1, *values.shape[-2:]) if values.ndim > 1 else values[None, None]
 
     def unbatched(self, values: Tensor) -> Tensor:
         """Back from (N, L, m) to the shape of `written`."""
         shape = self.written.shape
-        return values.transpose(0, 1) if self._layer.tokens_first and len(shape) == 3 else values.reshape(shape)
+        return values.transpose(0, 1) if self.layer.tokens_first and len(shape) == 3 else values.reshape(shape)

@@ -10,6 +10,7 @@ The same passes of the model serve all layers: for every micro-batch one forward
 G = dl/dF at each of them, and one forward pass gives X and F at shaken weights. No second derivative is needed.
 """
 
+import copy
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.hooks import check_gradients
+from curvoscope.closed.crossing import cross_mask, joined, mask_of, with_memory
 from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer
 from curvoscope.errors import CurvoscopeError, ModelError
 from curvoscope.exact.activations import ACTIVATIONS
@@ -32,10 +34,16 @@ from curvoscope.exact.attention.layer import Pass
 from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.feedforward import FeedForward
+from curvoscope.exact.scale import LayerScale
+from curvoscope.exact.tokenwise import TokenwiseLayer
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
 NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
+NOT_REACHED = (
+    "a batch sends no token to this expert, or its experts run together: Hugging Face's models take "
+    "model.set_experts_implementation('eager')"
+)
 _LOW_PRECISION = 1e-4  # relative error below which a layer is the right one, computed in less than double precision
 _CAUSES = {  # by the roles of further blocks
     **dict.fromkeys(("q_norm", "k_norm"), "normalises queries and keys"),
@@ -60,21 +68,38 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A layer in closed form at one input X (N, L, d), for attention with a mask."""
+    """A layer in closed form at one input X (N, L, d), for attention with a mask. `queries`: how many tokens of X come
+    before the memory of cross-attention; None: there is none."""
 
-    layer: SelfAttention | FeedForward
+    layer: SelfAttention | TokenwiseLayer
     X: Tensor
     mask: Tensor | None = None
+    queries: int | None = None
 
     def output(self) -> Tensor:
         """F, (N, L, m)."""
-        return self.layer(self.X) if isinstance(self.layer, FeedForward) else self.forward_pass(self.layer).F
+        if isinstance(self.layer, TokenwiseLayer):
+            return self.layer(self.X)
+        return self.forward_pass(self.layer).F[:, : self.queries]
+
+    def with_leaf(self, name: str) -> tuple["Rebuilt", Tensor]:
+        """The same with a weight that has derivatives, and that weight."""
+        layer = copy.copy(self.layer)
+        if isinstance(layer, TokenwiseLayer):
+            W = layer.weights[name].detach().requires_grad_()
+            layer.weights = {**layer.weights, name: W}
+        else:
+            W = getattr(layer, f"W_{name}").detach().requires_grad_()
+            setattr(layer, f"W_{name}", W)
+        return replace(self, layer=layer), W
 
     def hessian(self, loss: LossAt, per_head: bool) -> BlockHessian:
         """For a loss known by its G and S at F."""
-        if isinstance(self.layer, FeedForward):
+        if isinstance(self.layer, TokenwiseLayer):
             return self.layer.around(self.X, loss, wrt_input=False).assemble()
         passed = self.forward_pass(self.layer)
+        if self.queries is not None:
+            loss = with_memory(loss, self.X.shape[1] - self.queries)
         return AttentionHessian(self.layer, passed, loss, biases=True, per_head=per_head, wrt_input=False)
 
     def forward_pass(self, layer: SelfAttention) -> Pass:
@@ -95,10 +120,14 @@ class Rebuilt:
 
 def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
     """The layer in closed form, at weights by parameter and at the recorded input."""
+    if layer.kind == "scale":
+        return Rebuilt(LayerScale(layer.matrices(weights)["scale"][0]), record.X)
     if layer.kind == "mlp":
         W = weights_by_role(layer, weights)
         inner = (W["up"], W.get("b_up"), W["down"], W.get("b_down"))
         return Rebuilt(FeedForward(*inner, reading.activation, W.get("gate"), W.get("b_gate")), record.X)
+    if layer.kind == "cross":
+        return _rebuilt_cross(layer, weights, record, reading)
     options: dict[str, Any] = {"activation": reading.activation, "causal": reading.causal}
     if record.rotary is not None:
         options["rotary"] = _positions(*record.rotary, width=head_width(layer))
@@ -131,12 +160,28 @@ def head_width(layer: ModelLayer) -> int:
     return layer.blocks["Q"].shape[1] // _heads(layer, "Q")
 
 
+def _rebuilt_cross(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecord, reading: Reading) -> Rebuilt:
+    X, memory = record.X, record.memory
+    if memory is None or memory.shape[-1] != X.shape[-1] or len(memory) not in (1, len(X)):
+        seen = None if memory is None else tuple(memory.shape)
+        raise _CallError("memory", f"{seen} for queries of {tuple(X.shape)}: both must have the same width")
+    mask = cross_mask(X, memory, mask_of(record.arguments, X, memory) if reading.masked else None)
+    return Rebuilt(attention_at(layer, weights, reading.scale), joined(X, memory), mask, X.shape[1])
+
+
 def readings(layer: ModelLayer, record: LayerRecord) -> Iterator[Reading]:
     """All ways in which the layer may be computed, the likeliest first."""
+    if layer.kind == "scale":
+        yield Reading("")
+        return
     if layer.kind == "mlp":
         yield from map(Reading, ACTIVATIONS)
         return
     scales = [getattr(record.module, "scaling", None), (layer.blocks["Q"].shape[1] // _heads(layer, "Q")) ** -0.5]
+    if layer.kind == "cross":
+        numbers = dict.fromkeys(scale for scale in (*scales, 1.0) if isinstance(scale, float) and scale > 0)
+        yield from (Reading("softmax", scale, masked) for masked in (True, False) for scale in numbers)
+        return
     masks = (True, False) if _mask(layer, record) is not None else (False,)
     causal = (True, False) if getattr(record.module, "is_causal", not any(masks)) else (False, True)
     for activation, masked, forward in product(("softmax", "linear"), masks, causal):
@@ -151,13 +196,13 @@ def fitting(
 
     Of attention the first one that does is enough: no two of its readings are near each other.
     """
-    if layer.kind == "attn" and not all(layer.blocks[role].heads for role in "QKV"):
+    if layer.attends and not all(layer.blocks[role].heads for role in "QKV"):
         return [], "the number of its heads is not known"
     errors: dict[Reading, float] = {}
     try:
         for reading in readings(layer, record) if among is None else among:
             errors[reading] = deviation(rebuild(layer, weights, record, reading), record)
-            if layer.kind == "attn" and errors[reading] <= 1:
+            if layer.attends and errors[reading] <= 1:
                 break
     except CurvoscopeError as problem:
         if not errors:
@@ -239,10 +284,10 @@ def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
 @dataclass(frozen=True)
 class LayerPass:
     """One micro-batch at a layer: what passes through at the model's own weights and at shaken ones, and the loss and
-    G (N, L, m) at its output, times the weight of the micro-batch."""
+    G (N, L, m) at its output, times the weight of the micro-batch. An expert may see no token at shaken weights."""
 
     own: LayerRecord
-    moved: LayerRecord
+    moved: LayerRecord | None
     value: float
     gradient: Tensor
 
@@ -262,9 +307,12 @@ def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, Layer
 
     def visit(weight: float, batch: Batch) -> None:
         moved.update({} if moved else shaken(engine.snapshot.weights))
+        before = {name: at.reason for name, at in found.items()}
         with torch.no_grad():
             records, _, _ = recorded(engine, moved, batch, found, layers)
-        left = [layer for layer in layers if layer.name in records]
+        for layer in (layer for layer in layers if layer.routed):
+            found[layer.name].reason = before[layer.name]
+        left = [layer for layer in layers if layer.name in records or layer.routed]
         if left:
             _add_passes(engine, left, weight, batch, records, found)
 
@@ -289,7 +337,7 @@ def recorded(
         outputs = engine.snapshot(weights, batch)
     for name, recorder in recorders.items():
         if not recorder.once:
-            found[name].reason = NOT_ONCE
+            found[name].reason = NOT_ONCE if not recorder.layer.routed else NOT_REACHED
     recorders = {name: recorder for name, recorder in recorders.items() if recorder.once}
     return {name: recorder.record for name, recorder in recorders.items()}, recorders, outputs
 
@@ -319,13 +367,16 @@ def _add_passes(
     for layer, F, G in zip(layers, written, gradients, strict=False):
         at, recorder = found[layer.name], recorders[layer.name]
         if first:
-            its = {name: leaves[name] for name in layer.parameters}
-            through = torch.autograd.grad(F, list(its.values()), G, retain_graph=True, materialize_grads=True)
+            its = [leaves[name] for name in layer.parameters]
+            found_through = torch.autograd.grad(F, its, G, retain_graph=True, materialize_grads=True)
+            through = dict(zip(layer.parameters, found_through, strict=True))
+            names = [block.pieces[0].parameter for block in layer.all_blocks]
+            both = ([block.gather(one) for block in layer.all_blocks] for one in (whole, through))
             try:
-                check_gradients(layer.output, its, [whole[name] for name in its], through)
+                check_gradients(layer.output, names, *both)
             except ModelError as problem:
                 at.reason = str(problem)
-        at.passes.append(LayerPass(own[layer.name], moved[layer.name], value, weight * recorder.batched(G)))
+        at.passes.append(LayerPass(own[layer.name], moved.get(layer.name), value, weight * recorder.batched(G)))
 
 
 def shaken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -349,6 +400,11 @@ class LayerAtBatch:
     value: float
     gradient: Tensor
 
+    def weight_gradient(self, name: str) -> Tensor:
+        """dl/dW (a, p) of a weight, by its name in closed form, from G at the output."""
+        at, W = self.rebuilt.with_leaf(name)
+        return torch.autograd.grad(at.output(), W, self.gradient)[0]
+
 
 def rebuilt_on(
     layer: ModelLayer, weights: Mapping[str, Tensor], paths: Mapping[str, str], found: LayerPasses
@@ -362,8 +418,10 @@ def rebuilt_on(
     )
     batches = []
     for each in found.passes:
-        candidates, least = fitting(layer, at_shaken, each.moved)
-        if candidates:
+        candidates: list[Reading] | None = None
+        if each.moved is not None:
+            candidates, least = fitting(layer, at_shaken, each.moved)
+        if candidates is None or candidates:
             candidates, least = fitting(layer, at_own, each.own, candidates)
         if not candidates:
             return least, []

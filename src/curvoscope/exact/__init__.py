@@ -9,10 +9,12 @@ from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.mlp import LinearMLP
 from curvoscope.exact.norms import LayerNorm, RMSNorm
 from curvoscope.exact.scalar import ScalarAttention, ScalarSpectrum
+from curvoscope.exact.scale import LayerScale
 
 __all__ = [
     "FeedForward",
     "LayerNorm",
+    "LayerScale",
     "LinearMLP",
     "LowRank",
     "OutputCurvature",

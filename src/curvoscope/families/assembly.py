@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat, layer_and_role
 from curvoscope.errors import EmptyError, ModelError
+from curvoscope.families.adapters import Adapter, stand_ins, with_adapters
 from curvoscope.families.recognition import Recognition
 from curvoscope.families.stacks import common_path
 from curvoscope.families.wiring import norm_roles
@@ -69,30 +70,31 @@ class _Layer:
         return re.sub(r"(^|\.)\d+((\.[^.\d][^.]*)*)$", r"\2", self.path).lstrip(".")
 
 
-def assemble(model: nn.Module, families: Sequence[Family]) -> Blocks:
+def assemble(model: nn.Module, families: Sequence[Family], adapters: Sequence[Adapter]) -> Blocks:
     """The blocks of a model; each layer by the first family that fits it."""
-    return _Assembly(model).blocks(families)
+    return with_adapters(_Assembly(model, adapters).blocks(families), adapters)
 
 
-def assemble_recognised(model: nn.Module, found: Recognition) -> Blocks:
+def assemble_recognised(model: nn.Module, found: Recognition, adapters: Sequence[Adapter]) -> Blocks:
     """The blocks of a model whose roles are known from a forward pass."""
-    return _Assembly(model).recognised(found)
+    return with_adapters(_Assembly(model, adapters).recognised(found), adapters)
 
 
 class _Assembly:
     """Claims parameters for blocks. Names and paths in here are bare, without those of wrappers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, adapters: Sequence[Adapter]) -> None:
         lens = any(kind.__name__ == "TransformerBridge" for kind in type(model).__mro__)
         inner = getattr(model, "original_model", None) if lens else None
         self._root = inner if isinstance(inner, nn.Module) else model  # where the parameters' names lead
         self._parameters: dict[str, Tensor] = {}
         self._actual: dict[str, str] = {}
-        for name, parameter in model.named_parameters():
+        self._wrappers = _WRAPPERS.union(*(adapter.wrappers for adapter in adapters))
+        for name, parameter in (*model.named_parameters(), *stand_ins(adapters).items()):
             if is_lazy(parameter):
                 raise ModelError(name, "is not initialised yet: run the model on one batch first")
             if parameter.numel():
-                bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+                bare = ".".join(part for part in name.split(".") if part not in self._wrappers)
                 bare = name if bare in self._parameters else bare
                 self._parameters[bare], self._actual[bare] = parameter, name
         if not self._parameters:
@@ -288,7 +290,7 @@ class _Assembly:
         """The module that has a parameter `inside` steps below it, not counting wrappers."""
         parts = self._actual[name].split(".")
         while inside:
-            inside -= parts.pop() not in _WRAPPERS
+            inside -= parts.pop() not in self._wrappers
         return self._root.get_submodule(".".join(parts))
 
     def _begin(self, path: str) -> int:

@@ -6,6 +6,7 @@ from torch import nn
 
 from curvoscope.blocks import Blocks
 from curvoscope.families import direct, huggingface, torch_nn, transformer_lens
+from curvoscope.families.adapters import adapters_of, without_adapters
 from curvoscope.families.assembly import assemble, assemble_recognised
 from curvoscope.families.recognition import Recognition
 from curvoscope.families.tracing import traced
@@ -36,6 +37,10 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
     "cls", "token_types", "input.0", ..., "head.0", ... and "pool.attn.Q" (a head that pools by attention). A layer that
     runs several times is one. The graph takes the memory of a training step: a small batch is enough.
 
+    An adapter is named after its weight: LoRA's x W + s x A B has "attn.Q.A" (d, r) and "attn.Q.B" (r, heads*d_k), with
+    or without PEFT; on a fused weight "attn.QKV.A", "attn.Q.B", ...; DoRA adds "attn.Q.magnitude", IA3 has
+    "attn.K.ia3". A quantised weight below an adapter is no block.
+
     Every other parameter is a block under its own name, as it is stored: a vector is one row, more axes are (first,
     rest). With a batch, `table()` says why.
 
@@ -57,7 +62,8 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
         >>> cv.blocks_of(model, X).names == cv.blocks_of(model).names
         True
     """
+    adapters = adapters_of(model)
     if batch is None:
-        return assemble(model, _FAMILIES)
-    with traced(model, batch) as flow:
-        return assemble_recognised(model, Recognition(flow))
+        return assemble(model, _FAMILIES, adapters)
+    with without_adapters(model, adapters) as standing, traced(model, batch, standing) as flow:
+        return assemble_recognised(model, Recognition(flow), adapters)

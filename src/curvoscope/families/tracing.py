@@ -549,16 +549,18 @@ def _piece(name: str, row: Tensor, column: Tensor) -> Piece | None:
 
 
 @contextmanager
-def traced(model: nn.Module, batch: Any) -> Iterator[DataFlow]:
+def traced(model: nn.Module, batch: Any, standing: Mapping[str, Tensor] | None = None) -> Iterator[DataFlow]:
     """Run the model once on a batch, as it is, and give the graph; everything is put back at the end.
 
     Args:
         model: any module. It runs in evaluation mode.
         batch: (inputs, targets), a dict, with or without "labels", or inputs alone.
+        standing: further weights that the pass uses, by name.
     """
     with undisturbed(model, own_kernels=False):
         model.eval()
-        parameters = {name: one for name, one in model.named_parameters() if one.is_floating_point()}
+        named = [*model.named_parameters(), *(standing or {}).items()]
+        parameters = {name: one for name, one in named if one.is_floating_point()}
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         like = next(iter(parameters.values()))

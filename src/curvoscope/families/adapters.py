@@ -1,0 +1,357 @@
+"""Adapters on the weights of a model: LoRA by its structure, DoRA and IA3 by their names in PEFT.
+
+A module is a LoRA layer if it computes x W + b + s x A B, with matrices A (a, r) and B (r, p) whose rank r is below
+both widths of its own weight W (a, p). That is tried on random numbers, so that neither class nor names matter, and
+W may be quantised. Several pairs A, B may act on one weight.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+
+from curvoscope.autodiff.detached import forward_replaced
+from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece
+
+_PEFT = {  # where PEFT keeps the parts of an adapter, and what they are called here
+    **{"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B"},
+    **{"lora_magnitude_vector": "magnitude", "ia3_l": "ia3"},
+}
+_WHY = {
+    "dora": "DoRA divides the adapted weight by its norm, which has no closed form",
+    "ia3": "IA3 multiplies activations, which has no closed form",
+    "other": "its adapter is not of the form x W + s x A B",
+}
+_MOST_MATRICES = 9  # of a module that is tried: a weight and four adapters
+_TOKENS = 3
+_ROUNDING = 1e-9  # relative, in float64
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter on the weight of the module at `path`.
+
+    `kind`: "lora" (x W + b + `scale` x A B), "dora", "ia3" or "other". `parts`: its parameters, as matrices, by the
+    names "A" (a, r), "B" (r, p), "magnitude" or "ia3". `base`: W in the model, None if it is no floating-point
+    parameter; `shape`: (a, p) of a "lora". `number`: of several on one weight, from 1.
+    """
+
+    path: str
+    kind: str
+    parts: Mapping[str, Piece]
+    base: Piece | None
+    shape: tuple[int, int] = (0, 0)
+    scale: float = 1.0
+    number: int = 1
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of the adapter's own parameters."""
+        return {piece.parameter for piece in self.parts.values()}
+
+    @property
+    def wrappers(self) -> set[str]:
+        """Modules between the adapter's and the one that holds the weight, such as PEFT's "base_layer"."""
+        inside = "" if self.base is None else self.base.parameter.removeprefix(f"{self.path}.")
+        return set(inside.split(".")[:-1])
+
+    def label(self, part: str) -> str:
+        """ "A" for the first adapter of a weight, "A2" for the second."""
+        return part if self.number == 1 else f"{part}{self.number}"
+
+    @property
+    def why_not_closed(self) -> str | None:
+        """Why its blocks have no closed form, as far as the adapter itself is concerned."""
+        if self.kind != "lora":
+            return _WHY[self.kind]
+        return None if self.base is not None else "the weight that it adapts is quantised, or no parameter"
+
+
+def adapters_of(model: nn.Module) -> list[Adapter]:
+    """The adapters in a model, in the order of its modules. Modules that may be LoRA layers run on random numbers."""
+    if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
+        return []  # nothing can run
+    modules = list(model.named_modules())
+    found: dict[str, list[Adapter]] = {}
+    for path, module in reversed(modules):  # the smallest module around an adapter is the layer
+        if any(f"{other}.".startswith(f"{path}.") or not path for other in found):
+            continue
+        several = _low_rank(path, module) or _by_name(path, module)
+        if several:
+            found[path] = several
+    return [adapter for path, _ in modules for adapter in found.get(path, [])]
+
+
+def with_adapters(blocks: Blocks, adapters: Sequence[Adapter]) -> Blocks:
+    """The blocks with those of adapters behind the weight that they act on, by its name: "h.0.attn.Q.A".
+
+    A weight that is cut into several blocks has one A, "h.0.attn.QKV.A", and a B for each of them. Blocks of weights
+    that are no parameters are left out.
+    """
+    taken = {name for adapter in adapters for name in adapter.parameters}
+    behind: dict[str, list[Block]] = {}
+    named: set[str] = set()
+    for adapter in adapters:
+        weights = weights_under(adapter, blocks)
+        if weights:
+            behind.setdefault(weights[-1].name, []).extend(_named(adapter, weights))
+            named |= adapter.parameters
+    standing = {stand_in(adapter) for adapter in adapters if adapter.base is None}
+    found: list[Block] = []
+    for name, block in blocks.items():
+        parameters = {piece.parameter for piece in block.pieces}
+        if not parameters & standing and not parameters & taken & named:
+            found.append(block)
+        found += behind.get(name, [])
+    return Blocks(found)
+
+
+def stand_in(adapter: Adapter) -> str:
+    """The name under which the weight of an adapter is looked for if it is no parameter."""
+    return f"{adapter.path}.weight".removeprefix(".")
+
+
+def stand_ins(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+    """Tensors without numbers for weights that are no parameters, (p, a) as nn.Linear keeps them, by name."""
+    found = (adapter for adapter in adapters if adapter.base is None and adapter.kind == "lora")
+    return {stand_in(one): torch.empty(one.shape[::-1], device="meta") for one in found}
+
+
+def weights_under(adapter: Adapter, blocks: Mapping[str, Block]) -> list[Block]:
+    """The blocks of the weight that an adapter acts on."""
+    name = stand_in(adapter) if adapter.base is None else adapter.base.parameter
+    return [block for block in blocks.values() if any(piece.parameter == name for piece in block.pieces)]
+
+
+def columns_of(block: Block) -> slice:
+    """The columns of its parameter's matrix that a block of one piece holds."""
+    piece = block.pieces[0]
+    return piece.index[piece.layout.columns[0]]
+
+
+def _named(adapter: Adapter, weights: Sequence[Block]) -> list[Block]:
+    """The blocks of an adapter, by the names of the weights that it acts on."""
+    if len(weights) == 1:
+        return [Block(f"{weights[0].name}.{adapter.label(p)}", (piece,)) for p, piece in adapter.parts.items()]
+    stem = weights[0].name.rpartition(".")[0]
+    roles = [block.name.rpartition(".")[2] for block in weights]
+    joined = f"{stem}.{('_' if max(map(len, roles)) > 1 else '').join(roles)}"
+    found = []
+    for part, piece in adapter.parts.items():
+        if part == "B" and adapter.kind == "lora" and all(len(block.pieces) == 1 for block in weights):
+            cut = [(block.name, columns_of(block)) for block in weights]
+            found += [Block(f"{n}.{adapter.label(part)}", (piece.between(1, c.start, c.stop),)) for n, c in cut]
+        else:
+            found.append(Block(f"{joined}.{adapter.label(part)}", (piece,)))
+    return found
+
+
+# ---- by structure
+
+
+def _low_rank(path: str, module: nn.Module) -> list[Adapter]:
+    """The LoRA pairs of a module, if it computes x W + b + s x A B."""
+    matrices = {name: one for name, one in module.named_parameters() if one.ndim == 2 and one.is_floating_point()}
+    if not 2 <= len(matrices) <= _MOST_MATRICES:
+        return []
+    for base in (*matrices, None):
+        if base is None and not _holds_integers(module):
+            continue
+        pairs = list(_pairs(matrices, base))
+        if {name for pair in pairs for name in pair.names} != set(matrices) - {base}:
+            continue
+        found = _Probe(module).adapters(path, pairs)
+        if found:
+            return found
+    return []
+
+
+def _holds_integers(module: nn.Module) -> bool:
+    return any(one.numel() > 1 and not one.is_floating_point() for one in (*module.parameters(), *module.buffers()))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two parameters of a module that may be A (a, r) and B (r, p) of its weight (a, p)."""
+
+    names: tuple[str, str]
+    layouts: tuple[Layout, Layout]
+    shape: tuple[int, int]
+    rank: int
+    base: str | None
+
+
+def _pairs(matrices: Mapping[str, Tensor], base: str | None) -> Iterator[_Pair]:
+    for first, second in product(matrices, matrices):
+        if first == second or base in (first, second):
+            continue
+        for layouts in product((TRANSPOSED, STORED), (TRANSPOSED, STORED)):
+            (a, r), (q, p) = (
+                tuple(matrices[name].shape[axis] for axis in (*layout.rows, *layout.columns))
+                for name, layout in zip((first, second), layouts, strict=True)
+            )
+            fits = base is None or tuple(matrices[base].shape) in ((a, p), (p, a))
+            if r == q and r < min(a, p) and fits:
+                yield _Pair((first, second), layouts, (a, p), r, base)
+
+
+class _Probe:
+    """A module of a model, run on random numbers in float64, with other parameters than its own. Nothing is changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self._tensors = {n: one.detach().double() if one.is_floating_point() else one.detach() for n, one in named}
+        self._named = dict(module.named_parameters())
+        self._copy = copy.deepcopy(module, {id(one): one for _, one in named}).eval()
+        for one in self._copy.modules():
+            for hooks in (one._forward_hooks, one._forward_pre_hooks):
+                hooks.clear()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def adapters(self, path: str, pairs: Sequence[_Pair]) -> list[Adapter]:
+        """The pairs that act as A and B, with what was found of the weight."""
+        factors = {name for pair in pairs for name in pair.names}
+        found: list[Adapter] = []
+        taken: set[str] = set()
+        for pair in pairs:
+            scale = None if taken & set(pair.names) else self._scale(pair, factors)
+            if scale is not None:
+                taken |= set(pair.names)
+                parts = {
+                    part: Piece.whole(f"{path}.{name}".removeprefix("."), self._named[name].shape, layout)
+                    for part, name, layout in zip("AB", pair.names, pair.layouts, strict=True)
+                }
+                base = self._base(path, pair, factors)
+                found.append(Adapter(path, "lora", parts, base, pair.shape, scale, len(found) + 1))
+        return found
+
+    def _run(self, x: Tensor, changed: Mapping[str, Tensor]) -> Tensor | None:
+        try:
+            with torch.no_grad():
+                found = functional_call(self._copy, {**self._tensors, **changed}, (x,))
+        except Exception:  # whatever a module that is no such layer says to such a call
+            return None
+        return found if isinstance(found, Tensor) else None
+
+    def _drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(
+            next(iter(self._tensors.values())).device
+        )
+
+    def _without(self, factors: set[str]) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(self._tensors[name]) for name in factors}
+
+    def _scale(self, pair: _Pair, factors: set[str]) -> float | None:
+        """s, if A and B alone add s x A B to an output that is otherwise x W + b with W not zero."""
+        (a, p), r = pair.shape, pair.rank
+        x, A, B = self._drawn(_TOKENS, a), self._drawn(a, r), self._drawn(r, p)
+        stored = {
+            n: one if layout == STORED else one.T
+            for n, one, layout in zip(pair.names, (A, B), pair.layouts, strict=True)
+        }
+        none = self._without(factors)
+        own, alone, nothing = (
+            self._run(x, none),
+            self._run(x, {**none, **stored}),
+            self._run(torch.zeros_like(x), none),
+        )
+        if own is None or alone is None or nothing is None or not own.shape == alone.shape == (_TOKENS, p):
+            return None
+        expected, added = x @ A @ B, alone - own
+        scale = float((added * expected).sum() / expected.square().sum())
+        tolerance = _ROUNDING * max(float(alone.abs().max()), float(own.abs().max()))
+        is_sum = bool((added - scale * expected).abs().max() <= tolerance) and abs(scale) * expected.abs().max() > (
+            100 * tolerance
+        )
+        return scale if is_sum and bool((own - nothing).abs().max() > tolerance) else None
+
+    def _base(self, path: str, pair: _Pair, factors: set[str]) -> Piece | None:
+        """W in the model, if a parameter holds it."""
+        if pair.base is None:
+            return None
+        stored, none = self._tensors[pair.base], self._without(factors)
+        x = self._drawn(_TOKENS, pair.shape[0])
+        own, nothing = self._run(x, none), self._run(torch.zeros_like(x), none)
+        if own is None or nothing is None:
+            return None
+        for layout, W in ((TRANSPOSED, stored.T), (STORED, stored)):
+            if W.shape == pair.shape and bool((own - nothing - x @ W).abs().max() <= _ROUNDING * own.abs().max()):
+                return Piece.whole(f"{path}.{pair.base}".removeprefix("."), stored.shape, layout)
+        return None
+
+
+# ---- by name
+
+
+def _by_name(path: str, module: nn.Module) -> list[Adapter]:
+    """An adapter of PEFT that is no plain LoRA, alone on its weight."""
+    weight = getattr(getattr(module, "base_layer", None), "weight", None)
+    parts: dict[str, Piece] = {}
+    for kept, part in _PEFT.items():
+        inside = module._modules.get(kept, None)
+        own = [
+            (f"{path}.{kept}.{name}", one)
+            for name, one in (() if inside is None else inside.named_parameters())
+            if one.numel()
+        ]
+        if len(own) > 1:
+            return []
+        for name, one in own:
+            layout = TRANSPOSED if part in "AB" else Layout((), tuple(range(one.ndim)))
+            parts[part] = Piece.whole(name.removeprefix("."), one.shape, layout)
+    if not parts or not isinstance(weight, Tensor):
+        return []
+    kind = "dora" if "magnitude" in parts else "ia3" if "ia3" in parts else "other"
+    name = f"{path}.base_layer.weight".removeprefix(".")
+    base = Piece.whole(name, weight.shape, STORED) if weight.is_floating_point() else None
+    return [Adapter(path, kind, parts, base)]
+
+
+# ---- without adapters
+
+
+@contextmanager
+def without_adapters(model: nn.Module, adapters: Sequence[Adapter]) -> Iterator[dict[str, Tensor]]:
+    """Inside, the model runs without its adapters. What is given: weights that stand in for those that are no
+    parameters, random ones, by name."""
+    named, given = dict(model.named_parameters()), dict[str, Tensor]()
+    with ExitStack() as stack:
+        for adapter in {adapter.path: adapter for adapter in adapters}.values():
+            module = model.get_submodule(adapter.path)
+            if adapter.kind != "lora":
+                plain = module.get_submodule("base_layer").forward
+            elif adapter.base is not None:
+                turned = adapter.base.layout == TRANSPOSED
+                plain = _Plain(named[adapter.base.parameter], _bias(module, adapter), turned)
+            else:
+                a, p = adapter.shape
+                name, drawn = stand_in(adapter), torch.randn(p, a, generator=torch.Generator().manual_seed(0))
+                given[name] = nn.Parameter(drawn.to(named[adapter.parts["A"].parameter]))
+                plain = _Plain(given[name], _bias(module, adapter), turned=True)
+            stack.enter_context(forward_replaced(module, plain))
+        yield given
+
+
+def _bias(module: nn.Module, adapter: Adapter) -> Tensor | None:
+    """The parameter that is added to the output."""
+    return next((one for one in module.parameters() if tuple(one.shape) == adapter.shape[1:]), None)
+
+
+class _Plain:
+    """x W + b, whatever else a module is called with."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, turned: bool) -> None:
+        self._weight, self._bias, self._turned = weight, bias, turned
+
+    def __call__(self, x: Tensor, *others: object, **more: object) -> Tensor:
+        if self._turned:
+            return nn.functional.linear(x, self._weight, self._bias)
+        found = x.flatten(0, -2) @ self._weight
+        found = found if self._bias is None else found + self._bias
+        return found.unflatten(0, x.shape[:-1])
