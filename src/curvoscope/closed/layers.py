@@ -304,7 +304,7 @@ def _layer(
     model: nn.Module, name: str, group: dict[str, Block], groups: dict[str, dict[str, Block]]
 ) -> ModelLayer | None:
     stem, _, kind = name.rpartition(".")
-    if not set(_NEEDED[kind]) <= set(group):
+    if not set(_NEEDED.get(kind, ("unknown",))) <= set(group):
         return None
     first, last = (_owner(group[role]) for role in _ENDS[kind])
     owner = model.get_submodule(first)
