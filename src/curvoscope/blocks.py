@@ -38,12 +38,20 @@ def _attention_roles(kind: str) -> tuple[str, ...]:
     return tuple(f"{kind}.{name}" for name in names)
 
 
+_MIXER_ROLES = (  # of layers that mix tokens by a recurrence: Mamba's, RWKV's, then those of gated linear recurrences
+    *("in", "b_in", "gate", "b_gate", "conv", "b_conv", "delta_in", "B", "b_B", "C", "b_C", "delta", "b_delta"),
+    *("A", "D", "delta_norm", "B_norm", "C_norm", "norm"),
+    *("R", "K", "V", "shift_R", "shift_K", "shift_V", "decay", "bonus"),
+    *("input_gate", "b_input_gate", "recurrent_gate", "b_recurrent_gate", "out", "b_out"),
+)
 _FEEDFORWARD_ROLES = ("gate", "up", "gate_up", "down", "b_gate", "b_up", "b_gate_up", "b_down")
 LAYER_ROLES = (  # blocks of a layer, in the order in which they are used
-    *("norm1", *_attention_roles("attn"), "norm1_post", "norm_cross", *_attention_roles("cross"), "norm_cross_post"),
+    *("norm1", *_attention_roles("attn"), *(f"mixer.{name}" for name in _MIXER_ROLES), "norm1_post"),
+    *("norm_cross", *_attention_roles("cross"), "norm_cross_post"),
     *(
         "norm2",
         *(f"mlp.{name}" for name in (*_FEEDFORWARD_ROLES, "inner", "b_inner", "norm", "scale", "router", "b_router")),
+        *(f"channel.{name}" for name in ("R", "up", "down", "shift_R", "shift_K")),  # RWKV's
     ),
     *(f"mlp.shared.{name}" for name in (*_FEEDFORWARD_ROLES, "router", "b_router")),
     "norm2_post",

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from curvoscope import __version__
 from curvoscope.errors import CurvoscopeError
+from curvoscope.families.tasks import Task
 
 app = typer.Typer(
     name="curvoscope",
@@ -89,7 +90,19 @@ Text = Annotated[Path | None, typer.Option(help="Text file to use instead of the
 Sequences = Annotated[
     int | None, typer.Option(help="Sequences in the batch. (default: 64 additions, 8 of text, 32 images)")
 ]
-Length = Annotated[int | None, typer.Option(help="Tokens per sequence of text. (default: 64)")]
+Length = Annotated[
+    int | None, typer.Option(help="Tokens per sequence of text, or samples of a waveform. (default: 64, 16000)")
+]
+TaskOption = Annotated[
+    Task | None, typer.Option(help="What the model in a folder predicts. (default: what its class is made for)")
+]
+Targets = Annotated[
+    str | None,
+    typer.Option(
+        help='"random", "sampled" from the model\'s own predictions, or a file: one line of class numbers per '
+        "sequence, or the text that an encoder-decoder is to write. (default: from the text; random for classes)"
+    ),
+]
 Precision = Annotated[Dtype | None, typer.Option(help="Precision. (default: float64 for addition, float32 otherwise)")]
 
 
@@ -135,6 +148,8 @@ def analyze(
     text: Text = None,
     sequences: Sequences = None,
     length: Length = None,
+    task: TaskOption = None,
+    targets: Targets = None,
     method: Annotated[
         Method, typer.Option(help="Closed forms (exact), products (autodiff), or the better one per block (auto).")
     ] = Method.auto,
@@ -174,7 +189,9 @@ def analyze(
     from curvoscope.commands import analyze as command
     from curvoscope.commands.subject import Request
 
-    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
+    request = Request(
+        model, seed, _path(text), sequences, length, dtype, d, norm, attention, task and str(task), targets
+    )
     options = command.AnalyzeOptions(tuple(blocks or ()), method, split, tolerance, matvecs, parts, fast or None)
     command.run(request, options, out, as_json)
 
@@ -190,6 +207,8 @@ def spectrum(
     text: Text = None,
     sequences: Sequences = None,
     length: Length = None,
+    task: TaskOption = None,
+    targets: Targets = None,
     matvecs: Annotated[int, typer.Option(help="Products per density (64 Lanczos steps per probe).")] = 256,
     dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and spectrum.json.")] = Path(
@@ -204,7 +223,9 @@ def spectrum(
     from curvoscope.commands import spectrum as command
     from curvoscope.commands.subject import Request
 
-    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
+    request = Request(
+        model, seed, _path(text), sequences, length, dtype, d, norm, attention, task and str(task), targets
+    )
     command.run(request, command.SpectrumOptions(tuple(blocks or ()), matvecs), out, as_json)
 
 

@@ -15,7 +15,7 @@ from curvoscope.commands.subject import Request, select, subject_of
 from curvoscope.curvature import hessian
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.families.text import corpus
-from model_folders import make, saved
+from model_folders import characters, make, saved
 
 pytest.importorskip("transformers")
 
@@ -32,12 +32,6 @@ def document(call, tmp_path, undrawn):
         return json.loads(stdout)
 
     return run
-
-
-def characters(text, vocabulary):
-    """The most frequent characters as tokens, all others as the last one: by hand."""
-    order = sorted(set(text), key=lambda c: (-text.count(c), c))[: vocabulary - 1]
-    return torch.tensor([order.index(c) if c in order else vocabulary - 1 for c in text])
 
 
 def dense_truth(model, tokens, chosen):
@@ -235,7 +229,7 @@ class TestData:
         saved(tmp_path / "model", "vit")
         options = ["--sequences", "3", "--blocks", "h.0.attn.V", "--out", tmp_path / "out"]
         code, stdout, _ = call("analyze", tmp_path / "model", *options)
-        assert code == 0 and "Noise images: cross-entropy of 3 images of random pixels, 8 x 8" in stdout
+        assert code == 0 and "Cross-entropy of 3 classes on 3 noise images, 8 x 8 random pixels." in stdout
         code, _, stderr = call("analyze", tmp_path / "model", *options, "--length", "5")
         assert code == 2 and stderr.startswith("error: length: is for language models")
 
@@ -254,10 +248,10 @@ class TestData:
         if "input_ids" in batch:
             text = plain[:24].view(2, 12)
             assert torch.equal(batch["input_ids"], text[:, :6]) and torch.equal(batch["labels"], text[:, 6:])
-            assert "the 6 tokens that follow 2 sequences of 6 tokens" in subject.about[1]
+            assert "the 6 tokens that follow on 2 sequences of 6 tokens" in subject.about[1]
         else:
             assert torch.equal(batch["labels"], plain[:12].view(2, 6)) and batch["input_features"].shape == (2, 4, 10)
-            assert subject.about[1].startswith("Noise as sound")
+            assert subject.about[1].startswith("Cross-entropy of a text on noise as sound, unrelated to it")
         parameters = {name for name, parameter in subject.model.named_parameters() if parameter.requires_grad}
         assert subject.blocks.parameters == parameters >= {n for n, p in model.named_parameters() if p.requires_grad}
 
@@ -273,24 +267,10 @@ class TestData:
         }
 
     @pytest.mark.parametrize(
-        ("name", "shape"), [("BertForSequenceClassification", (2,)), ("RobertaForTokenClassification", (2, 6))]
-    )
-    def test_labels_of_texts_are_random_and_it_says_so(self, tmp_path, name, shape):
-        model = zoo.save(name, tmp_path / "model")
-        subject = subject_of(Request(str(tmp_path / "model"), 2, sequences=2, length=6))
-        assert subject.batch["labels"].shape == shape and subject.about[1].startswith("Random labels")
-        assert subject.facts["data"]["labels"] == "random"
-        with torch.no_grad():
-            expected = float(model(**subject.batch).loss)
-        assert abs(hessian(subject.model, subject.loss, [subject.batch]).loss - expected) < 1e-5
-
-    @pytest.mark.parametrize(
         ("name", "changes", "message"),
         [
-            ("BertForSequenceClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
-            ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "as multi_label"),
-            ("ViTForImageClassification", {"num_labels": 1}, "predicts 1 labels as regression"),
             ("Speech2TextForConditionalGeneration", {}, "sound in a different form from Whisper"),
+            ("CLIPModel", {}, "which this command has no data for"),
         ],
     )
     def test_what_there_are_no_data_for(self, call, tmp_path, name, changes, message):
@@ -298,15 +278,6 @@ class TestData:
         code, _, stderr = call("analyze", tmp_path / "model", "--out", tmp_path / "out")
         assert code == 2 and message in stderr and "give cv.hessian(model, loss_fn, batches)" in stderr
         assert stderr.count("\n") == 1 and not (tmp_path / "out").exists()
-
-    def test_a_model_that_does_not_run_on_a_plain_text(self, call, tmp_path):
-        """A decoder with a classifier needs a padding token as soon as there are two sequences."""
-        transformers = pytest.importorskip("transformers")
-        transformers.utils.logging.disable_progress_bar()
-        config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=40, num_labels=3)
-        transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "model")
-        code, _, stderr = call("analyze", tmp_path / "model", *FAST, "--out", tmp_path / "out")
-        assert code == 2 and "GPT2ForSequenceClassification does not run" in stderr and "padding token" in stderr
 
     def test_additions(self, document):
         found = document("analyze", "addition", "--sequences", "3", "--blocks", "h.0.attn.V")

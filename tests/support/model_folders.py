@@ -56,3 +56,9 @@ def saved(folder, family="gpt2", shards=None, **options):
     model = make(family, **options)
     model.save_pretrained(folder, **({} if shards is None else {"max_shard_size": shards}))
     return model
+
+
+def characters(text, vocabulary):
+    """The most frequent characters as tokens, all others as the last one: by hand."""
+    order = sorted(set(text), key=lambda c: (-text.count(c), c))[: vocabulary - 1]
+    return torch.tensor([order.index(c) if c in order else vocabulary - 1 for c in text])

@@ -191,6 +191,7 @@ ENTRIES: dict[str, Entry] = {
     "BertForMaskedLM": Entry("BertConfig", _ENCODER, "hidden tokens"),
     "BertModel": Entry("BertConfig", _ENCODER, "states"),
     "BertForSequenceClassification": Entry("BertConfig", _ENCODER | {"num_labels": CLASSES}, "class of a text"),
+    "BertForQuestionAnswering": Entry("BertConfig", _ENCODER, "answer in a text"),
     "RobertaForMaskedLM": Entry("RobertaConfig", _ENCODER, "hidden tokens"),
     "RobertaForTokenClassification": Entry("RobertaConfig", _ENCODER | {"num_labels": CLASSES}, "class of a token"),
     "XLMRobertaForMaskedLM": Entry("XLMRobertaConfig", _ENCODER, "hidden tokens"),
@@ -395,6 +396,7 @@ def batch(kind: str) -> dict[str, Tensor]:
         "answer about an image": {"input_ids": words, "pixel_values": image, "labels": answers},
         "pairs": {"input_ids": words, "pixel_values": image},
         "states": {"input_ids": words},
+        "answer in a text": {"input_ids": words},
     }
     return kinds[kind]
 
@@ -411,10 +413,18 @@ def _towards(outputs: Any, targets: Tensor) -> Tensor:
     return (outputs.last_hidden_state - targets).square().mean()
 
 
+def _span(outputs: Any, targets: Tensor) -> Tensor:
+    """The cross-entropy of the first and of the last token of an answer."""
+    both = zip((outputs.start_logits, outputs.end_logits), targets.unbind(1), strict=True)
+    losses = [nn.functional.cross_entropy(logits, target) for logits, target in both]
+    return (losses[0] + losses[1]) / 2
+
+
 Loss = Callable[[Any, Any], Tensor]
 _LOSSES: dict[str, tuple[Loss, Callable[[], Tensor]]] = {  # of models without labels, and the targets
     "pairs": (_matching, lambda: torch.arange(ROWS)),
     "states": (_towards, lambda: _Draw().numbers(ROWS, LENGTH, WIDTH)),
+    "answer in a text": (_span, lambda: torch.tensor([[1, 3], [0, 2]])),
 }
 
 

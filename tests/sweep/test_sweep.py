@@ -63,6 +63,19 @@ def test_against_dense(swept):
         assert agrees(sweep.frobenius_norm(name, other), float(heads[name, other].norm()))
 
 
+def test_a_bias_of_the_head_that_is_no_block_still_counts():
+    """The last product is walked apart, and needs its logits with the bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    nn.init.constant_(model[2].bias[0], 3.0)
+    batches = [(torch.randn(6, 3).double(), torch.tensor([0, 1, 2] * 2))]
+    blocks = cv.blocks_of(model).select("*weight", "0.bias")
+    sweep = cv.sweep(model, nn.CrossEntropyLoss(), batches, blocks=blocks, samples=512, seed=1)
+    outer = cv.hessian(model, nn.CrossEntropyLoss(), batches, blocks=blocks).outer
+    for name in blocks:
+        assert agrees(sweep.trace(name), float(outer[name].dense().trace()))
+
+
 def test_all_pairs_are_the_single_ones(swept):
     sweep, _, _ = swept
     found = sweep.norms()

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from curvoscope.autodiff.detached import attached
 from curvoscope.autodiff.kernels import REPLACED, long_attention
+from curvoscope.autodiff.recurrent_kernels import torch_recurrences
 from curvoscope.errors import ModelError
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
@@ -25,10 +26,10 @@ def undisturbed(
     """Run the model so that it can be differentiated twice, and put everything back however the run ends.
 
     Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours if there are many
-    scores and `own_kernels`; the norm of DoRA has derivatives; compiled modules run eagerly; autocast is off and
-    gradients are on. Afterwards the
-    kernels, the random states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers
-    are what they were, also after an exception or Ctrl-C.
+    scores and `own_kernels`; recurrent layers use torch's operations; the norm of DoRA has derivatives; compiled
+    modules run eagerly; autocast is off and gradients are on. Afterwards the kernels, the random states (torch, NumPy,
+    Python and `generators`), the model's mode, flags, gradients and buffers are what they were, also after an exception
+    or Ctrl-C.
     """
     with same_randomness(generators):
         modes = [(module, module.training) for module in model.modules()]
@@ -48,6 +49,7 @@ def undisturbed(
                 settings.enter_context(attached(model))
                 if own_kernels:
                     settings.enter_context(long_attention(REPLACED))
+                settings.enter_context(torch_recurrences(model))
                 settings.enter_context(torch.compiler.set_stance("force_eager"))
                 for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
                     settings.enter_context(torch.autocast(device, enabled=False))

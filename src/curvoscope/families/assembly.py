@@ -8,7 +8,7 @@ else than its path says, becomes one block per parameter.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -35,7 +35,11 @@ _STAGES = {"final_norm": _AFTER, "unembed": _END, "b_unembed": _END}
 
 def paths(**where: str) -> Paths:
     """A table of paths. `attn_Q` stands for the block "attn.Q"; spaces part alternatives."""
-    return {re.sub("^(attn|mlp)_", r"\1.", name): tuple(path.split()) for name, path in where.items()}
+    return {re.sub("^(attn|mlp|mixer|channel)_", r"\1.", name): tuple(path.split()) for name, path in where.items()}
+
+
+Shapes = Callable[[str], tuple[int, int]]  # of a block (a, p), by name
+Cut = Callable[[Shapes], Sequence[tuple[str, int]]]  # the blocks in the columns of a fused weight, and their widths
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Family:
 
     `layer`: paths under a layer; "attn.QKV" is a fused projection with the outputs Q, K, V one after the other.
     `outside`: paths beside the stack of layers or, unless `beside`, further out. `accepts` looks at the modules
-    around the query weight, from its owner outwards. `heads`: their number, where the modules do not tell.
+    around the query weight, from its owner outwards. `heads`: their number, where the modules do not tell. `needs`:
+    what a layer without attention must have, `fused`: how its fused weights are cut.
     """
 
     layer: Paths
@@ -52,6 +57,15 @@ class Family:
     beside: bool = False
     accepts: Callable[[Sequence[nn.Module]], bool] = lambda modules: True
     heads: int | None = None
+    needs: tuple[str, ...] = ()
+    fused: Mapping[str, Cut] = field(default_factory=dict)
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The paths that a layer is found by."""
+        if self.needs:
+            return self.layer[self.needs[0]]
+        return (*self.layer.get("attn.QKV", ()), *self.layer.get("attn.Q", ()))
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,11 @@ def assemble(model: nn.Module, families: Sequence[Family], adapters: Sequence[Ad
     return with_adapters(_Assembly(model, adapters).blocks(families), adapters)
 
 
-def assemble_recognised(model: nn.Module, found: Recognition, adapters: Sequence[Adapter]) -> Blocks:
-    """The blocks of a model whose roles are known from a forward pass."""
-    return with_adapters(_Assembly(model, adapters).recognised(found), adapters)
+def assemble_recognised(
+    model: nn.Module, found: Recognition, adapters: Sequence[Adapter], recurrences: Sequence[Family] = ()
+) -> Blocks:
+    """The blocks of a model whose roles are known from a forward pass, those of `recurrences` from their tables."""
+    return with_adapters(_Assembly(model, adapters).recognised(found, recurrences), adapters)
 
 
 class _Assembly:
@@ -116,8 +132,9 @@ class _Assembly:
         self._add_rest(layers)
         return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
 
-    def recognised(self, found: Recognition) -> Blocks:
-        """The roles that were found, then the rest, with notes; in the order of the model."""
+    def recognised(self, found: Recognition, recurrences: Sequence[Family]) -> Blocks:
+        """The roles that were found, recurrent layers by their tables, then the rest, with notes; in the order of the
+        model."""
         members = {home: [self._bare[name] for name in names] for home, names in found.layer_parameters.items()}
         begin = {home: min(self._position[name] for name in names) for home, names in members.items()}
         paths = {home: common_path([name.split(".")[:-1] for name in names]) for home, names in members.items()}
@@ -129,7 +146,8 @@ class _Assembly:
             first = min(self._position[self._bare[piece.parameter]] for piece in role.pieces)
             stage = _stage(name.removeprefix(found.fronts.get(name, "")))
             self._add(name, block, (stage, first) if home is None else (_LAYERS, begin[home]))
-        start = min(begin.values(), default=0)
+        recurrent = self._add_recurrent(recurrences, around=not found.roles)
+        start = min([*begin.values(), *(self._begin(layer.path) for layer in recurrent)], default=0)
         for name, parameter in self._parameters.items():
             if name in self._claimed:
                 continue
@@ -142,17 +160,27 @@ class _Assembly:
             self._add(f"{actual} (parameter)" if actual in self._blocks else actual, block, place)
         return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
 
+    def _add_recurrent(self, families: Sequence[Family], around: bool) -> list[_Layer]:
+        """Layers without attention; what stands around them as well, if there are no others."""
+        layers = self._layers(families)
+        stacks = list(dict.fromkeys(layer.stack for layer in layers))
+        for layer in layers:
+            self._add_layer(layer, _prefix(layer.stack, stacks))
+        if around:
+            self._add_outside(layers, stacks)
+        return layers
+
     def _layers(self, families: Sequence[Family]) -> list[_Layer]:
         found: dict[str, Family] = {}
         for family in families:
-            queries = (*family.layer.get("attn.QKV", ()), *family.layer.get("attn.Q", ()))
-            ends = [path + kind for path in queries for kind in _WEIGHTS]
-            for name in self._parameters:
+            ends = [path + kind for path in family.first for kind in _WEIGHTS]
+            for name in (name for name in self._parameters if name not in self._claimed):
                 end = next((end for end in ends if f".{name}".endswith(f".{end}")), None)
                 path = "" if end is None else name.removesuffix(end).removesuffix(".")
                 if end is None or any(_within(path, other) for other in found):
                     continue
-                if self._has_attention(family, path) and family.accepts(self._around(name)):
+                fits = self._has_recurrence if family.needs else self._has_attention
+                if fits(family, path) and family.accepts(self._around(name)):
                     found[path] = family
         layers = [_Layer(path, family) for path, family in found.items() if not self._is_aside(path)]
         return sorted(layers, key=lambda layer: self._begin(layer.path))
@@ -175,15 +203,29 @@ class _Assembly:
         small, large = sorted(self._parameters[fused].shape)
         return weights["O"] is not None and large == 3 * small
 
+    def _has_recurrence(self, family: Family, scope: str) -> bool:
+        """Whether all parts are there, and the widths of what fused weights hold add up to theirs."""
+        found = {key: self._find(family.layer[key], scope, _WEIGHTS) for key in family.needs}
+        if None in found.values():
+            return False
+        shapes = {key: self._shape(name, key) for key, name in found.items() if name is not None}
+        for key, cut in family.fused.items():
+            widths = [width for _, width in cut(shapes.__getitem__)]
+            if min(widths) < 1 or sum(widths) != shapes[key][1]:
+                return False
+        return True
+
     def _shape(self, name: str, key: str) -> tuple[int, int]:
         return Piece.whole(name, self._parameters[name].shape, self._layout(name, key)).shape
 
     def _add_layer(self, layer: _Layer, prefix: str) -> None:
         made: dict[str, Block] = {}
-        for key, alternatives in layer.family.layer.items():
+        family = layer.family
+        cuts = self._cuts(family, layer.path)  # before any part is claimed
+        for key, alternatives in family.layer.items():
             if "norm" not in key:
-                self._read(key, alternatives, layer.path, made)
-        query = self._bare[made["attn.Q"].pieces[0].parameter]
+                self._read(key, alternatives, layer.path, made, cuts.get(key))
+        query = self._bare[made[family.needs[0] if family.needs else "attn.Q"].pieces[0].parameter]
         for key, path in self._norms(layer, query):
             self._read(key, (path,), layer.path, made)
         modules = self._around(query)
@@ -191,10 +233,23 @@ class _Assembly:
             place = (_LAYERS, self._begin(layer.path))
             self._add(f"{prefix}h.{layer.number}.{key}", _with_heads(key, made[key], modules, layer.family), place)
 
+    def _cuts(self, family: Family, scope: str) -> dict[str, Sequence[tuple[str, int]]]:
+        """How the fused weights of a layer without attention are cut."""
+
+        def shape(key: str) -> tuple[int, int]:
+            name = self._find(family.layer[key], scope, _WEIGHTS)
+            assert name is not None
+            return self._shape(name, key)
+
+        return {key: cut(shape) for key, cut in family.fused.items()}
+
     def _norms(self, layer: _Layer, query: str) -> Iterator[tuple[str, str]]:
         """Which norm of a layer is at which path: by the order in which the layer's module runs them; where that cannot
         be read, by their paths, but for those that stand for two."""
         table = [(key, path) for key, paths in layer.family.layer.items() if "norm" in key for path in paths]
+        if layer.family.needs:
+            yield from table
+            return
         inside = query.removeprefix(layer.path).strip(".").split(".")
         roles = norm_roles(self._module(query, len(inside)), inside[0], inside[-2]) if len(inside) > 2 else None
         for path in dict.fromkeys(path for _, path in table):
@@ -240,13 +295,28 @@ class _Assembly:
     def _add(self, name: str, block: Block, place: tuple[int, int]) -> None:
         self._blocks[name], self._place[name] = replace(block, name=name), place
 
-    def _read(self, key: str, alternatives: Sequence[str], scope: str, made: dict[str, Block]) -> None:
-        """Make block `key`, and the bias that goes with it, of what is found at one of the paths under `scope`."""
+    def _read(
+        self,
+        key: str,
+        alternatives: Sequence[str],
+        scope: str,
+        made: dict[str, Block],
+        cut: Sequence[tuple[str, int]] | None = None,
+    ) -> None:
+        """Make block `key`, and the bias that goes with it, of what is found at one of the paths under `scope`; of a
+        fused weight the blocks that it is cut into."""
         weight, bias = self._find(alternatives, scope, _WEIGHTS), self._find(alternatives, scope, _BIASES)
         group, dot, leaf = key.rpartition(".")
         if "norm" in key:
             if key not in made and (weight or bias):
                 made[key] = self._block(*(self._piece(name, key) for name in (weight, bias) if name))
+        elif cut is not None:
+            for name, start in ((weight, ""), (bias, "b_")):
+                if name:
+                    whole, column = self._piece(name, start or key), 0
+                    for part, width in cut:
+                        made[f"{group}{dot}{start}{part}"] = self._block(whole.between(1, column, column + width))
+                        column += width
         elif leaf == "QKV":
             for name, start in ((weight, "attn."), (bias, "attn.b_")):
                 if name:
@@ -273,7 +343,7 @@ class _Assembly:
     def _layout(self, name: str, key: str) -> Layout:
         """`weight` is (out, in), as nn.Linear keeps it, but for the two classes below; `W` is (in, out)."""
         dimensions = self._parameters[name].ndim
-        if "norm" in key or key.rpartition(".")[2].startswith("b_"):
+        if dimensions < 2 or "norm" in key or key.rpartition(".")[2].startswith("b_"):
             return Layout((), tuple(range(dimensions)))
         if dimensions == 3:  # (heads, d, d_head), but (heads, d_head, d) for O and (1, n, d) for positions
             return Layout((1,), (0, 2)) if key in ("attn.Q", "attn.K", "attn.V") else Layout((0, 1), (2,))

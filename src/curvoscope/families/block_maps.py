@@ -5,13 +5,19 @@ from typing import Any
 from torch import nn
 
 from curvoscope.blocks import Blocks
-from curvoscope.families import direct, huggingface, torch_nn, transformer_lens
+from curvoscope.families import direct, huggingface, recurrences, torch_nn, transformer_lens
 from curvoscope.families.adapters import adapters_of, without_adapters
 from curvoscope.families.assembly import assemble, assemble_recognised
 from curvoscope.families.recognition import Recognition
 from curvoscope.families.tracing import traced
 
-_FAMILIES = (*direct.FAMILIES, *transformer_lens.FAMILIES, *huggingface.FAMILIES, *torch_nn.FAMILIES)
+_FAMILIES = (
+    *direct.FAMILIES,
+    *transformer_lens.FAMILIES,
+    *huggingface.FAMILIES,
+    *torch_nn.FAMILIES,
+    *recurrences.FAMILIES,
+)
 
 
 def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
@@ -41,6 +47,13 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
     or without PEFT; on a fused weight "attn.QKV.A", "attn.Q.B", ...; DoRA adds "attn.Q.magnitude", IA3 has
     "attn.K.ia3". A quantised weight below an adapter is no block.
 
+    Layers that mix tokens by a recurrence are known by the names of their parameters, with a batch or without. The
+    parts of a state space (Mamba, Mamba-2, also in Jamba) are named after its equations, h' = exp(delta A) h + delta B
+    x and y = C h + D x: "mixer.in" (makes x), "mixer.conv", "mixer.gate", "mixer.B", "mixer.C", "mixer.delta_in" and
+    "mixer.delta" (in series), "mixer.A" (its logarithm), "mixer.D", "mixer.out". RWKV has "mixer.R", "mixer.K",
+    "mixer.V", "mixer.decay", "mixer.bonus" (of the own token), "mixer.shift_R", ... (what a weight reads of its own
+    token rather than of the one before), "mixer.out", "channel.R", "channel.up" and "channel.down".
+
     Every other parameter is a block under its own name, as it is stored: a vector is one row, more axes are (first,
     rest). With a batch, `table()` says why.
 
@@ -66,4 +79,4 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
     if batch is None:
         return assemble(model, _FAMILIES, adapters)
     with without_adapters(model, adapters) as standing, traced(model, batch, standing) as flow:
-        return assemble_recognised(model, Recognition(flow), adapters)
+        return assemble_recognised(model, Recognition(flow), adapters, recurrences.FAMILIES)

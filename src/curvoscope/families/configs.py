@@ -10,6 +10,7 @@ from torch import nn
 
 from curvoscope.errors import RangeError
 from curvoscope.families.loading import Loaded, NotAModelError, transformers
+from curvoscope.families.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Config:
     """A model that can be made from a seed: what it is, and the arguments of transformers' classes."""
 
     about: str
-    kind: str
+    task: Task
     model: str
     config: str
     options: Mapping[str, Any]
@@ -30,35 +31,35 @@ _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 CONFIGS: dict[str, Config] = {
     "gpt2-tiny": Config(
         "GPT-2, 2 layers, width 32, bytes",
-        "causal",
+        Task.CAUSAL,
         "GPT2LMHeadModel",
         "GPT2Config",
         {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 128, "vocab_size": 256, "initializer_range": 0.1},
     ),
     "gpt2-small": Config(
         "GPT-2 with its 124 million parameters",
-        "causal",
+        Task.CAUSAL,
         "GPT2LMHeadModel",
         "GPT2Config",
         {},
     ),
     "llama-tiny": Config(
         "Llama, 2 layers, width 32, two key heads, bytes",
-        "causal",
+        Task.CAUSAL,
         "LlamaForCausalLM",
         "LlamaConfig",
         _SMALL | {"intermediate_size": 88, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128},
     ),
     "bert-tiny": Config(
         "BERT, 2 layers, width 32, bytes and a mask",
-        "masked",
+        Task.MASKED,
         "BertForMaskedLM",
         "BertConfig",
         _SMALL | _NO_DROPOUT | {"intermediate_size": 128, "vocab_size": 257, "max_position_embeddings": 128},
     ),
     "vit-tiny": Config(
         "ViT, 2 layers, width 32, 16 x 16 pixels, 10 classes",
-        "image",
+        Task.IMAGE_CLASSIFICATION,
         "ViTForImageClassification",
         "ViTConfig",
         _SMALL | _NO_DROPOUT | {"intermediate_size": 128, "image_size": 16, "patch_size": 4, "num_labels": 10},
@@ -88,4 +89,4 @@ def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, others: t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build(getattr(package, chosen.config)(**chosen.options, **ends))
-    return Loaded(model.to(dtype).eval(), chosen.kind)
+    return Loaded(model.to(dtype).eval(), chosen.task)

@@ -2,10 +2,11 @@
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,18 @@ import torch
 from torch import nn
 
 from curvoscope import checks
-from curvoscope.errors import CurvoscopeError
+from curvoscope.errors import CurvoscopeError, RangeError
+from curvoscope.families.tasks import HEADS_OF_BODIES, Task, bodies_of, classes_of
 
 GGUF = ".gguf"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_SHARDS = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-# What a class does, by transformers' tables of classes. The first that fits counts: BART is among the masked models,
-# and an encoder has a causal variant.
-_TABLES = {
-    "text to text": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "sound to text": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
-    "masked": "MODEL_FOR_MASKED_LM_MAPPING",
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "text class": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "token class": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-}
-_BOTH_SIDES = ("text to text", "sound to text")  # kinds with an encoder and a decoder
-_WITHOUT_HEAD = ("masked", "causal", "image", *_BOTH_SIDES)  # kinds that a body may be the body of
-_BODIES = ("MODEL_MAPPING", "MODEL_FOR_PRETRAINING_MAPPING")
 _ENDINGS = {  # of classes that transformers does not have
-    "ForCausalLM": "causal",
-    "LMHeadModel": "causal",
-    "ForMaskedLM": "masked",
-    "ForImageClassification": "image",
+    "ForCausalLM": Task.CAUSAL,
+    "LMHeadModel": Task.CAUSAL,
+    "ForMaskedLM": Task.MASKED,
+    "ForImageClassification": Task.IMAGE_CLASSIFICATION,
 }
 CURE = "load it in Python and give cv.hessian(model, loss_fn, batches) batches of your own"
 _FLOATING = ("F64", "F32", "F16", "BF16")
@@ -79,19 +67,19 @@ class MissingPackageError(CurvoscopeError, ImportError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and what it predicts.
+    """A model in evaluation mode, and what it predicts: a `Task`, or "addition".
 
-    `kind`: "causal" or "masked" tokens; the text that goes with another text ("text to text") or with sound ("sound to
-    text"); the class of an "image", of a text ("text class") or of each token ("token class"); the digits of sums
-    ("addition").
+    `unused`: tensors of the folder that the model has no place for. `saved_from`: the classes that the folder says it
+    was saved from, if the model is of none of them.
     """
 
     model: nn.Module
-    kind: str
-    unused: tuple[str, ...] = ()  # tensors of the folder that the model has no place for
+    task: str
+    unused: tuple[str, ...] = ()
+    saved_from: tuple[str, ...] | None = None
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
+def load(path: Path, dtype: torch.dtype = torch.float32, task: str | None = None) -> Loaded:
     """The model in the folder `path`: config.json and safetensors, in one file or in several with an index. A
     file `path` is a model in the format GGUF, whose weights are made floating point again.
 
@@ -101,8 +89,12 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
     Args:
         path: the folder.
         dtype: of the weights, whatever the files have.
+        task: what it predicts, a `Task`; None: what the class predicts that the folder was saved from.
     """
+    chosen = None if task is None else task_of(task)
     if path.is_file() and path.suffix == GGUF:
+        if chosen not in (None, Task.CAUSAL):
+            raise RangeError("task", f"got {task}, but a GGUF file holds a causal model; leave it out")
         return _load_gguf(path, dtype)
     if not path.is_dir():
         raise NotAModelError("model", f"{path} is not a folder; expected one with config.json and {SINGLE}")
@@ -110,7 +102,12 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
     files = _files(path)
     needed = sum(_check(file) for file in files) * dtype.itemsize
     checks.fits(needed, None, f"the model in {path}", "take a smaller model, or --dtype float32")
-    return _load(path, configuration, dtype, safe=files[0].suffix == ".safetensors")
+    return _load(path, configuration, dtype, files[0].suffix == ".safetensors", chosen)
+
+
+def task_of(name: str) -> Task:
+    """The task of that name."""
+    return Task(checks.choice("task", name, tuple(map(str, Task))))
 
 
 def transformers() -> Any:
@@ -213,7 +210,7 @@ def _check_pickle(file: Path) -> int:
 # ---- the model
 
 
-def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: bool) -> Loaded:
+def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: bool, task: Task | None) -> Loaded:
     package = transformers()
     local = {"local_files_only": True, "trust_remote_code": False}  # nothing from the hub
     name = configuration.get("model_type", "nothing")
@@ -225,7 +222,10 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
                 "model", f"{path / 'config.json'} has model_type {name!r}, which transformers does not know"
             ) from error
         raise CorruptFileError("model", f"{path / 'config.json'}: {_one_line(error)}") from error
-    kind, model_class = _class(package, path, config)
+    found_task, model_class = _class(package, path, config, task)
+    options: dict[str, Any] = {}
+    if found_task is Task.EMBEDDING and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+        options["add_pooling_layer"] = False  # the embedding is made of the states
     with quiet(package):
         try:
             model, found = model_class.from_pretrained(
@@ -238,17 +238,24 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are errors all the same, below
                 local_files_only=True,
+                **options,
             )
         except Exception as error:  # whatever transformers does not like
             raise LoadingError("model", f"{path}: {_one_line(error)}") from error
+    name = type(model).__name__
+    saved_from = tuple(str(one) for one in config.architectures or ())
     for reason in ("missing_keys", "mismatched_keys"):
         if found.get(reason):
             keys = sorted(key if isinstance(key, str) else key[0] for key in found[reason])
             what = "has no" if reason == "missing_keys" else "has another shape of"
+            origin = "" if name in saved_from else f", and the folder was saved from {_some(saved_from) or 'no class'}"
+            able = task is None and origin and classes_of(package, config)[Task.EMBEDDING]
+            cure = "; --task embedding reads it without a head" if able else ""
             raise MissingWeightsError(
-                "model", f"{path} {what} {_some(keys)}: they would be random in {type(model).__name__}"
+                "model", f"{path} {what} {_some(keys)}: they would be random in {name}{origin}{cure}"
             )
-    return Loaded(model.eval(), kind, tuple(sorted(found.get("unexpected_keys", ()))))
+    unused = tuple(sorted(found.get("unexpected_keys", ())))
+    return Loaded(model.eval(), found_task, unused, None if name in saved_from else saved_from)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Loaded:
@@ -263,43 +270,48 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> Loaded:
             )
         except Exception as error:  # whatever transformers does not like
             raise LoadingError("model", f"{path}: {_one_line(error)}") from error
-    return Loaded(model.eval(), "causal")
+    return Loaded(model.eval(), Task.CAUSAL)
 
 
-def _class(package: Any, path: Path, config: Any) -> tuple[str, Any]:
-    """The class in `architectures`, and what it predicts; where that is a body without a head, its family's class."""
-    known = {kind: _classes(package, table, config) for kind, table in _TABLES.items()}
-    if not getattr(config, "is_encoder_decoder", False):  # a language model that reads sound or images as well
-        known = {kind: [] if kind in _BOTH_SIDES else classes for kind, classes in known.items()}
+def _class(package: Any, path: Path, config: Any, task: Task | None) -> tuple[Task, Any]:
+    """The class of a task; without one, the class in `architectures`, or if that has no head, its family's class."""
+    known = classes_of(package, config)
     names = [str(name) for name in config.architectures or ()]
+    if task is not None:
+        return task, _class_for(path, config, task, known, names)
     for name in names:
-        for kind, classes in known.items():
-            found = next((one for one in classes if one.__name__ == name), None)
+        for one in (one for one in known if one is not Task.EMBEDDING):
+            found = next((each for each in known[one] if each.__name__ == name), None)
             if found is not None:
-                return kind, found
-    ends = [kind for name in names for ending, kind in _ENDINGS.items() if name.endswith(ending)]
-    bodies = {one.__name__ for table in _BODIES for one in _classes(package, table, config)}
+                return one, found
+    ends = [one for name in names for ending, one in _ENDINGS.items() if name.endswith(ending)]
+    bodies = bodies_of(package, config)
     several = len(getattr(config, "sub_configs", ())) > 1  # such as CLIP, which no single head goes on
-    able = [kind for kind in _TABLES if kind in _WITHOUT_HEAD and known[kind]]
+    able = [one for one in HEADS_OF_BODIES if known[one]]
     if any(hasattr(package, name) for name in names) and (several or not bodies & set(names)):
-        raise UnknownArchitectureError("model", f"{path} is {_some(names)}, which this command has no data for; {CURE}")
-    chosen = [kind for kind in (ends or able) if kind in able]
-    if not chosen:
-        seen = _some(names) if names else "of no architecture"
-        expected = ", ".join(f"...{ending}" for ending in _ENDINGS)
+        embeds = not several and any(one.__name__ in names for one in known[Task.EMBEDDING])
+        cure = "give --task embedding, or " if embeds else ""
         raise UnknownArchitectureError(
-            "model", f"{path} is {seen} with model_type {config.model_type!r}; expected one of {expected}, or {CURE}"
+            "model", f"{path} is {_some(names)}, which this command has no data for; {cure}{CURE}"
+        )
+    chosen = [one for one in (ends or able) if one in able]
+    if not chosen:
+        seen, expected = _some(names) or "of no architecture", ", ".join(f"...{ending}" for ending in _ENDINGS)
+        raise UnknownArchitectureError(
+            "model",
+            f"{path} is {seen} with model_type {config.model_type!r}; expected one of {expected}, or {CURE}",
         )
     return chosen[0], known[chosen[0]][0]
 
 
-def _classes(package: Any, table: str, config: Any) -> list[Any]:
-    """The classes for a configuration in one of transformers' tables."""
-    mapping = getattr(package, table)
-    if type(config) not in mapping:
-        return []
-    found = mapping[type(config)]
-    return list(found) if isinstance(found, tuple | list) else [found]
+def _class_for(path: Path, config: Any, task: Task, known: dict[Task, list[Any]], names: Sequence[str]) -> Any:
+    """The class for a task: the one that the folder was saved from, if it is one of them."""
+    if not known[task]:
+        able = ", ".join(one for one in known if known[one]) or "none"
+        raise UnknownArchitectureError(
+            "task", f"got {task}, which no class with the model_type {config.model_type!r} of {path} has; it has {able}"
+        )
+    return next((one for one in known[task] if one.__name__ in names), known[task][0])
 
 
 class quiet:  # noqa: N801
@@ -319,7 +331,7 @@ class quiet:  # noqa: N801
             self._logging.enable_progress_bar()
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

@@ -46,18 +46,18 @@ def corpus() -> str:
     return resources.files("curvoscope.families").joinpath("corpus.txt").read_text(encoding="utf-8")
 
 
-def read(path: Path) -> str:
-    """The text of a file in UTF-8."""
+def read(path: Path, argument: str = "text") -> str:
+    """The text of a file in UTF-8; errors name the argument that gave the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TextError("text", f"cannot read {path}: {error.strerror}") from error
+        raise TextError(argument, f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TextError(
-            "text", f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]}"
+            argument, f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]}"
         ) from error
     if not text.strip():
-        raise EmptyError("text", f"{path} has no words")
+        raise EmptyError(argument, f"{path} has no words")
     return text
 
 

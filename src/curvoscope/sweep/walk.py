@@ -342,6 +342,8 @@ class Walk:
         weight = self._leaves[name].detach()
         weight = weight.mT if use.transposed else weight
         constant = None if bias is None else self._leaves[bias].detach()
+        if node.name() == "AddmmBackward0" and bias is None:  # a bias that is none of the blocks, nor of the graph
+            constant = logits.detach().reshape(-1, use.width)[0] - use.factor[0] @ weight
 
         def columns(start: int, stop: int) -> Tensor:
             found = use.factor @ weight[:, start:stop]
