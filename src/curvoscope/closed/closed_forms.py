@@ -107,12 +107,14 @@ class ClosedForms:
 
     def _sized_out(self, place: BlockPlace, block: Block, part: str) -> str | None:
         """Why sizes alone rule out a closed form."""
-        if self._limited and self._products_only(place) and block.size > _MOST_DENSE:
+        if self._limited and self._products_only(place, part) and block.size > _MOST_DENSE:
             return "behind rotary positions its closed form gives products only"
         return self._ruled_out[self._needs_curvature(part)][place.layer.name]
 
-    def _products_only(self, place: BlockPlace) -> bool:
-        return self._sizes[place.layer.name].rotary and place.name.removeprefix("b_")[0] == "K"
+    def _products_only(self, place: BlockPlace, part: str) -> bool:
+        """Of keys behind rotary positions, the functional part alone has more than products."""
+        turned = self._sizes[place.layer.name].rotary and place.name.removeprefix("b_")[0] == "K"
+        return turned and (place.name.startswith("b_") or self._needs_curvature(part))
 
     def _misfit(self, name: str, needs_curvature: bool) -> str | None:
         if not self._sizes[name].once:

@@ -15,6 +15,7 @@ from curvoscope.exact.assembly import WeightPart
 from curvoscope.exact.attention.cores import Response, rotated
 from curvoscope.exact.attention.layer import AttentionLayer, Pass
 from curvoscope.exact.attention.moments import Covariance, Feature, Rows, Third
+from curvoscope.exact.attention.rotary_keys import KeySequence, RotaryKeys
 from curvoscope.exact.factor import Factor, Pairing, TermList
 from curvoscope.losses import LossAt, through
 from curvoscope.operators.base import Shape
@@ -94,6 +95,27 @@ class AttentionBlocks:
                 turned = rotated(core, first.response, second.response)
                 terms.append(Term(first.vectors, second.vectors, turned, (first.axis, second.axis)))
         return terms
+
+    def bends(self, weight: HeadWeight) -> bool:
+        """Whether `rotary_keys` has the functional part: that of a key weight behind rotary positions and a softmax."""
+        turned = self._layer.rotary is not None and self._passed.open_keys is None
+        return turned and weight.role == "K" and not weight.bias
+
+    def rotary_keys(self, weight: HeadWeight) -> RotaryKeys:
+        """The functional part of one head's key weight behind rotary positions."""
+        rotary, heads = self._layer.rotary, [self._head(h) for h in weight.heads]
+        assert rotary is not None
+        queries = self._layer.scale * self._passed.query[:, list(weight.heads)]
+        sequences = [
+            KeySequence(
+                X,
+                torch.cat([head.rows.A[n] for head in heads]),
+                torch.cat([head.P[n] for head in heads]),
+                queries[n].flatten(0, 1),
+            )
+            for n, X in enumerate(self._passed.X)
+        ]
+        return RotaryKeys(sequences, rotary, weight.shape, self._passed.X)
 
     def t_functional(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """s B (x) I with B = X^T P X (or a bias row of it): a query with a key weight."""
