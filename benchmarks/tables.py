@@ -87,23 +87,32 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
     if not one:
         return
     aims, apart = one["limits"], ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
-    task = f"traces and norms of {one['blocks']} blocks, {one['samples']} samples{apart}"
-    spent = _bold(f"{one['gradients']:.3g} gradients", one["gradients"] > aims["gradients"])
-    yield (
-        task,
-        f"aim: {aims['gradients']} gradients",
-        f"{spent}; first block after {one['first_block_after_gradients']:.3g}",
-    )
-    middle, high = one["median_error"], one["95th_percentile_of_the_error"]
-    worse = middle > aims["median_error"] or high > aims["95th_percentile_of_the_error"]
-    told = _bold(f"{100 * middle:.2g} %, 95th percentile {100 * high:.2g} %", worse)
-    aim = f"aim: {100 * aims['median_error']:.2g} and {100 * aims['95th_percentile_of_the_error']:.2g} %"
-    yield "median relative standard error of the norms", aim, told
+    yield from _time_and_error(one, aims, apart)
     for key, peer in (("products", "our products, block by block"), ("curvlinops", "curvlinops' products")):
         yield "the same, to the same error, on a sample of blocks", peer, faster(one[f"times_faster_than_{key}"])
     ratio = one["peak_over_that_of_a_gradient"]
     memory = _bold(f"{ratio:.2g} times", ratio > aims["peak_over_that_of_a_gradient"])
     yield "peak memory", "a gradient", memory
+    if "trained" in one:
+        yield from _time_and_error(one["trained"], aims, ", SmolLM2-135M with trained weights")
+    if "billion" in one:
+        large = one["billion"]
+        task = f"a Llama of {large['parameters'] / 1e9:.2g} billion parameters in bfloat16, {large['blocks']} blocks"
+        told = f"{large['seconds'] / 60:.2g} minutes, peak {large['peak_gib']:.3g} GiB"
+        yield task, "aim: 16 GiB", _bold(told, large["peak_gib"] > 16)
+
+
+def _time_and_error(one: dict[str, Any], aims: dict[str, float], apart: str) -> Iterator[Row]:
+    """Gradients and errors of the sweep of one model."""
+    task = f"traces and norms of {one['blocks']} blocks, {one['samples']} samples{apart}"
+    spent = _bold(f"{one['gradients']:.3g} gradients", one["gradients"] > aims["gradients"])
+    first = f"first block after {one['first_block_after_gradients']:.3g}"
+    yield task, f"aim: {aims['gradients']} gradients", f"{spent}; {first}"
+    middle, high = one["median_error"], one["95th_percentile_of_the_error"]
+    worse = middle > aims["median_error"] or high > aims["95th_percentile_of_the_error"]
+    told = _bold(f"{100 * middle:.2g} %, 95th percentile {100 * high:.2g} %", worse)
+    aim = f"aim: {100 * aims['median_error']:.2g} and {100 * aims['95th_percentile_of_the_error']:.2g} %"
+    yield "median relative standard error of the norms", aim, told
 
 
 def overheads(found: dict[str, Any]) -> Iterator[Row]:

@@ -22,7 +22,7 @@ extensions = [
     "docstrings",
     "generated",
 ]
-exclude_patterns = ["_build", "_ext", "gallery/**/*.ipynb", "gallery/**/*.py", "gallery/**/*.md5"]
+exclude_patterns = ["_build", "_ext", "examples/**/*.ipynb", "examples/**/*.py", "examples/**/*.md5"]
 nitpicky = False  # types of torch and numpy would need their inventories from the network
 
 # ---- Markdown
@@ -53,10 +53,10 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
 
-# ---- the gallery
+# ---- the examples
 sphinx_gallery_conf = {
     "examples_dirs": str(HERE.parent / "examples"),
-    "gallery_dirs": "gallery",
+    "gallery_dirs": "examples",
     "filename_pattern": r"/plot_",
     "image_scrapers": ("figures.scraper",),
     "capture_repr": (),

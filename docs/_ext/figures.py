@@ -1,4 +1,4 @@
-"""The pictures of the gallery: every figure that a cell of an example has made."""
+"""The pictures of the examples: every figure that a cell of an example has made."""
 
 from typing import Any
 

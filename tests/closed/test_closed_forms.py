@@ -244,3 +244,17 @@ def test_the_loss_may_be_any_function_of_the_outputs():
 
 def cross_entropy_of_rows(logits, targets):
     return cross_entropy(logits, targets)
+
+
+def test_rotary_keys_have_an_exact_functional_part_at_any_size(monkeypatch):
+    monkeypatch.setattr("curvoscope.closed.closed_forms._MOST_DENSE", 4)
+    case = CASES["Llama, no biases, one key head"]()
+    case.model.set_attn_implementation("sdpa")
+    blocks = blocks_of(case.model).select("h.*.attn.K")
+    options = {"blocks": blocks, "split": "layer"}
+    H = hessian(case.model, CrossEntropy(), [(words(), words())], **options)
+    for name in H.names:
+        assert (H.method_of(name, "functional"), H.method_of(name, "outer")) == ("exact", "autodiff")
+        products = hessian(case.model, CrossEntropy(), [(words(), words())], method="autodiff", **options)
+        truth = products.functional[name].dense()
+        assert H.functional[name].frobenius_norm() == pytest.approx(float(truth.norm()), rel=1e-5)  # a float32 softmax

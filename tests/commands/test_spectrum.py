@@ -94,6 +94,17 @@ def test_a_folder(call, undrawn, tmp_path):
     assert names == [f"h.0.{name}" for name in [*PROJECTIONS[:4], "mlp.gate", *PROJECTIONS[4:]]]
 
 
+def test_a_large_model_starts_with_a_sweep(call, undrawn, tmp_path, monkeypatch):
+    monkeypatch.setattr("curvoscope.commands.sweep_run.SWEPT", 0)
+    options = [*FAST, "--matvecs", "16", "--blocks", "h.0.attn.[QV]", "--out", tmp_path / "out"]
+    code, stdout, stderr = call("spectrum", *options)
+    assert (code, stderr) == (0, "")
+    first, swept, spectrum = (stdout.index(text) for text in ("‖H‖F", "Gauss-Newton part, ", "λ min"))
+    assert first < swept < spectrum < stdout.index("Eigenvalues of the blocks")
+    found = json.loads((tmp_path / "out" / "spectrum.json").read_text())["gauss_newton"]
+    assert [row["block"] for row in found["rows"]] == ["h.0.attn.Q", "h.0.attn.V"] and found["samples"] >= 64
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

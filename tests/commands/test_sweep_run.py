@@ -8,6 +8,7 @@ import torch
 import curvoscope as cv
 from curvoscope.commands import sweep_run
 from curvoscope.commands.subject import Request, select, subject_of
+from curvoscope.sweep.walk import Walk
 
 pytest.importorskip("transformers")
 
@@ -83,6 +84,21 @@ def test_an_interrupted_run_is_written_and_continued(analyze, monkeypatch):
     assert continued["samples"] == whole["samples"]
     for one, other in zip(continued["rows"], whole["rows"], strict=True):
         assert one["trace"]["value"] == pytest.approx(other["trace"]["value"], rel=1e-4)
+    assert not (out / "samples.pt").exists()
+
+
+def test_an_interrupt_during_the_last_product_keeps_the_sweep(analyze, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    real = sweep_run._largest
+    monkeypatch.setattr(sweep_run, "_largest", interrupted)
+    document, out = analyze()
+    assert document["hessian"] is None and document["rows"] and (out / "samples.pt").exists()
+    monkeypatch.setattr(sweep_run, "_largest", real)
+    monkeypatch.setattr(Walk, "run", interrupted)  # no sample is drawn again
+    again, _ = analyze()
+    assert again["rows"] == document["rows"] and again["hessian"]["largest_eigenvalue"]["value"] > 0
     assert not (out / "samples.pt").exists()
 
 

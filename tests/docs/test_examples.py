@@ -1,4 +1,4 @@
-"""Every example of the gallery runs and draws."""
+"""Every example runs and draws."""
 
 import runpy
 

@@ -61,7 +61,7 @@ def test_links_lead_somewhere():
     for page in pages():
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             path, _, heading = target.partition("#")
-            if "://" in target or path.startswith("gallery/") or "/gallery/" in path:
+            if "://" in target or path.startswith("examples/") or "/examples/" in path:
                 continue
             file = (page.parent / path).resolve() if path else page
             assert file.is_file(), f"{page}: {target}"

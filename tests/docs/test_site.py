@@ -11,19 +11,19 @@ from browser_cases import PATIENCE, WIDTHS, Traffic, overflow
 from fences import ROOT
 
 MATHJAX = ROOT / ".venv/share/mathjax/node_modules/mathjax/es5/tex-svg-full.js"
-PAGES = ("index", "tutorial", "bounds", "theory/attention", "theory/errata", "reference/exact", "gallery/index")
+PAGES = ("index", "tutorial", "bounds", "theory/attention", "theory/errata", "reference/exact", "gallery/index", "examples/index")
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Built from a copy: the gallery is written beside the pages' sources."""
+    """Built from a copy: the pages of the examples are written beside the pages' sources."""
     pytest.importorskip("sphinx_gallery")
     if not MATHJAX.is_file():
         pytest.skip("MathJax is not there: `make docs` fetches it")
     folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "gallery"))
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "examples"))
     shutil.copytree(ROOT / "examples", folder / "examples")
     flags = ["-W", "--keep-going", "-q", "-b", "html", "-D", "plot_gallery=0"]  # the examples have tests of their own
     command = [sys.executable, "-m", "sphinx", *flags, "docs", "html"]

@@ -113,6 +113,29 @@ class TestRectangular:
         zero = operator_of(torch.zeros(SIZE, SIZE, dtype=torch.float64), symmetric=True).eigenvalues(3)
         assert zero.dtype == torch.float64 and torch.equal(zero, torch.zeros(3).double())
 
+    def test_eigenvalues_in_single_precision_are_computed_in_double(self, monkeypatch):
+        """As on CPUs on which LAPACK returns NaN in single precision for some matrices of tiny entries."""
+        eigvalsh, eigh = torch.linalg.eigvalsh, torch.linalg.eigh
+
+        def broken(matrix):
+            return eigvalsh(matrix) * (float("nan") if matrix.dtype == torch.float32 else 1.0)
+
+        def broken_pairs(matrix):
+            return tuple(part * (float("nan") if matrix.dtype == torch.float32 else 1.0) for part in eigh(matrix))
+
+        monkeypatch.setattr(torch.linalg, "eigvalsh", broken)
+        monkeypatch.setattr(torch.linalg, "eigh", broken_pairs)
+        matrix = 1e-20 * symmetric(9).float()
+        expected = eigvalsh(matrix.double()).float()
+        operator = operator_of(matrix, symmetric=True)
+        values, vectors = operator.eigenvalues(vectors=True)
+        for found in (operator.eigenvalues(), values):
+            assert found.dtype == torch.float32 and torch.allclose(found.value, expected, rtol=1e-6, atol=1e-26)
+        assert torch.allclose(matrix @ vectors, vectors * expected, rtol=0, atol=1e-24)
+        assert operator.spectral_norm() == pytest.approx(float(expected.abs().max()), rel=1e-6)
+        factors = KroneckerSum((2, 2), (2, 2), [Single(matrix[:2, :2], matrix[:2, :2])], matrix, True)
+        assert bool(factors.eigenvalues().value.isfinite().all())
+
     def test_a_wide_matrix_is_written_from_the_fewer_products_of_its_transpose(self):
         matrix, asked = normal(7)(3, 50), []
 

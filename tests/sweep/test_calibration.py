@@ -30,8 +30,19 @@ def weighted():
     return model, loss, [(X[:6], labels[:6]), (X[6:], labels[6:])]
 
 
+def log_cosh():
+    """A convex loss that is a function of one's own: log cosh of the residuals."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    X, Y = torch.randn(9, 4).double(), 3 * torch.randn(9, 3).double()
+    return model, lambda F, Y: torch.logaddexp(F - Y, Y - F).mean(), [(X, Y)]
+
+
+CASES = [gpt2, bert, encoder, convolutions, weighted, log_cosh]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt2, bert, encoder, convolutions, weighted], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_against_the_dense_matrix(make):
     torch.manual_seed(0)
     model, loss, batches = make()

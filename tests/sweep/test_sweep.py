@@ -115,6 +115,16 @@ def test_table(swept):
     Console(file=shown, width=160).print(table)
     assert "h.0.mlp.down" in shown.getvalue()
     assert "1024 samples" in repr(sweep)
+    norms = [row.frobenius_norm for row in sweep.table(largest_first=True)]
+    assert norms == sorted(norms, reverse=True) and len(norms) == len(sweep.names)
+
+
+def test_how_many_samples_a_tolerance_needs(swept):
+    sweep, _, _ = swept
+    errors = torch.tensor([norm.stderr / norm for norm in map(sweep.frobenius_norm, sweep.names) if norm])
+    worst = max(float(errors.median()), float(errors.quantile(0.95)) / 2)
+    assert sweep.needed(worst / 2) == pytest.approx(4 * 1024, rel=0.05)
+    assert sweep.needed(1.01 * worst) <= 1024
 
 
 def test_a_head_is_a_part_of_its_block(swept):

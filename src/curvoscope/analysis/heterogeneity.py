@@ -10,6 +10,7 @@ import torch
 from curvoscope.errors import BlockNameError
 from curvoscope.magnitudes import norm as norm_of
 from curvoscope.operators import BlockHessian
+from curvoscope.operators.base import symmetric_eigenvalues
 
 Part = Literal["outer", "functional", "total"]
 PARTS: tuple[Part, ...] = ("outer", "functional", "total")
@@ -198,7 +199,7 @@ def _measure(H: BlockHessian, row: str, column: str, part: Part) -> BlockRow:
     median = float(np.median(dense.abs().cpu().numpy()))
     if row != column:
         return BlockRow(row, column, part, norm, median)
-    eigenvalues = torch.linalg.eigvalsh(dense.double())  # in single precision some CPUs return NaN for tiny entries
+    eigenvalues = symmetric_eigenvalues(dense)
     tolerance = torch.finfo(dense.dtype).eps * len(dense) * float(eigenvalues.abs().max())
     return BlockRow(
         row,

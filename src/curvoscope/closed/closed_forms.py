@@ -91,7 +91,8 @@ class ClosedForms:
         self._reasons: dict[str, str | None] = {}
         self._coupling: dict[str, str | None] = {}
         self._passes: dict[str, LayerPasses] = {}
-        self._coreless: dict[str, str | None] = {}  # roles whose closed forms give products only
+        # Roles whose closed forms give products only, of parts that need a Kronecker form and of others
+        self._coreless: dict[bool, dict[str, str | None]] = {True: {}, False: {}}
         self._traced: dict[str, list[TracedLayer]] = {}
         self._batches: dict[str, tuple[str | None, list[LayerAtBatch]]] = {}
         self._made: dict[tuple[str, str], list[Curvature]] = {}
@@ -121,19 +122,24 @@ class ClosedForms:
 
     def _sized_out(self, place: BlockPlace, block: Block, part: str) -> str | None:
         """Why sizes alone rule out a closed form."""
-        if self._limited and self._products_only(place) and block.size > _MOST_DENSE:
+        if self._limited and self._products_only(place, part) and block.size > _MOST_DENSE:
             return _PRODUCTS_ONLY
         return self._ruled_out[self._needs_curvature(part)][place.layer.name]
 
-    def _products_only(self, place: BlockPlace) -> bool:
+    def _products_only(self, place: BlockPlace, part: str) -> bool:
         keys = any(name.removeprefix("b_")[0] == "K" for name in place.weights)
-        return self._sizes[place.layer.name].rotary and keys
+        return self._sizes[place.layer.name].rotary and keys and self._needs_cores(place, part)
 
-    def _too_large(self, place: BlockPlace, block: Block) -> str | None:
+    def _needs_cores(self, place: BlockPlace, part: str) -> bool:
+        """Whether a norm needs a Kronecker form. The functional part of a key weight has another form."""
+        return place.adapter is not None or place.name.startswith("b_") or self._needs_curvature(part)
+
+    def _too_large(self, place: BlockPlace, block: Block, part: str) -> str | None:
         """Why a block of a verified layer is left to autodiff: it is large, and its closed form gives products only."""
         roles = {name.removeprefix("b_")[0] for name in place.weights}
+        coreless = self._coreless[self._needs_cores(place, part)][place.layer.name] or ""
         too_large = self._limited and block.size > _MOST_DENSE
-        return _PRODUCTS_ONLY if too_large and roles & set(self._coreless[place.layer.name] or "") else None
+        return _PRODUCTS_ONLY if too_large and roles & set(coreless) else None
 
     def _misfit(self, name: str, needs_curvature: bool) -> str | None:
         if not self._sizes[name].once:
@@ -172,7 +178,7 @@ class ClosedForms:
         place = self._layers.place(block)
         if isinstance(place, str):
             return place
-        found = self._sized_out(place, block, part) or self._verify(place.layer) or self._too_large(place, block)
+        found = self._sized_out(place, block, part) or self._verify(place.layer) or self._too_large(place, block, part)
         return self._couples(place.layer) if found is None and self._needs_curvature(part) else found
 
     def _verify(self, layer: ModelLayer) -> str | None:
@@ -182,8 +188,9 @@ class ClosedForms:
                 reason, batches = self._rebuilt(layer)
             self._reasons |= self._agreed({layer.name: reason})
             own = batches[0].rebuilt.layer if batches else None
-            roles = [role for role in "QK" if isinstance(own, SelfAttention) and not own.has_cores(role)]
-            self._coreless |= self._agreed({layer.name: "".join(roles) or None})
+            for needed, known in self._coreless.items():
+                roles = own.coreless(functional=not needed) if isinstance(own, SelfAttention) else ""
+                known |= self._agreed({layer.name: roles or None})
         return self._reasons[layer.name]
 
     def _rebuilt(self, layer: ModelLayer) -> tuple[str | None, list[LayerAtBatch]]:

@@ -5,8 +5,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from curvoscope import checks, commands
 from curvoscope.analysis.attention_heads import HeadMoments, head_moments
 from curvoscope.analysis.entries import EntryHistogram, entry_histograms
@@ -45,6 +43,7 @@ from curvoscope.commands.subject import Request, Subject, select, subject_of
 from curvoscope.curvature import ModelHessian, blocks_of, hessian
 from curvoscope.estimate import Density
 from curvoscope.operators import BlockHessian
+from curvoscope.operators.base import symmetric_eigenvalues
 from curvoscope.report import answers, density_figures, depth_figures, entry_figures, head_figures, model_tables, tables
 from curvoscope.report.block_figures import norm_figure
 from curvoscope.report.figures import hessian_figure
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 _DEPTH_TOLERANCE = 0.1
 _DEPTH_LIMIT = 2_000_000  # parameters, above which curvature through depth takes longer than all the rest
 _DENSE_LIMIT = 2_000_000  # columns times parameters, up to which all entries are computed by products
-_SWEPT = 2_000_000  # parameters, above which a sweep of the Gauss-Newton part takes the place of products
 _SAMPLED = 16  # columns of a block for the histogram of its entries
 
 
@@ -157,7 +155,7 @@ def _is_swept(subject: Subject, options: AnalyzeOptions) -> bool:
     """Whether only the Gauss-Newton part is wanted: if asked for, and by default of a large model."""
     by_products = options.method != "auto" or options.split != "model" or options.matvecs is not None
     if options.parts is None:
-        return subject.facts["parameters"] > _SWEPT and not by_products
+        return subject.facts["parameters"] > sweep_run.SWEPT and not by_products
     return options.parts == "outer"
 
 
@@ -194,8 +192,7 @@ def _dense_blocks(H: BlockHessian | None) -> DenseBlocks:
         return DenseBlocks()
     rows, spectra = block_table(H), []
     for name in filter(tables.is_matrix, H.names):
-        # in double precision: in single, LAPACK returns NaN for some blocks of tiny entries on some CPUs
-        density = Density.exact(torch.linalg.eigvalsh(H.total[name].dense().double()))
+        density = Density.exact(symmetric_eigenvalues(H.total[name].dense()))
         spectra.append(BlockSpectrum(name, H.total[name].shape[0], "exact", density, density.log_spectrum()))
     comparable = {"Q", "V"} <= {name.rpartition(".")[2] for name in H.names}
     title = headline(rows) if comparable else "The Hessian, block by block"

@@ -36,7 +36,8 @@ def work(total: int) -> Iterator[Callable[[str], None]]:
     The bar goes to stderr, if that is a terminal, once a second has passed.
     """
     stream = sys.stderr
-    progress = Progress(console=Console(file=stream), transient=True)
+    # on a terminal, what is printed meanwhile stands above the bar; in a file it stays in the file
+    progress = Progress(console=Console(file=stream), transient=True, redirect_stdout=sys.stdout.isatty())
     start, done = time.monotonic(), -1
     task = progress.add_task("", total=total)
     shown = stream.isatty()

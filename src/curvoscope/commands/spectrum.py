@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from curvoscope import commands
 from curvoscope.analysis.attention_heads import head_moments
 from curvoscope.analysis.measurements import Effort, extremes
 from curvoscope.analysis.spectra import BlockSpectrum, distances, spectra, whole_spectrum
 from curvoscope.blocks import Blocks
+from curvoscope.commands import sweep_run
 from curvoscope.commands.document import (
     REPORTS,
     as_estimate,
@@ -20,7 +23,6 @@ from curvoscope.commands.document import (
     heads_facts,
     pictures,
     show_extremes,
-    show_subject,
     shown_files,
     write_run,
 )
@@ -32,6 +34,7 @@ from curvoscope.report import answers, head_figures, model_tables
 from curvoscope.report.density_figures import density_figure, distance_figure, headline_of
 
 _LEAST_MATVECS = 8
+_TOLERANCE = 0.25  # of the first numbers of a large model
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -50,6 +53,14 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
     subject = subject_of(request)
     chosen = _projections(subject.blocks) if not options.blocks else select(subject.blocks, options.blocks)
     commands.make_directory(out)
+    console = Console(quiet=True) if as_json else commands.console()
+    for line in subject.about:
+        console.print(Text(line), soft_wrap=True)
+    first = None
+    if subject.facts["parameters"] > sweep_run.SWEPT:  # densities of a large model take long: the cheap numbers first
+        console.print("The Gauss-Newton part by sampled backward passes first, then the spectra one by one.\n")
+        first = sweep_run.shown_sweep(subject, chosen, _TOLERANCE, request.seed, console)
+        console.print(first.table(largest_first=True))
     data, found = [subject.batch], []
     with work(len(chosen) + 3) as step:
         step(next(iter(chosen)))
@@ -57,6 +68,8 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
         following = [*list(chosen)[1:], "the whole Hessian"]
         for label, spectrum in zip(following, spectra(H, options.matvecs, request.seed), strict=True):
             found.append(spectrum)
+            if first is not None:
+                console.print(Text(model_tables.spectrum_line(spectrum)), soft_wrap=True)
             step(label)
         loss = H.loss
         del H  # its graphs and copies of the weights make room for those of the whole
@@ -82,14 +95,14 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
         },
         "hessian": extremes_facts(ends) | {"spectrum": None if density is None else _facts(density)},
         "attention": heads_facts(heads),
+        "gauss_newton": None if first is None else {"samples": first.samples, "rows": sweep_run.row_facts(first)},
         "missing": _missing(request.model, density is None, not heads),
     }
     document = write_run(out, "spectrum.json", facts, figures)
     if as_json:
         print(document, end="")
         return
-    console = commands.console()
-    show_subject(console, subject, loss)
+    console.print(f"Loss {loss:.4g}.\n")
     console.print(model_tables.spectrum_table(everything))
     show_extremes(console, ends)
     if density is None:

@@ -18,14 +18,18 @@ from curvoscope.commands.document import (
     shown_files,
     write_run,
 )
+from curvoscope.commands.live_table import LiveTable
 from curvoscope.commands.subject import Request, Subject, select
 from curvoscope.curvature import hessian
 from curvoscope.errors import RangeError
 from curvoscope.estimate import Estimate
-from curvoscope.report import answers, model_tables
+from curvoscope.report import answers
 from curvoscope.report.sweep_figures import depth_profile, head_map, norm_map
+from curvoscope.settings import current, settings
 from curvoscope.sweep import Sweep, sweep
+from curvoscope.sweep.result import Grams
 
+SWEPT = 2_000_000  # parameters, above which a sweep of the Gauss-Newton part takes the place of products
 _SAMPLES = "samples.pt"
 _ROWS = 1  # sequences of a micro-batch: each sample passes through one
 _TOLERANCE = (
@@ -48,22 +52,13 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
         console.print(Text(line), soft_wrap=True)
     console.print(f"{len(chosen)} blocks; Gauss-Newton part by sampled backward passes, one row of the batch each.\n")
     kept = _Kept(out, chosen, [*subject.about, str(request.seed)])
-    told = _Told(console)
-    found, ended = kept.sweep, True
+    tolerance, largest, ended = options.tolerance or _TOLERANCE, None, True
     try:
-        found = sweep(
-            subject.model,
-            subject.loss,
-            [subject.batch],
-            chosen,
-            tolerance=options.tolerance or _TOLERANCE,
-            seed=request.seed,
-            micro_batch=_ROWS,
-            earlier=kept.sweep,
-            tell=lambda so_far: told.take(kept.keep(so_far)),
-        )
+        found: Sweep | None = shown_sweep(subject, chosen, tolerance, request.seed, console, kept)
+        if not options.fast:
+            largest = _largest(subject, request)
     except KeyboardInterrupt:
-        found, ended = told.last or kept.sweep, False
+        found, ended = kept.last, False
         if found is None or not found.names:
             raise
     assert found is not None
@@ -72,11 +67,8 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
     ]
     if not ended:
         missing.append("The run was interrupted: the same command continues it.")
-    largest = None
-    if options.fast or not ended:
+    if largest is None:
         missing.append("The largest eigenvalue of the whole Hessian: left out.")
-    else:
-        largest = _largest(subject, request)
     figures = _draw(found)
     facts = common_facts("sweep", subject, request, options, found.loss) | _facts(
         request.model, found, largest, missing
@@ -88,28 +80,38 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
     if as_json:
         print(document, end="")
         return
-    console.print(found.table())
+    console.print(found.table(largest_first=True))
     console.print(facts["answer"] + "\n", soft_wrap=True)
     for name in (*shown_files(figures), *REPORTS, "table.json"):
         print(f"wrote {out / name}")
 
 
-class _Told:
-    """Prints a block when it is first known."""
+def shown_sweep(
+    subject: Subject, chosen: Blocks, tolerance: float, seed: int, console: Console, kept: "_Kept | None" = None
+) -> Sweep:
+    """A sweep that is shown as it proceeds, and whose complete chunks are kept."""
+    with LiveTable(console, len(chosen.per_head()), tolerance) as live:
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._printed = console, set[str]()
-        self.last: Sweep | None = None
+        def tell(so_far: Sweep) -> None:
+            if kept is not None:
+                kept.keep(so_far, so_far.chunks[:-1])
+            live.take(so_far)
 
-    def take(self, found: Sweep) -> None:
-        """The sweep so far."""
-        self.last = found
-        for name in found.names:
-            if name not in self._printed:
-                self._printed.add(name)
-                norm, trace = found.frobenius_norm(name), found.trace(name)
-                numbers = f"‖H‖F {model_tables.with_error(norm):>18}   trace {model_tables.with_error(trace):>18}"
-                self._console.print(Text(f"{name:<28} {numbers}"), soft_wrap=True)
+        with settings(progress=current().progress and not live.draws):  # the table has a bar of its own
+            found = sweep(
+                subject.model,
+                subject.loss,
+                [subject.batch],
+                chosen,
+                tolerance=tolerance,
+                seed=seed,
+                micro_batch=_ROWS,
+                earlier=None if kept is None else kept.last,
+                tell=tell,
+            )
+    if kept is not None:
+        kept.keep(found, found.chunks)
+    return found
 
 
 class _Kept:
@@ -118,7 +120,7 @@ class _Kept:
     def __init__(self, out: Path, blocks: Blocks, about: list[str]) -> None:
         self._path, self._blocks, self._about = out / _SAMPLES, blocks, about
         self._chunks = 0
-        self.sweep = self._read()
+        self.last = self._read()
 
     def _read(self) -> Sweep | None:
         if not self._path.exists():
@@ -133,16 +135,15 @@ class _Kept:
         self._chunks = len(chunks)
         return Sweep(self._blocks, chunks, loss)
 
-    def keep(self, so_far: Sweep) -> Sweep:
-        """Write the chunks that are complete."""
-        complete = so_far.chunks[:-1]
+    def keep(self, so_far: Sweep, complete: list[Grams]) -> None:
+        """Write the chunks that are complete, if there are new ones."""
+        self.last = so_far
         if len(complete) > self._chunks:
             held = io.BytesIO()
             kept = [dict(chunk) for chunk in complete]
             torch.save({"about": self._about, "loss": so_far.loss, "chunks": kept}, held)
             commands.write(self._path, held.getvalue())
             self._chunks = len(complete)
-        return so_far
 
     def remove(self) -> None:
         """The run has ended."""
@@ -170,24 +171,30 @@ def _draw(found: Sweep) -> dict[str, bytes]:
     return {name: content for key, figure in figures.items() for name, content in pictures(key, figure).items()}
 
 
+def row_facts(found: Sweep) -> list[dict[str, Any]]:
+    """The table for JSON, in the order of the model."""
+    return [{"block": key, "shape": list(found.blocks[key].shape)} | _numbers(found, key) for key in found.names]
+
+
+def _numbers(found: Sweep, key: str) -> dict[str, Any]:
+    bracket = found.largest_eigenvalue(key)
+    return {
+        "frobenius_norm": as_estimate(found.frobenius_norm(key)),
+        "trace": as_estimate(found.trace(key)),
+        "effective_rank": as_estimate(found.effective_rank(key)),
+        "largest_eigenvalue": {"lower": as_estimate(bracket.lower), "upper": as_estimate(bracket.upper)},
+    }
+
+
 def _facts(name: str, found: Sweep, largest: Estimate | None, missing: list[str]) -> dict[str, Any]:
     """table.json: what was measured, and what it shows."""
-
-    def numbers(key: str) -> dict[str, Any]:
-        bracket = found.largest_eigenvalue(key)
-        return {
-            "frobenius_norm": as_estimate(found.frobenius_norm(key)),
-            "trace": as_estimate(found.trace(key)),
-            "effective_rank": as_estimate(found.effective_rank(key)),
-            "largest_eigenvalue": {"lower": as_estimate(bracket.lower), "upper": as_estimate(bracket.upper)},
-        }
 
     norms = found.norms()
     return {
         **answers.of_sweep(name, found, largest),
         "samples": found.samples,
-        "rows": [{"block": key, "shape": list(found.blocks[key].shape)} | numbers(key) for key in found.names],
-        "heads": [{"block": key, "head": head} | numbers(head) for key, head in _heads(found)],
+        "rows": row_facts(found),
+        "heads": [{"block": key, "head": head} | _numbers(found, head) for key, head in _heads(found)],
         "pairs": {"names": norms.names, "frobenius_norm": norms.value.tolist(), "stderr": norms.stderr.tolist()},
         "hessian": None if largest is None else {"largest_eigenvalue": as_estimate(largest)},
         "missing": missing,

@@ -26,7 +26,9 @@ class Ticker:
         if self._bar is None:
             if not current().progress or time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty():
                 return
-            self._bar = Progress(console=Console(stderr=True), transient=True)
+            # on a terminal, what is printed meanwhile stands above the bar; in a file it stays in the file
+            redirect = sys.stdout.isatty()
+            self._bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=redirect)
             self._task = self._bar.add_task(self._label, total=self._total)
             self._bar.start()
         self._bar.update(self._task, completed=self._done)

@@ -10,7 +10,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.losses import Curvature, PairCurvature, PerToken, ScalarCurvature, TokenCurvature
 from curvoscope.magnitudes import norm
-from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.base import LinearOperator, symmetric_eigenvalues
 
 _ROUTES = 4  # matrices of the result's size that a product needs at once
 
@@ -122,14 +122,14 @@ class Grouped(LinearOperator):
 
     def _spectral_norm(self) -> float:
         if self.symmetric:
-            return float(torch.linalg.eigvalsh(self.blocks).abs().max())
+            return float(symmetric_eigenvalues(self.blocks).abs().max())
         return float(torch.linalg.matrix_norm(self.blocks, 2).max())
 
     def _spectrum_is_cheap(self) -> bool:
         return True
 
     def _all_eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.blocks).flatten().sort().values
+        return symmetric_eigenvalues(self.blocks).flatten().sort().values
 
 
 def fits(tokens: int, size: int, rows: int, columns: int, like: Tensor, budget: int | None = None) -> None:

@@ -28,7 +28,8 @@ ProductPair = tuple[Multiplication, Multiplication]  # with an operator and with
 
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
 _BESIDE = 6  # vectors beside a Lanczos basis
-_FACTORED = 2  # matrices in memory while LAPACK finds eigenvalues or singular values: the entries, and its copy
+_FACTORED = 2  # matrices in memory while LAPACK finds singular values: the entries, and its copy
+_DOUBLES = 2  # matrices in double precision beside the entries while it finds eigenvalues
 
 
 class LinearOperator(Solvable, ABC):
@@ -382,8 +383,9 @@ class LinearOperator(Solvable, ABC):
     def _eigenpairs(self, k: int | None, which: str) -> Tensor:
         """(1 + n, k): the eigenvalues, and below each its unit eigenvector."""
         if self._takes_all_eigenvalues(k):
-            self._fits(_FACTORED + 1)
-            found = torch.cat([part.view(-1, self.shape[0]) for part in torch.linalg.eigh(self.dense())])
+            self._fits(self._copies(_DOUBLES + 1))
+            pairs = torch.linalg.eigh(self.dense().double())
+            found = torch.cat([part.view(-1, self.shape[0]) for part in pairs]).to(self.dtype)
             return found[:, _wanted(found[0], k, which)]
         return self._krylov(k or 1, which, vectors=True)
 
@@ -422,8 +424,13 @@ class LinearOperator(Solvable, ABC):
         return False
 
     def _all_eigenvalues(self) -> Tensor:
-        self._fits(_FACTORED)
-        return torch.linalg.eigvalsh(self.dense())
+        self._fits(self._copies(_DOUBLES))
+        return symmetric_eigenvalues(self.dense())
+
+    def _copies(self, doubles: int) -> int:
+        """The entries and so many matrices in double precision, in units of the entries' memory."""
+        beside = doubles if self.dtype != torch.float64 else doubles - 1  # float64 is not converted
+        return 1 + beside * torch.float64.itemsize // self.dtype.itemsize
 
     def _square(self, question: str) -> None:
         if self.shape[0] != self.shape[1]:
@@ -440,6 +447,14 @@ def summed(first: ProductPair | None, second: ProductPair | None) -> ProductPair
         return None
     (one, one_t), (two, two_t) = first, second
     return lambda columns: one(columns) + two(columns), lambda columns: one_t(columns) + two_t(columns)
+
+
+def symmetric_eigenvalues(matrices: Tensor) -> Tensor:
+    """Eigenvalues (..., n) of symmetric matrices (..., n, n), ascending, in their dtype.
+
+    Computed in double precision: in single, LAPACK returns NaN for some matrices of tiny entries on some CPUs.
+    """
+    return torch.linalg.eigvalsh(matrices.double()).to(matrices.dtype)
 
 
 def _wanted(values: Tensor, k: int | None, which: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import norm, root, total
-from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed, symmetric_eigenvalues
 from curvoscope.operators.inner_products import inner, inner_cost, merged
 from curvoscope.operators.solving import DENSE
 from curvoscope.operators.terms import Axes, Single, Term, pair_numbers
@@ -143,7 +143,7 @@ class KroneckerSum(LinearOperator):
 
     def _all_eigenvalues(self) -> Tensor:
         if self._spectrum_is_cheap():  # a (x) b, both symmetric: all products of their eigenvalues
-            first, second = (torch.linalg.eigvalsh(factor) for factor in self.terms[0].factors(0, 1))
+            first, second = (symmetric_eigenvalues(factor) for factor in self.terms[0].factors(0, 1))
             return torch.outer(first, second).flatten().sort().values
         compressed = self._compressed()
         if compressed is not None:

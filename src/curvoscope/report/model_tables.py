@@ -47,7 +47,7 @@ def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:
         ("size", "λ min", "5 %", "median", "95 %", "λ max", "λ < 0", "near 0", "|λ| ≤"),
     )
     for one in spectra:
-        low, high = (or_zero(end, one.log.reach) for end in (one.smallest, one.largest))
+        low, high = _ends(one)
         quantiles = [_resolved(one.quantile(share)) for share in (0.05, 0.5, 0.95)]
         shares = [f"{estimate.value:.1%}" for estimate in (one.negative, one.near_zero)]
         reach = f"{one.log.reach:.0e}" if one.log.reach else "0"
@@ -79,9 +79,19 @@ def allocation_table(rows: Sequence[tuple[str, float, float, Estimate]]) -> Tabl
     return table
 
 
+def spectrum_line(one: BlockSpectrum) -> str:
+    """The ends of one block's spectrum."""
+    low, high = _ends(one)
+    return f"{one.block:<28} λ min {low:>18}   λ max {high:>18}"
+
+
 def or_zero(estimate: Estimate, zero: float) -> str:
     """With its standard error in percent; ~0 if neither is larger than `zero`."""
     return "~0" if 0 < abs(estimate.value) <= zero and estimate.stderr <= zero else with_error(estimate)
+
+
+def _ends(one: BlockSpectrum) -> tuple[str, str]:
+    return or_zero(one.smallest, one.log.reach), or_zero(one.largest, one.log.reach)
 
 
 def _resolved(value: float | None) -> str:

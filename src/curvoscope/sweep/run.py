@@ -137,26 +137,26 @@ class _Sweeping:
             raise ModelError("earlier", f"has the loss {earlier.loss:.6g}, not {self.sweep.loss:.6g}: of other data?")
         self._first = len(self.sweep.chunks)  # the chunk whose first sample is checked
         self._cut = True
+        self._about = ""  # how many samples there will be
 
     def until(self, tolerance: float, samples: int | None) -> Sweep:
         """Add chunks until there are enough samples."""
         self._examine()
         wanted = MOST if samples is None else samples
+        if samples is not None:
+            self._about = f" of {samples}"
         while self.sweep.samples < wanted:
-            if samples is None and self.sweep.samples and self._precise(tolerance):
-                break
+            if samples is None and self.sweep.samples:
+                needed = self.sweep.needed(tolerance)
+                if needed <= self.sweep.samples:
+                    break
+                self._about = f" of about {min(needed, MOST)}"
             left = wanted - self.sweep.samples
             count = min(self._at_once, left)
             if 0 < left - count < LEAST:  # a chunk that is too small has no pairs to speak of
                 count = left if left <= 2 * LEAST else left - LEAST
             self._add(count)
         return self.sweep
-
-    def _precise(self, tolerance: float) -> bool:
-        errors = torch.tensor(
-            [found.stderr / found for found in map(self.sweep.frobenius_norm, self.sweep.names) if found]
-        )
-        return bool(errors.quantile(0.5) <= tolerance and errors.quantile(0.95) <= 2 * tolerance)
 
     def _examine(self) -> None:
         """Run the model whole, once, and see how many samples fit into the memory."""
@@ -215,7 +215,8 @@ class _Sweeping:
         so_far = Sweep(
             self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss, [*self.sweep.kept, self._kept]
         )
-        ticker = Ticker(f"sweep, samples {self.sweep.samples + 1} to {self.sweep.samples + count}", len(self._rows))
+        done = self.sweep.samples
+        ticker = Ticker(f"sweep, samples {done + 1} to {done + count}{self._about}", len(self._rows))
 
         def tell(name: str, gram: Tensor) -> None:
             bad = (~gram.diagonal().isfinite()).nonzero().flatten().tolist()

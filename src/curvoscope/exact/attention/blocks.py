@@ -17,6 +17,7 @@ from curvoscope.exact.attention.cores import Response, rotated
 from curvoscope.exact.attention.layer import AttentionLayer, Pass
 from curvoscope.exact.attention.maps import HeadMap, ProjectionMap
 from curvoscope.exact.attention.moments import Covariance, Feature, Rows, Third
+from curvoscope.exact.attention.rotary_keys import KeySequence, RotaryKeys
 from curvoscope.exact.factor import Factor, Pairing, TermList
 from curvoscope.losses import LossAt, through
 from curvoscope.operators.base import Shape
@@ -112,6 +113,24 @@ class AttentionBlocks:
                 second = first if left.bias == right.bias else self._input(right.bias).flatten(0, 1)
                 terms.append(Term(first, second, DenseCore(bent, symmetric=True)))
         return terms
+
+    def turned_keys(self, weight: HeadWeight) -> RotaryKeys:
+        """The functional part of one head's key weight behind positions, if `layer.turns_keys`."""
+        positions, heads = self._layer.key_rotary, [self._head(h) for h in weight.heads]
+        assert positions is not None
+        queries = self._layer.scale * self._passed.query[:, list(weight.heads)]
+        sequences = [
+            KeySequence(
+                X,
+                torch.cat([head.rows.A[n] for head in heads]),
+                torch.cat([head.P[n] for head in heads]),
+                queries[n].flatten(0, 1),
+                positions.of_head(weight.heads[0] // self._share),
+                n,
+            )
+            for n, X in enumerate(self._passed.X)
+        ]
+        return RotaryKeys(sequences, weight.shape, self._passed.X)
 
     def t_functional(self, left: HeadWeight, right: HeadWeight) -> TermList:
         """s B (x) I with B = X^T P X (or a bias row of it): a query with a key weight."""

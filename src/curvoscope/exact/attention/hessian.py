@@ -16,8 +16,9 @@ from curvoscope.exact.attention.layer import AttentionLayer, Pass
 from curvoscope.exact.attention.product import AttentionProduct
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
-from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.compositions import Product
+from curvoscope.operators.kronecker import KroneckerSum
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,26 @@ class AttentionHessian(BlockHessian):
 
     def _block(self, row: str, column: str, outer: bool, products: ProductPair) -> LinearOperator:
         roles = {part.role for name in (row, column) for part in self._blocks[name].parts}
+        weight = self._blocks[row].weight
+        if row == column and weight == "K" and not outer and self._layer.turns_keys:
+            return self._turned_keys(self._blocks[row], products)
         if "X" in (row, column) or not all(map(self._layer.has_cores, roles)):  # no Kronecker form
             shapes = self._blocks[row].shape, self._blocks[column].shape
             return Product(products, *shapes, self._passed.X, symmetric=row == column)
         return self._tiled(row, column, self._terms.outer if outer else self._terms.functional, products)
+
+    def _turned_keys(self, block: _Block, products: ProductPair) -> LinearOperator:
+        """The functional part of a key weight behind positions: no two of its heads meet."""
+        heads = [self._terms.turned_keys(part) for part in block.parts]
+        if len(heads) == 1:
+            return heads[0]
+        slots, like = [part.slot for part in block.parts], self._passed.X
+        entries: dict[tuple[int, int], LinearOperator] = {
+            (i, j): head if i == j else KroneckerSum(head.row_shape, other.row_shape, [], like)
+            for i, head in enumerate(heads)
+            for j, other in enumerate(heads)
+        }
+        return Tiles(block.shape, block.shape, slots, slots, entries, like, True, products)
 
     def _tiled(self, row: str, column: str, terms: TermsOf, products: ProductPair | None = None) -> LinearOperator:
         """The block of two weights from the terms of their heads."""

@@ -218,6 +218,18 @@ class AttentionLayer:
         return self.q_norm is None or self.q_norm.width == self.d_k
 
     @property
+    def turns_keys(self) -> bool:
+        """Whether scores are linear in W_K behind positions of the keys: then `RotaryKeys` has the functional part."""
+        between = self.k_norm, self.softcap
+        return self.key_rotary is not None and self.activation == "softmax" and all(one is None for one in between)
+
+    def coreless(self, functional: bool) -> str:
+        """The roles among Q and K whose blocks have products only: of all parts, or of the functional part."""
+        return "".join(
+            role for role in "QK" if not (self.has_cores(role) or (functional and role == "K" and self.turns_keys))
+        )
+
+    @property
     def matrices(self) -> dict[str, Tensor]:
         """The weight matrices."""
         found = {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}

@@ -80,4 +80,5 @@ class PositionMatrices(PositionMap):
     def back(self, values: Tensor, start: int, length: int) -> Tensor:
         """R_i^T v, for one head."""
         tokens = torch.arange(start, start + len(values), device=values.device)
-        return values @ self.matrices[(tokens // length) % len(self.matrices), 0, tokens % length]
+        matrices = self.matrices[(tokens // length) % len(self.matrices), 0, tokens % length]
+        return values @ matrices.to(values.dtype)

@@ -1,0 +1,65 @@
+"""The functional part of key weights behind rotary positions, against nested automatic differentiation."""
+
+import pytest
+import torch
+
+import curvoscope as cv
+from curvoscope.exact.attention.rotary_keys import RotaryKeys
+from curvoscope.operators.block_matrix import Tiles
+from reference import attention, dense_hessian, normal, relative
+
+D, WIDTH, LENGTH, BASE = 5, 4, 6, 50.0
+
+
+def case(heads, kv_heads, causal, sequences=2, dtype=torch.float64, seed=0):
+    r = normal(seed)
+    weights = {"Q": r(D, heads * WIDTH), "K": r(D, kv_heads * WIDTH), "V": r(D, kv_heads * 3), "O": r(heads * 3, D)}
+    X, Y = r(sequences, LENGTH, D) + 1.0, r(sequences, LENGTH, D)
+    layer = cv.exact.SelfAttention(
+        *(weight.to(dtype) for weight in weights.values()), heads=heads, kv_heads=kv_heads, causal=causal, rotary=BASE
+    )
+    H = layer.hessian(X.to(dtype), cv.losses.MSE(Y.to(dtype)))
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    options = {"heads": heads, "kv_heads": kv_heads, "scale": WIDTH**-0.5, "rotary": BASE}
+    options["visible"] = visible.tril() if causal else visible
+
+    def function(parameters):
+        return attention(weights | parameters, X, **options)
+
+    truth = dense_hessian(function, {"K": weights["K"]}, lambda F: (F - Y).square().mean()).functional
+    return H.functional["K"], truth
+
+
+@pytest.mark.parametrize("heads, kv_heads, causal", [(1, 1, False), (2, 1, True), (4, 2, True)])
+def test_every_answer_is_that_of_the_entries(heads, kv_heads, causal):
+    block, truth = case(heads, kv_heads, causal)
+    assert isinstance(block, RotaryKeys if kv_heads == 1 else Tiles)
+    assert relative(block.dense(), truth) < 1e-12
+    assert block.frobenius_norm().exact
+    assert block.frobenius_norm() == pytest.approx(float(truth.norm()), rel=1e-12)
+    assert block.trace() == pytest.approx(float(truth.trace()), rel=1e-11, abs=1e-13 * float(truth.norm()))
+    assert relative(block.diagonal().value, truth.diagonal()) < 1e-12
+    columns = normal(1)(truth.shape[0], 3)
+    assert relative(block @ columns, truth @ columns) < 1e-12
+
+
+def test_batches_add_up():
+    (first, one), (second, two) = case(2, 1, True, seed=1), case(2, 1, True, sequences=1, seed=2)
+    assert isinstance(first + second, RotaryKeys)
+    assert (first + second).frobenius_norm() == pytest.approx(float((one + two).norm()), rel=1e-12)
+
+
+def test_a_small_memory_limit_and_single_precision():
+    block, truth = case(4, 2, True, dtype=torch.float32)
+    with cv.settings(memory_limit=2**14):
+        assert block.frobenius_norm() == pytest.approx(float(truth.norm()), rel=1e-5)
+        assert block.trace() == pytest.approx(float(truth.trace()), rel=1e-4)
+        assert relative(block.diagonal().value.double(), truth.diagonal()) < 1e-4
+
+
+def test_tiny_gradients_do_not_underflow():
+    r = normal(3)
+    layer = cv.exact.SelfAttention(r(D, WIDTH), r(D, WIDTH), r(D, D), rotary=BASE)
+    X, G = r(LENGTH, D), r(LENGTH, D)
+    plain, tiny = (layer.hessian(X, lambda F, s=s: s * (G * F).sum()).functional["K"] for s in (1.0, 1e-200))
+    assert tiny.frobenius_norm() == pytest.approx(1e-200 * plain.frobenius_norm(), rel=1e-9)
