@@ -13,9 +13,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from curvoscope.operators.base import LinearOperator, ProductPair, Shape
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed
 from curvoscope.operators.block_matrix import Slot, Tiles
-from curvoscope.operators.compositions import Product, summed
+from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import Core, RowForm, TokenForm
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Single, Term
