@@ -19,7 +19,7 @@ from curvoscope.blocks import Blocks
 from curvoscope.errors import BlockNameError, EmptyError, ShapeError
 from curvoscope.families.adapters import Adapter
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.matrix_free import MatrixFree
+from curvoscope.operators.compositions import MatrixFree
 
 
 @dataclass(frozen=True)
