@@ -39,7 +39,7 @@ def after(y):
 
 
 def written_out():
-    """x (rows, tokens, a), delta (rows, directions, tokens, p) with sum delta delta^T = the Gauss-Newton matrix of y."""
+    """x (rows, tokens, a), and delta (rows, directions, tokens, p) whose squares are the Gauss-Newton matrix of y."""
     deltas, gradients = [], []
     counted = int((LABELS >= 0).sum())
     for x, labels in zip(X, LABELS, strict=True):
@@ -119,7 +119,7 @@ def of_labels():
 
 DEFINITIONS = {
     "diagonal": lambda: np.diag(np.diag(TRUTH)),
-    "neurons": lambda: masked(lambda i, j, k, l: j == l),
+    "neurons": lambda: masked(lambda i, j, k, m: j == m),
     "kfac": lambda: np.kron(U, V) / (ROWS * TOKENS),
     "kfac:reduce": reduced,
     "ekfac": ekfac,
@@ -218,7 +218,12 @@ def test_kfac_and_ekfac_are_those_of_curvlinops():
     ):
         parameters = list(model.parameters())
         operator = peer(
-            model, nn.CrossEntropyLoss(), parameters, [(inputs, labels)], fisher_type="type-2", check_deterministic=False
+            model,
+            nn.CrossEntropyLoss(),
+            parameters,
+            [(inputs, labels)],
+            fisher_type="type-2",
+            check_deterministic=False,
         )
         dense = operator @ torch.eye(24, dtype=torch.float64)
         for name, place in (("0.weight", slice(0, 12)), ("2.weight", slice(12, 24))):
