@@ -41,7 +41,8 @@ def audit(
 
     From a Hessian every number is exact, and needs one backward pass for each direction of the loss Hessian: for small
     models. From a sweep, an approximation is made of one half of the samples and compared on the other half; the error
-    is that of an approximation made of so many samples, and has an error bar. A sweep of a large model need not keep
+    is that of an approximation made of so many samples, and has an error bar. Those that keep entries of H (diagonal,
+    neurons, heads, layers) are measured as if made of H itself. A sweep of a large model need not keep
     its samples: give `cv.sweep` a `SampledAudit`.
 
     Args:

@@ -3,6 +3,7 @@
 On samples that A has not seen, q_i = gamma_i^T A gamma_i has the mean <H, A>. Over pairs of them, q_i q_j has the mean
 <H, A>² and <gamma_i, gamma_j>² the mean |H|². The squared cosine is the ratio of these two, which does not depend on
 the lengths of the samples if one direction dominates H. Values and error bars are those of the jackknife.
+Approximations that keep some entries of H and drop the others need no halves: see `approximations.projections`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, floats_of, standins
 from curvoscope.approximations import Approximation, GradientSource
 from curvoscope.approximations.gradients import total
+from curvoscope.approximations.projections import kept_pairs
 from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
@@ -27,21 +29,24 @@ _TINY = torch.finfo(torch.float64).tiny
 class _Compared:
     """What one set of samples says about one approximation.
 
-    `square`: |A|²; `trace`: tr A; `quadratic`: gamma^T A gamma of each sample (m,); `gram`: K (m, m).
+    `square`: |A|²; `trace`: tr A; `products` (m, m): numbers of pairs of samples whose mean is <H, A>²; `gram`: K
+    (m, m). Of an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself: `keeps`.
     """
 
     square: float
     trace: float
-    quadratic: Tensor
+    products: Tensor
     gram: Tensor
     floats: int
+    keeps: bool = False
 
 
 class SampledAudit:
     """Audits the samples of a sweep as they are made: give it to `cv.sweep` as `observe`.
 
-    Half of the samples of a chunk make an approximation, the other half measures it. Several chunks give the mean over
-    their approximations, more precisely.
+    Half of the samples of a chunk make an approximation, the other half measures it; several chunks give the mean over
+    their approximations. The diagonal, neurons, heads and layers of H keep entries of H: their errors are those of the
+    kept entries of H itself, from all pairs of samples.
 
     Args:
         approximations: names, operators or dictionaries of operators, as for `audit`.
@@ -69,7 +74,7 @@ class SampledAudit:
             raise RangeError("samples", f"got {len(source)} in a chunk, expected at least {2 * LEAST}: two halves")
         known = self._found.setdefault(source.name, {})
         first, second = source.halves()
-        grams = {False: _gram(second)}
+        grams: dict[bool, Tensor] = {False: _gram(second), True: _gram(source)}
         for (name, make), given in zip(standins(source.name, self._wanted), self._given(source.name), strict=True):
             try:
                 A = make(first)
@@ -77,9 +82,12 @@ class SampledAudit:
                 if self._strict or error.argument not in ("block", "approximation"):
                     raise
                 continue
-            if given and True not in grams:  # an operator has seen none of the samples
-                grams[True] = _gram(source)
-            known.setdefault(name, {})[chunk] = _compared(A, source if given else second, grams[given])
+            pairs = None if given else kept_pairs(source, name)
+            if pairs is not None:
+                compared = _Compared(0.0, 0.0, pairs, grams[True], floats_of(A), keeps=True)
+            else:  # an operator that was given has seen none of the samples
+                compared = _compared(A, source if given else second, grams[given])
+            known.setdefault(name, {})[chunk] = compared
 
     def _given(self, block: str) -> list[bool]:
         """Whether each approximation is an operator."""
@@ -110,7 +118,8 @@ def _compared(A: LinearOperator, source: GradientSource, gram: Tensor) -> _Compa
     else:
         formed = (some.flatten(1) for some in source.gradients())
         values = torch.cat([(some * A._matmat(some.mT).mT).sum(1) for some in formed])
-    return _Compared(float(A.frobenius_norm()) ** 2, float(A.trace()), values.double(), gram, floats_of(A))
+    products = torch.outer(values.double(), values.double())
+    return _Compared(float(A.frobenius_norm()) ** 2, float(A.trace()), products, gram, floats_of(A))
 
 
 def _row(block: str, name: str, found: Sequence[_Compared]) -> AuditRow:
@@ -166,15 +175,17 @@ class _Means(NamedTuple):
 
     @classmethod
     def _from(cls, one: _Compared, count: int, less: Tensor) -> "_Means":
-        K, q = one.gram.square(), one.quadratic
-        K = K - torch.diag(K.diagonal())
-        rows, pairs = K.sum(1), q * (q.sum() - q)
-        square, product = ((some.sum() - less * 2 * some) / (count * (count - 1)) for some in (rows, pairs))
+        pairs = (some - torch.diag(some.diagonal()) for some in (one.gram.square(), one.products))
+        square, product = (
+            (rows.sum() - less * 2 * rows) / (count * (count - 1)) for rows in (some.sum(1) for some in pairs)
+        )
         lengths = one.gram.diagonal()
         trace = (lengths.sum() - less * lengths) / count
         if not less:
             square, product, trace = square[0], product[0], trace[0]
-        inner = product.clamp_min(0).sqrt() * q.sum().sign()
+        if one.keeps:
+            return cls(square, product, product, trace, product, trace)
+        inner = product.clamp_min(0).sqrt()
         known = torch.tensor(one.square, dtype=torch.float64), torch.tensor(one.trace, dtype=torch.float64)
         return cls(square, inner, product / known[0].clamp_min(_TINY), trace, *known)
 
@@ -194,8 +205,8 @@ class _Means(NamedTuple):
         return self.projection / self.square.clamp_min(_TINY)
 
     def cosine(self) -> Tensor:
-        """Its root, with the sign of <H, A>."""
-        return self.squared_cosine().clamp_min(0).sqrt() * self.inner.sign()
+        """Its root: approximations are nearly semidefinite, and <H, A> is not negative."""
+        return self.squared_cosine().clamp_min(0).sqrt()
 
     def trace_error(self) -> Tensor:
         """(tr A - tr H) / tr H."""

@@ -78,6 +78,7 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
             axes.errorbar(places, values, errors, label=plain(role), markersize=3.5, linewidth=1.0, **style)
         axes.set_ylim(0, 1.05)
         axes.set_xlabel("layer", size=_TEXT)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_title(plain(name), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)

@@ -117,8 +117,8 @@ class _Sweeping:
         seed: int,
         earlier: Sweep | None,
         tell: Callable[[Sweep], None] | None,
-        keep: Sequence[str],
-        observe: Callable[[int, GradientSource], None] | None,
+        keep: Sequence[str] = (),
+        observe: Callable[[int, GradientSource], None] | None = None,
     ) -> None:
         self._engine, self._seed, self._tell, self._observe = engine, seed, tell, observe
         self._keep = set(engine.blocks.select(*keep)) if keep else set()

@@ -373,7 +373,10 @@ class Walk:
                 across = slice(0, head.use.factor.shape[1])
                 region = (wide, across) if transposed else (across, wide)
                 found.append(Factors(one.samples, head.use.factor, g, region, transposed))
-            add_gram(self._grams[row], self._of_all(found))
+            everything = self._of_all(found)
+            add_gram(self._grams[row], everything)
+            if stop - start == classes and not len(read):  # all columns at once
+                self._show(name, everything, None)
         for (one, head), some in zip(heads, beside, strict=True):
             if len(read):
                 sides = slice(0, len(read)), slice(0, head.use.factor.shape[1])
