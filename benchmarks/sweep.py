@@ -15,13 +15,13 @@ from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import torch
+from gallery.models import weight_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvoscope as cv
 from benchmarks.measure import in_own_process, in_turns, once, peak_gib, resident_peak_starts_anew
 from curvoscope.commands.subject import Request, subject_of
 from curvoscope.sweep import Sweep
-from gallery.models import weight_file
 
 LENGTH, SAMPLES, LAYERS = 128, 64, 22
 SAMPLE = ("h.0.attn.Q", "h.2.mlp.down", "h.5.attn.V", "h.8.mlp.up", "h.11.attn.K")

@@ -5,7 +5,7 @@ import torch
 from gallery import page
 from gallery.claims import Claim, Ratio, claims, leading_heads
 from gallery.figures import ratio_figure
-from gallery.models import MODELS, SCALE, SentenceMatcher, sentences
+from gallery.models import MODELS, SCALE, TextMatcher, halves
 
 from curvoscope.families.text import corpus
 from fences import ROOT
@@ -54,19 +54,19 @@ def test_leading_heads():
     assert leading_heads(facts(1.0, 1.0), "Q", 1) == (["h.0.attn.Q.1"], 0.9)
 
 
-def test_sentences_have_no_headings():
-    found = sentences(corpus())
-    assert len(found) > 64 and all(sentence[-1] in ".?" for sentence in found)
-    assert found[0].startswith("A traveller") and "Rivers" not in found
+def test_paragraphs_are_cut_between_sentences():
+    found = halves("A heading\n\nOne. Two? Three.\n\nFour. Five.\n")
+    assert found == [("One.", "Two? Three."), ("Four.", "Five.")]
+    assert len(halves(corpus())) == 20 and all(map(all, halves(corpus())))
 
 
-def test_a_matcher_multiplies_unit_means_over_the_tokens_of_a_sentence():
+def test_a_matcher_multiplies_unit_means_over_the_tokens_of_a_text():
     class Encoder(torch.nn.Module):
         def forward(self, input_ids, attention_mask):
             return type("Output", (), {"last_hidden_state": torch.stack([input_ids, 1 - input_ids], -1).double()})
 
     tokens, mask = torch.tensor([[1, 1, 0], [0, 7, 7]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
-    found = SentenceMatcher(Encoder(), torch.eye(2).double())(tokens, mask)
+    found = TextMatcher(Encoder(), torch.eye(2).double())(tokens, mask)
     expected = torch.tensor([[2 / 5**0.5, 1 / 5**0.5], [0.0, 1.0]]).double()
     assert torch.allclose(found, SCALE * expected)
 

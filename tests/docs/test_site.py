@@ -11,7 +11,16 @@ from browser_cases import PATIENCE, WIDTHS, Traffic, overflow
 from fences import ROOT
 
 MATHJAX = ROOT / ".venv/share/mathjax/node_modules/mathjax/es5/tex-svg-full.js"
-PAGES = ("index", "tutorial", "bounds", "theory/attention", "theory/errata", "reference/exact", "gallery/index", "examples/index")
+PAGES = (
+    "index",
+    "tutorial",
+    "bounds",
+    "theory/attention",
+    "theory/errata",
+    "reference/exact",
+    "gallery/index",
+    "examples/index",
+)
 
 pytestmark = pytest.mark.slow
 

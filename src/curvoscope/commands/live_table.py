@@ -5,7 +5,7 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +38,7 @@ class LiveTable:
         self._passes = 1  # through all rows, as far as is known
         self._drawn = 0.0
         self.last: Sweep | None = None
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("left"))
         self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
         self._task = self._bar.add_task("", total=rows)
         self._live = Live(console=console, auto_refresh=False, transient=True)

@@ -35,6 +35,7 @@ _ROWS = 1  # sequences of a micro-batch: each sample passes through one
 _TOLERANCE = (
     0.1  # of half of the norms; a trained model has blocks with one dominant direction, which need many samples
 )
+_INTERRUPTED = "The run was interrupted: the same command continues it."
 _PRODUCTS = 16  # for the largest eigenvalue of the whole Hessian
 
 
@@ -66,7 +67,7 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
         "The functional part and the total: `--parts all` measures them, by products with the Hessian.",
     ]
     if not ended:
-        missing.append("The run was interrupted: the same command continues it.")
+        missing.append(_INTERRUPTED)
     if largest is None:
         missing.append("The largest eigenvalue of the whole Hessian: left out.")
     figures = _draw(found)
@@ -84,6 +85,8 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
     console.print(facts["answer"] + "\n", soft_wrap=True)
     for name in (*shown_files(figures), *REPORTS, "table.json"):
         print(f"wrote {out / name}")
+    if not ended:
+        console.print(_INTERRUPTED)
 
 
 def shown_sweep(

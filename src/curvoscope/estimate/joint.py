@@ -162,26 +162,41 @@ class _Joint:
                 if found.meets(2 * tolerance):
                     break
                 needed = found.needed(worst.norms.count, 2 * tolerance) - worst.norms.count
-            if kept is not None and self._pays(worst, kept.shape[1], left, needed, tolerance is not None):
-                count = kept.shape[1]
-                if self._Q.shape[1] + 4 * count > size:
-                    return False
-                self._deflate(kept)
-                kept = self._probe(min(left - count, count if tolerance is None else 2 * count))
-            elif needed > size and tolerance is not None:
+            # from fewer than 8 products a sketch cannot be judged
+            if kept is not None and (count := kept.shape[1]) >= LEAST // 2 and left - count > 1:
+                if self._pays(worst, count, tolerance):
+                    if self._Q.shape[1] + 4 * count > size:
+                        return False
+                    self._deflate(kept)
+                    kept = self._probe(min(left - count, count if tolerance is None else 2 * count))
+                    continue
+                if tolerance is not None and needed > count:
+                    self._forget_half()
+            if needed > size and tolerance is not None:
                 return False
-            else:
-                kept = None
-                self._probe(min(left, max(products.columns, min(needed, products.matvecs // 4))))
+            kept = None
+            self._probe(min(left, max(products.columns, min(needed, products.matvecs // 4))))
         return True
 
-    def _pays(self, worst: _Part, count: int, left: int, needed: int, free: bool) -> bool:
+    def _pays(self, worst: _Part, count: int, tolerance: float | None) -> bool:
         """Whether a sketch from `count` products holds the norm that is known worst: fewer eigenvectors do than that.
+        For a tolerance it must also save products.
 
-        From fewer than 8 products it cannot be told. Without a budget (`free`) the sketch must also save products.
+        Then half of the probes decide, and are lost either way, to the sketch or by `_forget_half`: if they stayed, a
+        norm that comes out too large would be replaced by a better one, and one that is too small would not.
         """
-        enough = count >= LEAST // 2 and left - count > 1 and (not free or needed > 2 * count)
-        return enough and worst.norms.participation() < count
+        if tolerance is None:
+            return worst.norms.participation() < count
+        first = worst.norms.halves()[0]
+        needed = first.summary().shifted(worst.held_square).needed(first.count, 2 * tolerance)
+        return needed > 3 * count and first.participation() < count
+
+    def _forget_half(self) -> None:
+        """Forget the probes that decided."""
+        for part in self._parts.values():
+            traces, norms = (tally.halves()[1] for tally in (part.traces, part.norms))
+            if norms.count > 1:
+                part.traces, part.norms = traces, norms
 
     def _probe(self, count: int, striped: bool = False) -> Tensor | None:
         """Tally so many more probes; return their products if there is memory for a sketch of them."""

@@ -98,7 +98,7 @@ class Tally:
 
     def __init__(self, dimension: int) -> None:
         self.dimension = dimension
-        self._groups: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+        self._groups: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self.count = 0
 
     def add(self, grams: Tensor, inner: Tensor, diagonals: Tensor | None = None) -> None:
@@ -106,12 +106,27 @@ class Tally:
         if diagonals is None:
             scale = (self.dimension / inner.diagonal()).sqrt()
             grams, inner = (found * scale * scale[:, None] for found in (grams, inner))
-        self._groups.setdefault(grams.shape[0], []).append((grams, inner, diagonals))
+        self._groups.append((grams, inner, diagonals))
         self.count += grams.shape[0]
+
+    def halves(self) -> "tuple[Tally, Tally]":
+        """The groups that came first, and the others: what is decided by the former says nothing of the latter."""
+        first, rest = Tally(self.dimension), Tally(self.dimension)
+        for group in self._groups:
+            half = first if 2 * first.count < self.count else rest
+            half._groups.append(group)
+            half.count += len(group[0])
+        return first, rest
+
+    def _by_size(self) -> dict[int, list[tuple[Tensor, Tensor, Tensor | None]]]:
+        found: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+        for group in self._groups:
+            found.setdefault(len(group[0]), []).append(group)
+        return found
 
     def participation(self) -> float:
         """(tr A)² / |A|_F²: how many eigenvalues hold the trace of a positive form."""
-        stacks = [torch.stack([gram for gram, _, _ in group]) for size, group in self._groups.items() if size > 1]
+        stacks = [torch.stack([gram for gram, _, _ in group]) for size, group in self._by_size().items() if size > 1]
         found = [pairs(grams) for grams in stacks]
         square = sum(one * count for one, _, count in found) / max(1, sum(count for _, _, count in found))
         mean = (
@@ -121,10 +136,10 @@ class Tally:
 
     def summary(self) -> Sample:
         """The mean over the probes so far."""
-        values = torch.cat([gram.diagonal() for group in self._groups.values() for gram, _, _ in group])
+        values = torch.cat([gram.diagonal() for gram, _, _ in self._groups])
         mean, n = float(values.mean()), self.dimension
         square = cube = fixed = weight = 0.0
-        for size, group in self._groups.items():
+        for size, group in self._by_size().items():
             if size == 1:
                 continue
             grams = torch.stack([gram for gram, _, _ in group])
@@ -136,7 +151,7 @@ class Tally:
                     q = gram.diagonal()
                     same = diagonals - mean / n * (q[:, None] + q) + mean**2 / n
                     fixed += float(same.sum() - same.diagonal().sum())
-        signs = any(diagonals is not None for group in self._groups.values() for _, _, diagonals in group)
+        signs = any(diagonals is not None for _, _, diagonals in self._groups)
         if weight == 0 or (signs and fixed > square / 2):
             # a matrix near its diagonal: for signs nearly all of |C|_F² is no variance, and the difference is noise
             return Sample(mean, float(values.var()) / self.count, 0.0, self.count - 1.0)

