@@ -27,7 +27,7 @@ from curvoscope.autodiff.snapshot import (
     objective_of_model,
     survey,
 )
-from curvoscope.blocks import Block, Blocks
+from curvoscope.blocks import Block, Blocks, parameters_of
 from curvoscope.distributed.ranks import Facts, Ranks, common, describe, hashes
 from curvoscope.errors import ModelError
 from curvoscope.losses.objectives import Objective
@@ -142,7 +142,7 @@ class Autodiff:
         """The summand of this process's batches."""
         layer = self._layer(part, [*rows, *columns])
         spread = self._spread(columns, vectors)
-        wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
+        wanted = parameters_of(rows)
         totals: list[Tensor] = []
         names = frozenset(spread).union(wanted)
 

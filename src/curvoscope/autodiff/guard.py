@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.autodiff.graph import Graph, Operation, SecondDerivativeError
-from curvoscope.blocks import Block
+from curvoscope.blocks import Block, parameters_of
 
 if TYPE_CHECKING:
     from curvoscope.autodiff.engine import Autodiff
@@ -41,7 +41,7 @@ def check_products(
     """
     snapshot = engine.snapshot
     blocks = list({block.name: block for block in [*rows, *columns]}.values())
-    wanted = list(dict.fromkeys(piece.parameter for block in blocks for piece in block.pieces))
+    wanted = parameters_of(blocks)
     pieces = [[snapshot.weight(piece.parameter) for piece in block.pieces] for block in blocks]
     scales = torch.cat([_typical(own).expand(block.size) for own, block in zip(pieces, blocks, strict=True)])
 
