@@ -61,7 +61,7 @@ def hessian_figure(H: BlockHessian, title: str) -> Figure:
 
 
 def _log_magnitude(H: BlockHessian) -> tuple[np.ndarray, dict[tuple[str, str], float]]:
-    """log10 |H| in float32, NaN where H is zero, and the median |entry| of each block; a block at a time."""
+    """log10 |H| in float32, NaN where H is zero, and the median |entry| of each block; one block at a time."""
     logarithm = np.empty(H.shape, dtype=np.float32)
     medians = {}
     for i, row in enumerate(H.names):
