@@ -337,7 +337,7 @@ class Blocks(Mapping[str, Block]):
     @property
     def parameters(self) -> set[str]:
         """Names of the parameters that the blocks are parts of."""
-        return {piece.parameter for block in self.values() for piece in block.pieces}
+        return set(parameters_of(self.values()))
 
     def select(self, *patterns: str) -> "Blocks":
         """The blocks whose names match one of the shell patterns, in the order of the model.
@@ -450,6 +450,11 @@ class Blocks(Mapping[str, Block]):
 
     def _nearest(self, name: str) -> str:
         return ", ".join(difflib.get_close_matches(name, self.names, n=3, cutoff=0.0))
+
+
+def parameters_of(blocks: Iterable[Block]) -> list[str]:
+    """Names of the parameters that hold the blocks, each once, in the order of the blocks."""
+    return list(dict.fromkeys(piece.parameter for block in blocks for piece in block.pieces))
 
 
 def _tensor(tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:

@@ -18,8 +18,20 @@ from curvoscope.errors import (
     ShapeError,
 )
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from curvoscope.papers.theorems.calculus import assemble
-from layer_cases import NORMS, TOLERANCE, assert_close, normalised, parts
+from layer_cases import (
+    NORMS,
+    REFUSED,
+    assert_blocks,
+    assert_close,
+    assert_contractions,
+    assert_forward_and_jacobian,
+    assert_identities,
+    assert_input_refused,
+    assert_products,
+    assert_products_without_cores,
+    normalised,
+    parts,
+)
 from layer_cases import NormCase as Case
 from layer_cases import norm_cases as cases
 from loss_cases import LOSSES
@@ -44,9 +56,7 @@ class TestAgainstAutodiff:
         d = len(case.parameters["gamma"])
         assert H.names == [*case.parameters, "X"]
         assert H.shapes == {**dict.fromkeys(case.parameters, (1, d)), "X": (case.X.numel() // d, d)}
-        for part, blocks in parts(H, truth):
-            for row, column in itertools.product(H.names, repeat=2):
-                assert_close(part[row, column].dense(), blocks[row, column], case.scale(truth))
+        assert_blocks(H, truth, case.scale(truth))
 
     @settings(max_examples=25)
     @given(options=cases)
@@ -62,15 +72,8 @@ class TestAgainstAutodiff:
     @given(options=cases)
     def test_products(self, options):
         case = Case(**options)
-        H, truth = case.hessian(), case.truth()
-        columns = case.normal(H.shape[1], 3)
-        for part, blocks in parts(H, truth):
-            matrix = assemble(blocks, H.names)
-            assert_close(part @ columns, matrix @ columns, case.scale(truth) * H.shape[1])
-            assert_close(part @ columns[:, 0], matrix @ columns[:, 0], case.scale(truth) * H.shape[1])
-            for row, column in itertools.product(H.names, repeat=2):
-                few = case.normal(part[row, column].shape[1], 2)
-                assert_close(part[row, column] @ few, blocks[row, column] @ few, case.scale(truth) * H.shape[1])
+        truth = case.truth()
+        assert_products(case, case.hessian(), truth, case.scale(truth))
 
     @settings(max_examples=25)
     @given(options=cases)
@@ -79,25 +82,15 @@ class TestAgainstAutodiff:
         H, truth = case.hessian(), case.truth()
         for part, blocks in parts(H, truth):
             for row, column in itertools.product(H.names, repeat=2):
-                block, dense = part[row, column], blocks[row, column]
-                size = case.scale(truth) * dense.numel()
-                assert abs(block.frobenius_norm() - torch.linalg.norm(dense)) <= TOLERANCE * size
-                assert abs(block.spectral_norm() - torch.linalg.matrix_norm(dense, 2)) <= TOLERANCE * size
-                if row == column:
-                    assert abs(block.trace() - dense.trace()) <= TOLERANCE * size
-                    assert_close(block.diagonal(), dense.diagonal(), size)
-                    assert_close(block.eigenvalues(), torch.linalg.eigvalsh((dense + dense.T) / 2), size)
+                dense = blocks[row, column]
+                assert_contractions(part[row, column], dense, case.scale(truth) * dense.numel(), row == column)
 
     @settings(max_examples=25)
     @given(options=cases)
     def test_forward_pass_and_jacobians(self, options):
         case = Case(**options)
-        truth, jacobian = case.truth(), case.layer.jacobian(case.X)
-        assert list(jacobian) == [*case.parameters, "X"]
-        assert_close(case.layer(case.X), truth.output)
+        assert_forward_and_jacobian(case, case.truth())
         assert_close(case.layer.x_hat(case.X), normalised(case.X, case.centred, case.eps), 1)
-        for name, matrix in jacobian.items():
-            assert_close(matrix, truth.jacobian[name], 1 + truth.jacobian[name].abs().max())
         d = case.X.shape[-1]
         single = torch.stack(
             [jacrev(lambda x: case.network({**case.parameters, "X": x}))(x) for x in case.X.view(-1, d)]
@@ -123,29 +116,15 @@ class TestAgainstAutodiff:
     @pytest.mark.parametrize("kind", LOSSES)
     def test_products_with_blocks_whose_cores_are_not_kept(self, kind, monkeypatch):
         case = Case(4, (2, 3), "layer", kind)
-        H, truth = case.hessian(), case.truth()
-        pairs = list(itertools.combinations_with_replacement(H.names, 2))
-        made = {pair: H[pair] for pair in pairs}
-        monkeypatch.setattr("curvoscope.checks.memory_budget", lambda: 1)
-        for pair in pairs:
-            columns = case.normal(made[pair].shape[1], 2)
-            for part, blocks in parts(H, truth):
-                assert_close(part[pair] @ columns, blocks[pair] @ columns, 100 * case.scale(truth))
+        truth = case.truth()
+        assert_products_without_cores(case, case.hessian(), truth, case.scale(truth), monkeypatch)
 
 
 class TestStructure:
     @settings(max_examples=40)
     @given(options=cases)
     def test_exact_identities(self, options):
-        case = Case(**options)
-        H = case.hessian()
-        for part in (H.outer, H.functional, H.total):
-            dense = part.dense()
-            assert torch.equal(dense, dense.T)
-        assert torch.equal(H.dense(), H.outer.dense() + H.functional.dense())
-        for row, column in itertools.product(H.names, repeat=2):
-            total = H.outer[row, column].dense() + H.functional[row, column].dense()
-            assert torch.equal(H[row, column].dense(), total)
+        assert_identities(Case(**options).hessian())
 
     @pytest.mark.parametrize("kind", ["mse", "cross-entropy", "batch"])
     def test_blocks_of_weights_are_kronecker_sums(self, kind):
@@ -318,24 +297,11 @@ class TestErrors:
             cv.exact.LayerNorm(*arguments)
         assert caught.value.argument == argument
 
-    @pytest.mark.parametrize(
-        ("X", "error"),
-        [
-            (torch.ones(5, 4, dtype=torch.float64), ShapeError),
-            (torch.ones(3, dtype=torch.float64), ShapeError),
-            (torch.ones(0, 3, dtype=torch.float64), EmptyError),
-            (torch.ones(5, 3), DtypeError),
-            (torch.full((5, 3), torch.inf, dtype=torch.float64), NonFiniteError),
-            (1e200 * X, NonFiniteError),
-        ],
-    )
+    @pytest.mark.parametrize(("X", "error"), [*REFUSED, (1e200 * X, NonFiniteError)])
     @pytest.mark.parametrize("method", ["__call__", "jacobian", "hessian", "sigma", "jacobian_norm"])
     @pytest.mark.parametrize("norm", [cv.exact.LayerNorm, cv.exact.RMSNorm])
     def test_input(self, norm, X, error, method):
-        arguments = (X, torch.sum) if method == "hessian" else (X,)
-        with pytest.raises(error) as caught:
-            getattr(norm(self.gamma), method)(*arguments)
-        assert caught.value.argument == "X"
+        assert_input_refused(norm(self.gamma), method, X, error)
 
     @pytest.mark.parametrize("row", [0.0, 0.1, 1e-170])
     def test_variance_zero_without_eps(self, row):

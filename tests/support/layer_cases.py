@@ -3,11 +3,14 @@
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 import curvoscope as cv
+from curvoscope.errors import DtypeError, EmptyError, NonFiniteError, ShapeError
 from curvoscope.papers.theorems.autodiff import differentiate
+from curvoscope.papers.theorems.calculus import assemble
 from loss_cases import LOSSES, Draws
 
 NORMS = ["layer", "layer without beta", "rms"]
@@ -21,8 +24,16 @@ PRIMITIVES = {
     "gelu_bloom": lambda h: h * (1 + torch.tanh(0.79788456 * (h + 0.044715 * h**3))) / 2,
 }
 
-
 TOLERANCE = 1e-10
+REFUSED = [  # by a layer of three inputs in float64
+    (torch.ones(5, 4, dtype=torch.float64), ShapeError),
+    (torch.ones(3, dtype=torch.float64), ShapeError),
+    (torch.ones(0, 3, dtype=torch.float64), EmptyError),
+    (torch.ones(0, 4, 3, dtype=torch.float64), EmptyError),
+    (torch.ones(5, 3), DtypeError),
+    (torch.ones(5, 3, dtype=torch.int64), DtypeError),
+    *((torch.full((5, 3), value, dtype=torch.float64), NonFiniteError) for value in (torch.nan, torch.inf)),
+]
 
 
 def assert_close(found, expected, scale=None):
@@ -35,6 +46,78 @@ def assert_close(found, expected, scale=None):
 def parts(H, truth):
     """Both parts and the total, each beside the blocks that autodiff gives."""
     return (H.outer, truth.outer), (H.functional, truth.functional), (H.total, truth.hessian)
+
+
+def largest(truth):
+    """The largest entry of the whole Hessian."""
+    return max(block.abs().max() for block in truth.hessian.values())
+
+
+def assert_blocks(H, truth, scale):
+    """Every block of both parts and of the total."""
+    for part, blocks in parts(H, truth):
+        for pair in itertools.product(H.names, repeat=2):
+            assert_close(part[pair].dense(), blocks[pair], scale)
+
+
+def assert_products(case, H, truth, scale):
+    """Products of the whole matrix and of every block, with one vector and with several."""
+    columns, size = case.normal(H.shape[1], 3), scale * H.shape[1]
+    for part, blocks in parts(H, truth):
+        matrix = assemble(blocks, H.names)
+        assert_close(part @ columns, matrix @ columns, size)
+        assert_close(part @ columns[:, 0], matrix @ columns[:, 0], size)
+        for pair in itertools.product(H.names, repeat=2):
+            few = case.normal(part[pair].shape[1], 2)
+            assert_close(part[pair] @ few, blocks[pair] @ few, size)
+
+
+def assert_products_without_cores(case, H, truth, scale, monkeypatch):
+    """Products with blocks of which memory leaves no room for the cores."""
+    pairs = list(itertools.combinations_with_replacement(H.names, 2))
+    made = {pair: H[pair] for pair in pairs}
+    monkeypatch.setattr("curvoscope.checks.memory_budget", lambda: 1)
+    for pair in pairs:
+        columns = case.normal(made[pair].shape[1], 2)
+        for part, blocks in parts(H, truth):
+            assert_close(part[pair] @ columns, blocks[pair] @ columns, 100 * scale)
+
+
+def assert_contractions(block, dense, size, diagonal, norm=TOLERANCE):
+    """Norms of a block; of a diagonal one also its trace, diagonal and eigenvalues."""
+    assert abs(block.frobenius_norm() - torch.linalg.norm(dense)) <= norm * size
+    assert abs(block.spectral_norm() - torch.linalg.matrix_norm(dense, 2)) <= TOLERANCE * size
+    if diagonal:
+        assert abs(block.trace() - dense.trace()) <= TOLERANCE * size
+        assert_close(block.diagonal(), dense.diagonal(), size)
+        assert_close(block.eigenvalues(), torch.linalg.eigvalsh((dense + dense.T) / 2), size)
+
+
+def assert_identities(H):
+    """What holds to the last bit: symmetry, and the total as the sum of its parts."""
+    for part in (H.outer, H.functional, H.total):
+        dense = part.dense()
+        assert torch.equal(dense, dense.T)
+    assert torch.equal(H.dense(), H.outer.dense() + H.functional.dense())
+    for pair in itertools.product(H.names, repeat=2):
+        assert torch.equal(H[pair].dense(), H.outer[pair].dense() + H.functional[pair].dense())
+
+
+def assert_forward_and_jacobian(case, truth):
+    """The output, and its derivative with respect to the weights and the input."""
+    jacobian = case.layer.jacobian(case.X)
+    assert list(jacobian) == [*case.parameters, "X"]
+    assert_close(case.layer(case.X), truth.output)
+    for name, matrix in jacobian.items():
+        assert_close(matrix, truth.jacobian[name], 1 + truth.jacobian[name].abs().max())
+
+
+def assert_input_refused(layer, method, X, error):
+    """The error, with the argument's name."""
+    arguments = (X, torch.sum) if method == "hessian" else (X,)
+    with pytest.raises(error) as caught:
+        getattr(layer, method)(*arguments)
+    assert caught.value.argument == "X"
 
 
 def normalised(x, centred, eps):
@@ -72,8 +155,7 @@ class NormCase(Draws):
     def scale(self, truth):
         """The size that rounding errors are measured by: the entries, and what cancels in them where σ is small."""
         cancelling = truth.loss_gradient.abs().max() * self.parameters["gamma"].abs().max()
-        entries = max(block.abs().max() for block in truth.hessian.values())
-        return entries + cancelling / self.layer.sigma(self.own(self.X)).min() ** 2
+        return largest(truth) + cancelling / self.layer.sigma(self.own(self.X)).min() ** 2
 
 
 norm_cases = st.fixed_dictionaries(
@@ -144,15 +226,14 @@ class LinearCase(Draws):
     def __init__(self, widths, batch, kind, seed=0, dtype=torch.float64):
         super().__init__(seed, dtype)
         self.weights = [self.normal(a, b) / a**0.5 for a, b in itertools.pairwise(widths)]
+        self.parameters = {f"W{i + 1}": weight for i, weight in enumerate(self.weights)}
         self.X = self.normal(*batch, widths[0])
         self.layer = cv.exact.LinearMLP([self.own(weight) for weight in self.weights])
         self.make_loss(kind, (*batch, widths[-1]))
         self.kind = kind
 
     def truth(self, wrt_input=False):
-        parameters = {f"W{i + 1}": weight for i, weight in enumerate(self.weights)}
-        if wrt_input:
-            parameters["X"] = self.X
+        parameters = {**self.parameters, "X": self.X} if wrt_input else self.parameters
 
         def network(weights):
             F = weights.get("X", self.X)

@@ -137,7 +137,9 @@ def taylor(
     if not 0 < tolerance < 1:
         raise RangeError("tolerance", f"got {tolerance}, expected a share between 0 and 1")
     surface = Surface(model, loss_fn, batches, blocks, device)
-    places = positions("radii", _default_radii(surface) if radii is None else radii)
+    if radii is None:
+        radii = torch.logspace(*_SPAN, _RADII, dtype=torch.float64) * _scale(surface)
+    places = positions("radii", radii)
     line = surface.direction(direction, seed)
     gradient, v = surface.gradient(), line.vector
     slope = float(gradient @ v)
@@ -202,10 +204,6 @@ def _order(places: Tensor, error: Tensor, rounding: Tensor) -> Slope | None:
         if int(chosen.sum()) >= 3 and bool(clear[chosen].all()):
             return log_slope(places[chosen], error[chosen])
     return None
-
-
-def _default_radii(surface: Surface) -> Tensor:
-    return torch.logspace(*_SPAN, _RADII, dtype=torch.float64) * _scale(surface)
 
 
 def _scale(surface: Surface) -> float:

@@ -20,7 +20,7 @@ from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Graph, derivative
 from curvoscope.autodiff.snapshot import Losses, LossSummary, check_same, evaluate, summary
-from curvoscope.blocks import Block
+from curvoscope.blocks import Block, parameters_of
 from curvoscope.errors import LossError, ModelError
 from curvoscope.losses.objectives import MeanLoss
 from curvoscope.losses.outputs import flatten, joined
@@ -72,7 +72,7 @@ class Coupled(Autodiff):
         if part == "both":
             return torch.cat([self._own_product(one, rows, columns, vectors) for one in ("outer", "functional")], 1)
         spread = self._spread(columns, vectors)
-        wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
+        wanted = parameters_of(rows)
         names = frozenset(spread).union(wanted)
         total = vectors.new_zeros(len(vectors), self.length(rows))
         singles = [{name: vector[i] for name, vector in spread.items()} for i in range(len(vectors))]

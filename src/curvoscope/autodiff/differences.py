@@ -23,7 +23,7 @@ from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.displacements import Climb, MeasuredDifference, Scale, climb, smooth_optimum
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import derivative
-from curvoscope.blocks import Block
+from curvoscope.blocks import Block, parameters_of
 from curvoscope.errors import ModelError
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...]]  # part, rows, columns
@@ -91,8 +91,7 @@ class Differences(Autodiff):
 
     def _measure(self, part: str, rows: Sequence[Block], columns: Sequence[Block], like: Tensor) -> Scale:
         """The rounding error from several small displacements along a random vector, then how far one may go."""
-        named = {piece.parameter for block in columns for piece in block.pieces}
-        weights = [self._norm(self.snapshot.weight(name).flatten()) for name in sorted(named)]
+        weights = [self._norm(self.snapshot.weight(name).flatten()) for name in sorted(parameters_of(columns))]
         reach, epsilon = 1 + math.hypot(*weights), torch.finfo(self.dtype).eps
         probe = self._random(like)
         probe = probe / self._lengths(probe)[:, None].to(probe.dtype)
@@ -143,7 +142,7 @@ class Differences(Autodiff):
         spread = self._spread(columns, vectors)
         lengths = self._lengths(vectors)
         steps = torch.where(lengths > 0, displacements / lengths, 0.0).tolist()
-        wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
+        wanted = parameters_of(rows)
         total = vectors.new_zeros(len(vectors), self.length(rows))
 
         def visit(weight: float, batch: Batch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.graph import Graph, Operation, unchecked
-from curvoscope.autodiff.guard import check_curvature, check_symmetry, probe
+from curvoscope.autodiff.guard import check_products
 from curvoscope.autodiff.hooks import ActivationHook, Site, check_layer, layer_of
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.safety import check_mode, undisturbed
@@ -27,7 +27,7 @@ from curvoscope.autodiff.snapshot import (
     objective_of_model,
     survey,
 )
-from curvoscope.blocks import Block, Blocks
+from curvoscope.blocks import Block, Blocks, parameters_of
 from curvoscope.distributed.ranks import Facts, Ranks, common, describe, hashes
 from curvoscope.errors import ModelError
 from curvoscope.losses.objectives import Objective
@@ -143,7 +143,7 @@ class Autodiff:
         """The summand of this process's batches."""
         layer = self._layer(part, [*rows, *columns])
         spread = self._spread(columns, vectors)
-        wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
+        wanted = parameters_of(rows)
         totals: list[Tensor] = []
         names = frozenset(spread).union(wanted)
 
@@ -200,57 +200,26 @@ class Autodiff:
         position: int,
         rows: Sequence[Block],
         columns: Sequence[Block],
-        known: tuple[Tensor, Tensor] | None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Test the products of a graph that has operations whose second derivatives have not been checked.
-
-        `known`: a vector and its product with the total, for the same rows and columns.
-        """
-        unknown = unchecked(graph.operations() | self.survey.operations) - self._vouched
-        if not unknown:
-            return
-        blocks = list({block.name: block for block in [*rows, *columns]}.values())
-        wanted = list(dict.fromkeys(piece.parameter for block in blocks for piece in block.pieces))
-        scales = torch.cat([self._typical(block).expand(block.size) for block in blocks])
-
-        def product(vector: Tensor) -> Tensor:
-            return self._products(graph, "total", blocks, wanted, self._spread(blocks, vector[None]))[0]
-
-        if known is None or list(rows) != list(columns):
-            known = (first := probe(scales, 1)), product(first)
-        vector = probe(scales, 0)
-        Hv = product(vector)
-        check_symmetry(vector, Hv, *known, unknown)
-        batch = next(batch for i, batch in enumerate(self._batches) if i == position)
-        batch, spread = self.snapshot.moved(batch), self._spread(blocks, vector[None])
-
-        def loss(step: float) -> float:
-            moved = {self.snapshot.paths[name]: direction[0] for name, direction in spread.items()}
-            weights = dict(self.snapshot.weights)
-            with torch.no_grad():
-                weights |= {path: weights[path].add(direction, alpha=step) for path, direction in moved.items()}
-                return float(self.loss(weights, batch))
-
-        with self.running():
-            check_curvature(
-                loss, self.survey.losses[position], float(vector.double() @ Hv.double()), self.dtype, unknown
-            )
-        self._vouched |= unknown
+        """Test the products of a micro-batch's graph, if it has operations whose second derivatives are not checked."""
+        unknown = self._unknown(graph)
+        if unknown:
+            check_products(self, graph, position, rows, columns, known, unknown)
+            self._vouched |= unknown
 
     def vouch(self, graph: Graph) -> None:
         """Test products of the whole Hessian, if a graph has operations that have not been checked."""
-        if unchecked(graph.operations() | self.survey.operations) - self._vouched:
+        if self._unknown(graph):
             blocks = list(self.blocks.values())
             position, batch = next((i, b) for i, b in enumerate(self._batches) if self.survey.weights[i])
             with self.running():
                 whole = self._graph(batch, frozenset(self.blocks.parameters), None)
-            self._examine(whole, position, blocks, blocks, None)
+            self._examine(whole, position, blocks, blocks)
 
-    def _typical(self, block: Block) -> Tensor:
-        """The root mean square of a block's weights, or one if they are zero, (1,)."""
-        squares = [self.snapshot.weight(piece.parameter).square().mean() for piece in block.pieces]
-        size = torch.stack(squares).mean().sqrt()
-        return torch.where(size > 0, size, 1.0)[None]
+    def _unknown(self, graph: Graph) -> frozenset[Operation]:
+        """Operations of a graph and of the loss that neither our tests nor tests of products have vouched for."""
+        return unchecked(graph.operations() | self.survey.operations) - self._vouched
 
     def length(self, blocks: Sequence[Block]) -> int:
         """Entries of a vector that lives in the blocks."""

@@ -8,17 +8,70 @@ The vectors are random, each block in proportion to its weights, so that h is a 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from curvoscope.autodiff.graph import Operation, SecondDerivativeError
+from curvoscope.autodiff.graph import Graph, Operation, SecondDerivativeError
+from curvoscope.blocks import Block, parameters_of
+
+if TYPE_CHECKING:
+    from curvoscope.autodiff.engine import Autodiff
 
 _ROUNDING = 64  # times epsilon: the error of a loss, or of a product relative to its vectors
 _BIAS = 10  # times the third difference: what the second may be off by
 _LEAST = 1e-3  # relative: a smaller error is not looked for
 _ASYMMETRY = 0.4  # power of epsilon, relative: 5e-7 in float64, 2e-3 in float32
+
+
+def check_products(
+    engine: "Autodiff",
+    graph: Graph,
+    position: int,
+    rows: Sequence[Block],
+    columns: Sequence[Block],
+    known: tuple[Tensor, Tensor] | None,
+    unknown: Iterable[Operation],
+) -> None:
+    """Raise unless the products of the graph of the micro-batch at `position` are those of a Hessian.
+
+    `known`: a vector and its product with the total, for the same rows and columns.
+    """
+    snapshot = engine.snapshot
+    blocks = list({block.name: block for block in [*rows, *columns]}.values())
+    wanted = parameters_of(blocks)
+    pieces = [[snapshot.weight(piece.parameter) for piece in block.pieces] for block in blocks]
+    scales = torch.cat([_typical(own).expand(block.size) for own, block in zip(pieces, blocks, strict=True)])
+
+    def product(vector: Tensor) -> Tensor:
+        return engine._products(graph, "total", blocks, wanted, engine._spread(blocks, vector[None]))[0]
+
+    if known is None or list(rows) != list(columns):
+        known = (first := probe(scales, 1)), product(first)
+    vector = probe(scales, 0)
+    Hv = product(vector)
+    check_symmetry(vector, Hv, *known, unknown)
+    batch = next(batch for i, batch in enumerate(engine._batches) if i == position)
+    batch, spread = snapshot.moved(batch), engine._spread(blocks, vector[None])
+
+    def loss(step: float) -> float:
+        moved = {snapshot.paths[name]: direction[0] for name, direction in spread.items()}
+        weights = dict(snapshot.weights)
+        with torch.no_grad():
+            weights |= {path: weights[path].add(direction, alpha=step) for path, direction in moved.items()}
+            return float(engine.loss(weights, batch))
+
+    curvature = float(vector.double() @ Hv.double())
+    with engine.running():
+        check_curvature(loss, engine.survey.losses[position], curvature, engine.dtype, unknown)
+
+
+def _typical(weights: Sequence[Tensor]) -> Tensor:
+    """The root mean square of the weights of a block, or one if they are zero, (1,)."""
+    size = torch.stack([weight.square().mean() for weight in weights]).mean().sqrt()
+    return torch.where(size > 0, size, 1.0)[None]
 
 
 def probe(scales: Tensor, seed: int) -> Tensor:

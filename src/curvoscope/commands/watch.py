@@ -40,7 +40,8 @@ def run(options: WatchOptions, out: Path, resume: bool, as_json: bool, tensorboa
     commands.make_directory(out)
     state = load(out / CHECKPOINT) if resume else None
     with RunStore(out / STORE) as store, _events(out / EVENTS, tensorboard) as writer:
-        name = _next_name(store) if state is None else state["run"]
+        # a new run in an old directory leaves what is there
+        name = f"run {len(store.names) + 1}" if state is None else state["run"]
         stored = StoredRun(store, name)
         training = TrainingRun(options, stored, writer)
         if state is not None:
@@ -84,11 +85,6 @@ def _train(training: TrainingRun, name: str, checkpoint: Path) -> bool:
 
 
 # ---- what is kept
-
-
-def _next_name(store: RunStore) -> str:
-    """ "run 1", "run 2", ...: a new run in an old directory leaves what is there."""
-    return f"run {len(store.names) + 1}"
 
 
 def _restore(stored: StoredRun, training: TrainingRun) -> None:

@@ -18,7 +18,7 @@ from curvoscope.autodiff.graph import Graph
 from curvoscope.autodiff.hooks import Site
 from curvoscope.autodiff.safety import undisturbed
 from curvoscope.autodiff.snapshot import Losses, LossSummary, check_same, evaluate, summary
-from curvoscope.blocks import Block, Piece
+from curvoscope.blocks import Block, Piece, parameters_of
 from curvoscope.distributed.mesh import Mesh
 from curvoscope.distributed.ranks import hashes
 from curvoscope.distributed.sharded_model import ShardedSnapshot
@@ -203,7 +203,7 @@ class Sharded(Autodiff):
         return sum(piece.size for block in blocks for piece in self.pieces(block))
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
-        names = dict.fromkeys(piece.parameter for block in columns for piece in block.pieces)
+        names = parameters_of(columns)
         spread = {name: vectors.new_zeros(len(vectors), *self.snapshot.weight(name).shape) for name in names}
         pieces = [piece for block in columns for piece in self.pieces(block)]
         for piece, part in zip(pieces, vectors.split([piece.size for piece in pieces], 1), strict=True):

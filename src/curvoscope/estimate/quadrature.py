@@ -15,7 +15,7 @@ DEFAULT_MATVECS = 512
 DEFAULT_STEPS = 64
 MOST_EXACT = 4096  # size up to which all eigenvalues are computed when the budget allows
 LEAST_PROBES = 4
-_BESIDE = 4  # vectors of a probe beside its Lanczos vectors
+_BESIDE = 4  # vectors of a probe in addition to its Lanczos vectors
 _ROUNDING = 16  # units of rounding below which a vector is no new direction
 
 

@@ -106,7 +106,9 @@ class _HeadBounds:
     def __init__(self, layer: AttentionLayer, inputs: _Inputs, head: int) -> None:
         X, G, tokens = inputs.X, inputs.G, inputs.tokens
         kv_head = head // (layer.heads // layer.kv_heads)
-        port = losses.through(torch.eye(layer.d_out, dtype=X.dtype, device=X.device), _double(layer.port(head))).mT
+        way = layer.port(head)
+        way = way.double() if isinstance(way, Tensor) else way
+        port = losses.through(torch.eye(layer.d_out, dtype=X.dtype, device=X.device), way).mT
         W_Q = layer.W_Q.double().chunk(layer.heads, 1)[head]
         W_K, W_V = (W.double().chunk(layer.kv_heads, 1)[kv_head] for W in (layer.W_K, layer.W_V))
         U = W_V @ port
@@ -151,10 +153,6 @@ def _paired(values: list[float], row_share: int, column_share: int) -> float:
     """The norm of a functional block from those of its heads: a head meets only the parts of weights that it uses."""
     groups = torch.tensor(values, dtype=torch.float64).view(-1, max(row_share, column_share))
     return float((groups.sum(1) if row_share == column_share else groups.norm(dim=1)).max())
-
-
-def _double(port: losses.Port) -> losses.Port:
-    return port.double() if isinstance(port, Tensor) else port
 
 
 # ---- the feed-forward layer

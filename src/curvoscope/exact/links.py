@@ -96,7 +96,8 @@ class TokenwiseLink(Link):
     def __init__(self, name: str, layer: TokenwiseLayer, X: Tensor) -> None:
         super().__init__(name, X)
         self.layer, self.output = layer, layer(X)
-        labels = {local: layer.labels.get(local, local) for local in _in_order(layer)}
+        order = [local for local in layer.labels or layer.weights if local in layer.weights]  # matrices first
+        labels = {local: layer.labels.get(local, local) for local in order}
         self.names = {f"{name}.{label}" if label else name: local for local, label in labels.items()}
         self.shapes = {local: matrix_shape(layer.weights[local]) for local in labels}
         widths = X.shape[2] + self.output.shape[2] + sum(p for _, p in self.shapes.values())
@@ -214,8 +215,3 @@ class AttentionLink(Link):
 def link(name: str, layer: Layer, X: Tensor) -> Link:
     """The layer at X."""
     return AttentionLink(name, layer, X) if isinstance(layer, SelfAttention) else TokenwiseLink(name, layer, X)
-
-
-def _in_order(layer: TokenwiseLayer) -> list[str]:
-    """The weights in the order of the layer's labels: matrices first."""
-    return [local for local in layer.labels or layer.weights if local in layer.weights]

@@ -92,25 +92,20 @@ def _answer(part: str) -> Response:
 
 
 def _pictures(found: Matrices) -> dict[str, Any]:
-    return {
-        "figures": matrix_figures.fill(found),
-        "numbers": layout.norms(found),
-        "lines": {"pooling": [layout.pooling_note(found)]},
-    }
-
-
-def _growth(found: Curves) -> dict[str, Any]:
-    return {"figures": spectrum_figures.fill_curves(found), "numbers": {}, "lines": {}}
+    return _parts(matrix_figures.fill(found), layout.norms(found), {"pooling": [layout.pooling_note(found)]})
 
 
 def _eigenvalues(found: ExplorerSpectra) -> dict[str, Any]:
-    lines = {"summary": layout.summary(found)}
-    return {"figures": spectrum_figures.fill_eigenvalues(found), "numbers": {}, "lines": lines}
+    return _parts(spectrum_figures.fill_eigenvalues(found), lines={"summary": layout.summary(found)})
+
+
+def _parts(figures: Any, numbers: Any = None, lines: Any = None) -> dict[str, Any]:
+    return {"figures": figures, "numbers": numbers or {}, "lines": lines or {}}
 
 
 _PARTS: dict[str, Callable[[State], dict[str, Any]]] = {
     "matrices": lambda state: matrices_of(state, _pictures),
-    "curves": lambda state: _growth(curves_of(state)),
+    "curves": lambda state: _parts(spectrum_figures.fill_curves(curves_of(state))),
     "spectra": lambda state: _eigenvalues(spectra_of(state)),
 }
 

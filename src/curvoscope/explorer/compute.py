@@ -181,7 +181,9 @@ def curves(found: Matrices) -> Curves:
 @lru_cache(maxsize=2)
 def _curves(found: Matrices) -> Curves:
     here = tuple(found.norms[curve] for curve in CURVES)
-    return Curves(matrices=found, growth=_growth(found.state), here=here, scalar=_scalar(found.state))
+    state = found.state
+    scalar = *_scalar_curve(state.model_copy(update={"sink": 0.0})), _scalar_at(state, state.sink)
+    return Curves(matrices=found, growth=_growth(state), here=here, scalar=scalar)
 
 
 @lru_cache(maxsize=2)
@@ -239,10 +241,6 @@ def scalar_problem(state: State) -> tuple[ScalarAttention, Tensor, Tensor]:
     draws, L = _draws(state.seed), state.L
     model = ScalarAttention(draws["w_Q"][: state.d_k], draws["w_K"][: state.d_k], 1.0, causal=state.mask == "causal")
     return model, state.sigma * draws["x"][:L], draws["y"][:L]
-
-
-def _scalar(state: State) -> tuple[ScalarSpectrum, ...]:
-    return *_scalar_curve(state.model_copy(update={"sink": 0.0})), _scalar_at(state, state.sink)
 
 
 @lru_cache(maxsize=4)

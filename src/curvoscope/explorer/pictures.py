@@ -68,7 +68,8 @@ def ticks(top: float) -> tuple[list[float], list[str]]:
 
 def colours() -> list[tuple[int, int, int]]:
     """From the most negative over white at zero to the most positive: 2 _LEVELS + 1 of them."""
-    return [*(_blend(i / _LEVELS, _NEGATIVE) for i in range(_LEVELS, 0, -1)), (255, 255, 255), *_upwards()]
+    down, up = ([_blend(i / _LEVELS, ends) for i in range(1, _LEVELS + 1)] for ends in (_NEGATIVE, _POSITIVE))
+    return [*reversed(down), (255, 255, 255), *up]
 
 
 def colour_scale(steps: int = 12) -> list[list[object]]:
@@ -98,10 +99,6 @@ def _png(levels: np.ndarray) -> bytes:
 @cache
 def _palette() -> bytes:
     return bytes(channel for colour in colours() for channel in colour)
-
-
-def _upwards() -> list[tuple[int, int, int]]:
-    return [_blend(i / _LEVELS, _POSITIVE) for i in range(1, _LEVELS + 1)]
 
 
 def _blend(share: float, ends: tuple[tuple[int, int, int], tuple[int, int, int]]) -> tuple[int, int, int]:

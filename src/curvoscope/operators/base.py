@@ -114,7 +114,7 @@ class LinearOperator(Solvable, ABC):
         return math.hypot(*(norm(part) for _, part in self._columns()))
 
     def _columns(self) -> Iterator[tuple[int, Tensor]]:
-        """The entries, (R, c) from a column on: all of them where they fit, else a few columns at a time."""
+        """The entries, (R, c) from a column on: all of them if they fit, otherwise a few columns at a time."""
         rows, columns = self.shape
         budget = self._budget()
         if self._bytes(2, budget) <= budget:
@@ -416,7 +416,7 @@ class LinearOperator(Solvable, ABC):
         return torch.as_tensor(table, dtype=self.dtype, device=self.device)
 
     def norm_bound(self) -> float:
-        """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size where possible."""
+        """An upper bound on the spectral norm that costs no eigenvalue problem of the block's size if possible."""
         return self._spectral_norm()
 
     def _spectrum_is_cheap(self) -> bool:

@@ -94,18 +94,13 @@ def _with_unit_vectors(term: Term) -> tuple[Term, int]:
     return replace(term, left=left, right=right), first + second
 
 
-def _units(*factors: Tensor) -> tuple[list[Tensor], int]:
-    """The factors near one, and the exponent of their product."""
-    found = [unit(factor) for factor in factors]
-    return [factor for factor, _ in found], sum(exponent for _, exponent in found)
-
-
 def _contracted(names: Sequence[str], *factors: Tensor) -> ScaledNumber:
     """The sum over all subscripts."""
-    near, exponent = _units(*factors)
+    units = [unit(factor) for factor in factors]
     equation = ",".join(names) + "->"
     path = _path(equation, *(tuple(factor.shape) for factor in factors))
-    return float(opt_einsum.contract(equation, *near, optimize=path)), exponent
+    found = float(opt_einsum.contract(equation, *(near for near, _ in units), optimize=path))
+    return found, sum(exponent for _, exponent in units)
 
 
 @lru_cache(maxsize=1024)

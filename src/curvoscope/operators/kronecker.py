@@ -237,7 +237,7 @@ def _view(out: Tensor, axes: Axes) -> Tensor:
 
 
 def workspace(parts: Sequence[TermGroup], symmetric: bool, room: int) -> int:
-    """What `write_entries` needs beside the entries, when `room` is left: moments, and chunks of tokens."""
+    """What `write_entries` needs in addition to the entries, when `room` is left: moments, and chunks of tokens."""
     parts, needed = [part for part in parts if part], [0]
     alike = symmetric and bool(_alike(parts))
     for number, part in enumerate(parts):

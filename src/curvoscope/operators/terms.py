@@ -229,7 +229,7 @@ class Term:
 
     @property
     def _beside(self) -> int:
-        """The moments, and beside them, of a symmetric term, the half that determines them."""
+        """The moments and, for a symmetric term, also the half that determines them."""
         return self.entry_bytes * (3 if self.symmetric else 2) // 2
 
     def _at_once(self, room: int) -> int:
@@ -265,7 +265,7 @@ class Single:
         return Single(self.outer.T, self.core.T, (self.axes[1], self.axes[0]), self.symmetric)
 
     tokens = period = 1  # as the number of summands, and of those in a sequence
-    kept = 0  # no core is kept beside the term itself
+    kept = 0  # no core is kept in addition to the term itself
 
     @property
     def summed(self) -> Term | None:

@@ -188,13 +188,10 @@ def scaling_figure(found: Scaling, size: str = "size") -> Figure:
         axes.set_title(f"{_QUANTITIES[quantity]}\nexponent {law.exponent:.2f} ({low:.2f} to {high:.2f})", size=_HEADING)
     for axes in panels[len(quantities) :]:
         axes.set_visible(False)
-    figure.suptitle(f"Curvature against {size}: power laws with {_level(found)} bands", size=_HEADING + 1)
+    level = next((f"{law.level:.0%}" for law in found.laws.values()), "no")
+    figure.suptitle(f"Curvature against {size}: power laws with {level} bands", size=_HEADING + 1)
     _clean(panels)
     return figure
-
-
-def _level(found: Scaling) -> str:
-    return next((f"{law.level:.0%}" for law in found.laws.values()), "no")
 
 
 def _law(axes: Axes, law: PowerLaw) -> None:

@@ -122,7 +122,7 @@ def _range(spectra: Sequence[BlockSpectrum]) -> tuple[float, float]:
 
 
 def _resolution(spectrum: BlockSpectrum) -> float:
-    """The size of the smallest eigenvalue to show: where the resolution ends, or three decades where it does not."""
+    """The size of the smallest eigenvalue to show: where the resolution ends, or three decades if it does not end."""
     most = max(abs(end) for end in spectrum.density.support)
     return max(spectrum.log.reach, most * 10.0**-_DECADES)
 

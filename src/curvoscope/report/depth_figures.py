@@ -21,7 +21,7 @@ _PANELS: tuple[tuple[str, _DepthNumber], ...] = (
     ("$\\|S\\|_2$, the loss Hessian at the layer's output", lambda layer: layer.spectral),
     ("$\\|S_{functional}\\|_2$, its functional part", lambda layer: layer.functional_spectral),
     ("$\\|\\partial F/\\partial X\\|_2$, the layer's Jacobian", lambda layer: layer.jacobian),
-    ("$\\|H\\|_F$, the largest block of its weights", lambda layer: _largest(layer.blocks)),
+    ("$\\|H\\|_F$, the largest block of its weights", lambda layer: max(layer.blocks.values(), default=None)),
 )
 
 
@@ -91,7 +91,3 @@ def _ticks(axes: Axes, network: Propagation) -> None:
     step = -(-len(names) // _MOST_LABELS)
     places = range(0, len(names), step)
     axes.set_xticks(list(places), [names[i] for i in places], size=_TEXT - 1, rotation=90)
-
-
-def _largest(blocks: Mapping[str, Estimate]) -> Estimate | None:
-    return max(blocks.values(), key=lambda estimate: estimate.value, default=None)

@@ -1,7 +1,6 @@
 """The picture of a Hessian, entry by entry."""
 
 import numpy as np
-from torch import Tensor
 
 from curvoscope.operators import BlockHessian
 from curvoscope.report import style
@@ -62,12 +61,12 @@ def hessian_figure(H: BlockHessian, title: str) -> Figure:
 
 
 def _log_magnitude(H: BlockHessian) -> tuple[np.ndarray, dict[tuple[str, str], float]]:
-    """log10 |H| in float32, NaN where H is zero, and the median |entry| of each block; a block at a time."""
+    """log10 |H| in float32, NaN where H is zero, and the median |entry| of each block; one block at a time."""
     logarithm = np.empty(H.shape, dtype=np.float32)
     medians = {}
     for i, row in enumerate(H.names):
         for column in H.names[i:]:
-            magnitude = _magnitude(H.total[row, column].dense())
+            magnitude: np.ndarray = H.total[row, column].dense().abs().cpu().numpy()
             medians[row, column] = medians[column, row] = float(np.median(magnitude))
             block = np.full(magnitude.shape, np.nan)
             np.log10(magnitude, out=block, where=magnitude > 0)
@@ -80,11 +79,6 @@ def _long_name(name: str) -> str:
     """ "query" for "Q" and "attn.Q", "up" for "mlp.up"."""
     role = name.rpartition(".")[2]
     return _LONG_NAMES.get(role, role)
-
-
-def _magnitude(dense: Tensor) -> np.ndarray:
-    magnitude: np.ndarray = dense.abs().cpu().numpy()
-    return magnitude
 
 
 def _count(zeros: np.ndarray) -> str:

@@ -18,7 +18,7 @@ def off_diagonal_table(rows: Sequence[BlockRow]) -> Table:
             row.part,
             _number(row.frobenius_norm),
             _number(row.median_absolute),
-            end_section=_last(chosen, i),
+            end_section=i + 1 == len(chosen) or _first(chosen, i + 1),
         )
     return table
 
@@ -55,7 +55,3 @@ def _number(value: float, tolerance: float = 0.0) -> str:
 
 def _first(rows: Sequence[BlockRow], i: int) -> bool:
     return i == 0 or (rows[i].row, rows[i].column) != (rows[i - 1].row, rows[i - 1].column)
-
-
-def _last(rows: Sequence[BlockRow], i: int) -> bool:
-    return i == len(rows) - 1 or _first(rows, i + 1)

@@ -48,13 +48,11 @@ def training_figure(records: Sequence[Record]) -> Figure:
         style.open_box(axes)
     for axes in (shares, attention):
         axes.set_xlabel("step", size=_HEADING)
-    last = records[-1]
+    first, last = records[0].largest_eigenvalue.value, records[-1]
     where = "no learning rate given"
     if last.edge_ratio is not None:
         where = f"{last.edge_ratio:.2g} of the edge 2/lr at the end"
-    figure.suptitle(
-        f"$\\lambda_{{max}}$ went from {_first(records):.3g} to {last.largest_eigenvalue.value:.3g}: {where}"
-    )
+    figure.suptitle(f"$\\lambda_{{max}}$ went from {first:.3g} to {last.largest_eigenvalue.value:.3g}: {where}")
     return figure
 
 
@@ -89,10 +87,6 @@ def _functional(record: Record) -> float | None:
 def _of_rows(record: Record, layer: str, quantity: str) -> float | None:
     found: float | None = getattr(record.attention[layer], quantity)
     return found
-
-
-def _first(records: Sequence[Record]) -> float:
-    return records[0].largest_eigenvalue.value
 
 
 def detailed(records: Sequence[Record]) -> list[tuple[int, Details]]:

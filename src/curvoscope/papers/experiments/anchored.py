@@ -5,7 +5,7 @@ paper's GPT-2 gets a GELU, and once trained (weights w₀) the network is pulled
 
     L(w) = cross-entropy(w) + μ/2 |w - w₀|²
 
-With μ above what negative curvature the cross-entropy has near w₀, L has a strict minimum w* beside it.
+If μ exceeds the negative curvature of the cross-entropy near w₀, L has a strict minimum w* close to it.
 """
 
 import scipy.sparse.linalg

@@ -7,10 +7,10 @@ row o of R^T J (an answer position and a word) is sum_i z_i (x) Y_oi over the L 
     value   z_i = attention mean of x   Y_oi = W_O b_oi            b_oi: R^T dlogits/dF_i, row o
 
 and |H_o|² = |R^T J J^T R|² = sum over pairs of sequences (n, m) and rows (o, o') of (sum_ij (z_i . z_j) Y_oi . Y_o'j)²:
-products of vectors of length L p, where the block has d p columns.
+products of vectors of length L p, while the block has d p columns.
 
 The functional part, the Hessian of <G, logits> in one weight at fixed G, is known by its products (double backward).
-On the span Q of a few images of H_f and H_o everything is exact, and beside it, P = I - Q Q^T, averages over normal v:
+On the span Q of a few images of H_f and H_o everything is exact; on the rest, P = I - Q Q^T, averages over normal v:
 
     |H_f|² = |H_f Q|² + E |H_f P v|²        |H|² = |H_o|² + 2 <H_o, H_f> + |H_f|², <H_o, H_f> in the same two parts
 

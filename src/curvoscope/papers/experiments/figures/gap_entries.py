@@ -93,7 +93,7 @@ def flat_directions(group: Blocks, name: str) -> Tensor:
 def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     rows, found = _without_pixels(rows), []
     for step in _steps(rows):
-        when = _when(step)
+        when = f"after {step:g} steps" if step else "at initialisation"
         medians = {name: select(rows, block=f"{name}, {name}", quantity="median", at=step) for name in GROUPS}
         sizes = {name: geometric_mean(chosen) for name, chosen in medians.items() if name != "key bias"}
         ratio = sizes["value"] / max(sizes["query"], sizes["key"])
@@ -143,10 +143,6 @@ def _without_pixels(rows: Sequence[Row]) -> list[Row]:
 
 def _steps(rows: Sequence[Row]) -> list[float]:
     return sorted({row.found.at for row in select(rows, quantity="median")})
-
-
-def _when(step: float) -> str:
-    return f"after {step:g} steps" if step else "at initialisation"
 
 
 FIGURE = declared(

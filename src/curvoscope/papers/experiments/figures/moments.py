@@ -7,7 +7,7 @@ import torch
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.figures.catalogue import declared
 from curvoscope.papers.experiments.growth import log_grid
-from curvoscope.papers.experiments.panels import Panel, Series
+from curvoscope.papers.experiments.panels import Panel
 from curvoscope.papers.experiments.setting import PaperLayer
 from curvoscope.papers.experiments.summaries import by, claim, curve, select
 
@@ -41,16 +41,12 @@ def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
     groups = (("attention moments", "norm", _MOMENTS), ("diagonal blocks", "Frobenius norm", _BLOCKS))
-    panels = [
-        Panel(title, "factor of the logits", label, series=_curves(rows, names), y_floor=1e-20)
-        for title, label, names in groups
-    ]
+    panels = []
+    for title, label, names in groups:
+        curves = [curve(select(rows, block=name), "scale", name, i) for i, name in enumerate(names)]
+        panels.append(Panel(title, "factor of the logits", label, series=curves, y_floor=1e-20))
     entropy = curve(select(rows, quantity="entropy"), "scale", "", 6)
     return [*panels, Panel("entropy", "factor of the logits", "mean entropy (nats)", y_log=False, series=[entropy])]
-
-
-def _curves(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
-    return [curve(select(rows, block=name), "scale", name, i) for i, name in enumerate(names)]
 
 
 FIGURE = declared("moments", PaperLayer(), _POINTS, measure, _verdicts, _panels)

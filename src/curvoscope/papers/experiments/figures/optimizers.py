@@ -163,10 +163,6 @@ def _edges(runs: dict[str, list[Row]]) -> list[Series]:
     ]
 
 
-def _search() -> list[Point]:
-    return [{"stage": "search", "norm": norm, "optimizer": optimizer} for norm in NORMS for optimizer in OPTIMIZERS]
-
-
 def _study(norm: str) -> list[Point]:
     return [
         {"stage": "study", "norm": norm, "optimizer": optimizer, "rate": rate}
@@ -174,10 +170,12 @@ def _study(norm: str) -> list[Point]:
     ]
 
 
+_SEARCH: list[Point] = [{"stage": "search", "norm": norm, "optimizer": name} for norm in NORMS for name in OPTIMIZERS]
+
 FIGURE = declared(
     "optimizers",
     _CONFIGURATION,
-    [*_search(), *_study("pre"), *_study("none")],
+    [*_SEARCH, *_study("pre"), *_study("none")],
     measure,
     _verdicts,
     _panels,
