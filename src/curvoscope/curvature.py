@@ -77,11 +77,12 @@ class ModelHessian(BlockHessian):
 
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
         """`closed`: the blocks in closed form; `why`: there are none."""
-        known, stand_ins = None if closed is None else closed.block, ModelStandIns(self, engine)
+        known = None if closed is None else closed.block
+        self.stand_ins = ModelStandIns(self, engine)
         self.outer, self.functional, self.total = (
             ShardedMatrix(engine, part, engine.blocks)
             if isinstance(engine, Sharded)
-            else AutodiffMatrix(engine, part, engine.blocks, known, stand_ins)
+            else AutodiffMatrix(engine, part, engine.blocks, known, self.stand_ins)
             for part in PARTS
         )
         self.loss = engine.survey.loss

@@ -2,6 +2,7 @@
 
 from curvoscope.analysis.advice import Advice, Findings, advice
 from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, convergence
+from curvoscope.analysis.damping import Damping, damping
 from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
 from curvoscope.analysis.heterogeneity import (
     PARTS,
@@ -12,6 +13,7 @@ from curvoscope.analysis.heterogeneity import (
     headline,
     verdict,
 )
+from curvoscope.analysis.influence import Influence, influence
 from curvoscope.analysis.landscape import Slice, landscape
 from curvoscope.analysis.plateau import GradientPlateau, gradient_plateau
 from curvoscope.analysis.power_law import PowerLaw, Prediction, power_law
@@ -28,10 +30,12 @@ __all__ = [
     "Convergence",
     "ConvergenceCurve",
     "CurvatureSummary",
+    "Damping",
     "DataSufficiency",
     "Divergence",
     "Findings",
     "GradientPlateau",
+    "Influence",
     "LayerCurvature",
     "Part",
     "PowerLaw",
@@ -44,10 +48,12 @@ __all__ = [
     "block_rows",
     "block_table",
     "convergence",
+    "damping",
     "data_sufficiency",
     "divergence",
     "gradient_plateau",
     "headline",
+    "influence",
     "input_scales",
     "landscape",
     "power_law",

@@ -14,7 +14,7 @@ from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import ModelHessian, trainable
-from curvoscope.errors import DtypeError, NonFiniteError, RangeError, ShapeError
+from curvoscope.errors import DtypeError, LossError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction, Objective, objective_of
