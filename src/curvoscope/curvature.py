@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvoscope import checks
@@ -32,6 +32,7 @@ from curvoscope.errors import BlockNameError, EmptyError, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
+from curvoscope.losses.objectives import Objective, logits_of
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.settings import settings
@@ -151,6 +152,38 @@ class ModelHessian(BlockHessian):
         if isinstance(engine, Sharded):
             return ShardedParts(engine, several, self._blocks[column])
         return AutodiffParts(engine, several, self._blocks[column])
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights at which the Hessian was taken, (P,), in the order of `names`."""
+        snapshot = self._engine.snapshot
+        return self._blocks.gather({name: snapshot.weight(name) for name in self._blocks.parameters})
+
+    @property
+    def objective(self) -> Objective:
+        """The loss, with its terms counted."""
+        return self._engine.objective
+
+    def output_jacobian(self, inputs: Any) -> Tensor:
+        """The derivative of the model's outputs in the weights, one backward pass for each output.
+
+        Args:
+            inputs: what the model is called with: a tensor, a tuple or a dict.
+
+        Returns:
+            (rows, outputs per row, P), for a model whose output is a tensor or has `logits`; rows must not meet in it.
+        """
+        engine = self._engine
+        (batch,) = Batches([(inputs, None)])
+        with engine.running():
+            weights, leaves = engine.snapshot.leaves(sorted(self._blocks.parameters))
+            F = logits_of(engine.snapshot(weights, engine.snapshot.moved(batch)))
+            flat = F.reshape(batch.rows, -1)
+            rows = []
+            for entry in flat.flatten():
+                found = torch.autograd.grad(entry, list(leaves.values()), retain_graph=True, materialize_grads=True)
+                rows.append(self._blocks.gather(dict(zip(leaves, found, strict=True))))
+        return torch.stack(rows).view(*flat.shape, -1)
 
     def gradient_source(self, name: str) -> GradientSource:
         """All gradients gamma of a block with sum gamma gamma^T = H, its Gauss-Newton part: what `cv.approximations`

@@ -15,6 +15,7 @@ from curvoscope.analysis.heterogeneity import (
 )
 from curvoscope.analysis.influence import Influence, influence
 from curvoscope.analysis.landscape import Slice, landscape
+from curvoscope.analysis.laplace import Laplace, laplace
 from curvoscope.analysis.plateau import GradientPlateau, gradient_plateau
 from curvoscope.analysis.power_law import PowerLaw, Prediction, power_law
 from curvoscope.analysis.propagation import AttentionSummary, LayerCurvature, Propagation, propagation
@@ -36,6 +37,7 @@ __all__ = [
     "Findings",
     "GradientPlateau",
     "Influence",
+    "Laplace",
     "LayerCurvature",
     "Part",
     "PowerLaw",
@@ -56,6 +58,7 @@ __all__ = [
     "influence",
     "input_scales",
     "landscape",
+    "laplace",
     "power_law",
     "propagation",
     "required_data",
