@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvoscope import checks
@@ -34,6 +34,7 @@ from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import adapters_of
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
+from curvoscope.losses.objectives import Objective, logits_of
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.settings import settings
@@ -79,11 +80,12 @@ class ModelHessian(BlockHessian):
 
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
         """`closed`: the blocks in closed form; `why`: there are none."""
-        known, stand_ins = None if closed is None else closed.block, ModelStandIns(self, engine)
+        known = None if closed is None else closed.block
+        self.stand_ins = ModelStandIns(self, engine)
         self.outer, self.functional, self.total = (
             ShardedMatrix(engine, part, engine.blocks)
             if isinstance(engine, Sharded)
-            else AutodiffMatrix(engine, part, engine.blocks, known, stand_ins)
+            else AutodiffMatrix(engine, part, engine.blocks, known, self.stand_ins)
             for part in PARTS
         )
         self.loss = engine.survey.loss
@@ -152,6 +154,38 @@ class ModelHessian(BlockHessian):
         if isinstance(engine, Sharded):
             return ShardedParts(engine, several, self._blocks[column])
         return AutodiffParts(engine, several, self._blocks[column])
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights at which the Hessian was taken, (P,), in the order of `names`."""
+        snapshot = self._engine.snapshot
+        return self._blocks.gather({name: snapshot.weight(name) for name in self._blocks.parameters})
+
+    @property
+    def objective(self) -> Objective:
+        """The loss, with its terms counted."""
+        return self._engine.objective
+
+    def output_jacobian(self, inputs: Any) -> Tensor:
+        """The derivative of the model's outputs in the weights, one backward pass for each output.
+
+        Args:
+            inputs: what the model is called with: a tensor, a tuple or a dict.
+
+        Returns:
+            (rows, outputs per row, P), for a model whose output is a tensor or has `logits`; rows must not meet in it.
+        """
+        engine = self._engine
+        (batch,) = Batches([(inputs, None)])
+        with engine.running():
+            weights, leaves = engine.snapshot.leaves(sorted(self._blocks.parameters))
+            F = logits_of(engine.snapshot(weights, engine.snapshot.moved(batch)))
+            flat = F.reshape(batch.rows, -1)
+            rows = []
+            for entry in flat.flatten():
+                found = torch.autograd.grad(entry, list(leaves.values()), retain_graph=True, materialize_grads=True)
+                rows.append(self._blocks.gather(dict(zip(leaves, found, strict=True))))
+        return torch.stack(rows).view(*flat.shape, -1)
 
     def gradient_source(self, name: str) -> GradientSource:
         """All gradients gamma of a block with sum gamma gamma^T = H, its Gauss-Newton part: what `cv.approximations`

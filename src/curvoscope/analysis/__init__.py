@@ -8,6 +8,7 @@ from curvoscope.analysis.audit_samples import SampledAudit
 from curvoscope.analysis.audit_table import AuditRow, AuditTable
 from curvoscope.analysis.block_diagonal import block_diagonal_error
 from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, convergence
+from curvoscope.analysis.damping import Damping, damping
 from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
 from curvoscope.analysis.heterogeneity import (
     PARTS,
@@ -18,8 +19,10 @@ from curvoscope.analysis.heterogeneity import (
     headline,
     verdict,
 )
+from curvoscope.analysis.influence import Influence, influence
 from curvoscope.analysis.landscape import Slice, landscape
 from curvoscope.analysis.ledger import Interactions, Ledger, LedgerRow, ScaledChange
+from curvoscope.analysis.laplace import Laplace, laplace
 from curvoscope.analysis.plateau import GradientPlateau, gradient_plateau
 from curvoscope.analysis.power_law import PowerLaw, Prediction, power_law
 from curvoscope.analysis.propagation import AttentionSummary, LayerCurvature, Propagation, propagation
@@ -41,11 +44,14 @@ __all__ = [
     "Convergence",
     "ConvergenceCurve",
     "CurvatureSummary",
+    "Damping",
     "DataSufficiency",
     "Divergence",
     "Findings",
     "GradientPlateau",
     "Interactions",
+    "Influence",
+    "Laplace",
     "LayerCurvature",
     "Ledger",
     "LedgerRow",
@@ -67,15 +73,18 @@ __all__ = [
     "block_rows",
     "block_table",
     "convergence",
+    "damping",
     "data_sufficiency",
     "divergence",
     "gptq",
     "gradient_plateau",
     "headline",
+    "influence",
     "input_scales",
     "landscape",
     "measured_change",
     "menu",
+    "laplace",
     "power_law",
     "propagation",
     "recipes",
