@@ -21,8 +21,8 @@ from curvoscope.analysis.heterogeneity import (
 )
 from curvoscope.analysis.influence import Influence, influence
 from curvoscope.analysis.landscape import Slice, landscape
-from curvoscope.analysis.ledger import Interactions, Ledger, LedgerRow, ScaledChange
 from curvoscope.analysis.laplace import Laplace, laplace
+from curvoscope.analysis.ledger import Interactions, Ledger, LedgerRow, ScaledChange
 from curvoscope.analysis.plateau import GradientPlateau, gradient_plateau
 from curvoscope.analysis.power_law import PowerLaw, Prediction, power_law
 from curvoscope.analysis.propagation import AttentionSummary, LayerCurvature, Propagation, propagation
@@ -49,8 +49,8 @@ __all__ = [
     "Divergence",
     "Findings",
     "GradientPlateau",
-    "Interactions",
     "Influence",
+    "Interactions",
     "Laplace",
     "LayerCurvature",
     "Ledger",
@@ -82,9 +82,9 @@ __all__ = [
     "influence",
     "input_scales",
     "landscape",
+    "laplace",
     "measured_change",
     "menu",
-    "laplace",
     "power_law",
     "propagation",
     "recipes",
