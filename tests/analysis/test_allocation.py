@@ -74,7 +74,9 @@ def test_a_menu_against_ledgers_and_the_dense_hessian():
     data = [(x[:2], y[:2]), (x[2:], y[2:])]
     formats = {"kept": (None, 16), "int3": (recipes.int3, 3), "int4": (recipes.int4, 4)}
     found = menu(model, CrossEntropy(), data, formats)
-    assert found.names == tuple(f"h.0.{role}" for role in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down"))
+    assert found.names == tuple(
+        f"h.0.{role}" for role in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down")
+    )
     for f, recipe in ((1, recipes.int3), (2, recipes.int4)):
         ledger = sensitivity(model, CrossEntropy(), data, recipe)
         same = Menu.of_ledger(ledger, 4)

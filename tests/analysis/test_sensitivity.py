@@ -61,7 +61,9 @@ def test_every_number_against_the_dense_hessian():
         for j, other in enumerate(ledger.names):
             there = torch.zeros_like(d)
             there[sum(cuts[:j]) : sum(cuts[: j + 1])] = d[sum(cuts[:j]) : sum(cuts[: j + 1])]
-            assert ledger.pairs[row.block, other] == pytest.approx(float(alone @ H.total @ there) / 2, abs=1e-10 * scale)
+            assert ledger.pairs[row.block, other] == pytest.approx(
+                float(alone @ H.total @ there) / 2, abs=1e-10 * scale
+            )
     assert ledger.loss == pytest.approx(float(function(w)))
     assert ledger.measured == pytest.approx(float(function(w + d) - function(w)), abs=1e-12)
     assert state(model).keys() == before.keys() and all(torch.equal(before[k], v) for k, v in state(model).items())
@@ -254,11 +256,16 @@ def test_single_precision_agrees_with_double():
     single = GPT(layers=2).float()
     changed = moved(double, 0.1)
     small = {name: tensor.float() for name, tensor in changed.items()}
-    one, other = sensitivity(double, CrossEntropy(), [(x, y)], changed), sensitivity(single, CrossEntropy(), [(x, y)], small)
+    one, other = (
+        sensitivity(double, CrossEntropy(), [(x, y)], changed),
+        sensitivity(single, CrossEntropy(), [(x, y)], small),
+    )
     scale = float(one.pairs.matrix.abs().sum())
     assert abs(one.predicted - other.predicted) < 1e-4 * scale
     assert abs(one.measured - other.measured) < other.rounding + 1e-4 * abs(one.measured)
-    assert float((one.pairs.matrix.sum(1) - torch.tensor([row.second for row in other.rows])).abs().max()) < 1e-4 * scale
+    assert (
+        float((one.pairs.matrix.sum(1) - torch.tensor([row.second for row in other.rows])).abs().max()) < 1e-4 * scale
+    )
 
 
 def test_the_table_in_words():
@@ -288,12 +295,14 @@ def refused(changed, model=None, **options):
 
 def test_tied_weights_changed_apart():
     state = moved(GPT())
-    assert "lm_head.weight: is tied to 'wte.weight'" in refused(state | {"lm_head.weight": state["wte.weight"] + 1})
+    assert "changed: 'lm_head.weight' is tied to 'wte.weight'" in refused(
+        state | {"lm_head.weight": state["wte.weight"] + 1}
+    )
 
 
 def test_other_shapes_and_vocabularies_name_the_tensor():
-    assert refused(GPT(vocabulary=7)) == "wte.weight: is (6, 4) in the model and (7, 4) after the change"
-    assert refused(GPT(d=8)).startswith("wte.weight: is (6, 4)")
+    assert "changed: 'wte.weight' is (6, 4) in the model and (7, 4) after" in refused(GPT(vocabulary=7))
+    assert refused(GPT(d=8)).startswith("changed: 'wte.weight' is (6, 4)")
     assert "changed: has 'h.1.ln_1.weight', which the model has not" in refused(GPT(layers=2))
     assert "changed: has no tensor 'h.1." in refused(GPT(), GPT(layers=2))
 
@@ -301,15 +310,15 @@ def test_other_shapes_and_vocabularies_name_the_tensor():
 def test_integer_weights_and_non_finite_ones():
     state = moved(GPT())
     name = "h.0.mlp.c_fc.weight"
-    assert refused(state | {name: state[name].to(torch.int8)}).startswith(f"{name}: is torch.int8")
-    assert refused(state | {name: state[name] * float("nan")}).startswith(f"{name}: 32 of 32 entries are NaN")
+    assert refused(state | {name: state[name].to(torch.int8)}).startswith(f"changed: {name!r} is torch.int8")
+    assert refused(state | {name: state[name] * float("nan")}).startswith(f"changed: {name!r} has entries that are NaN")
 
 
 def test_nothing_changes_or_only_what_is_frozen():
     model = GPT()
     assert refused(model.state_dict()).startswith("changed: every tensor is the model's own")
     model.wpe.weight.requires_grad_(False)
-    assert refused(moved(model), model).startswith("wpe.weight: changes but is frozen")
+    assert refused(moved(model), model).startswith("changed: 'wpe.weight' changes but is frozen")
     some = Blocks([blocks_of(model)["embed"]])
     assert refused(recipes.int4, model, blocks=some).startswith("changed: nothing changes in the blocks")
 
@@ -340,5 +349,5 @@ def test_a_buffer_that_changes():
             self.register_buffer("shift", torch.ones(2).double())
 
     model, (x, y) = Shifted(), points()
-    with pytest.raises(cv.CurvoscopeError, match="shift: is a buffer that changes"):
+    with pytest.raises(cv.CurvoscopeError, match="changed: 'shift' is a buffer that changes"):
         sensitivity(model, nn.MSELoss(), [(x, y)], model.state_dict() | {"shift": torch.zeros(2).double()})
