@@ -53,7 +53,7 @@ def test_allocation_against_brute_force():
 def test_the_smallest_and_the_largest_budget():
     costs = problem(0)
     assert set(allocate(costs, 3.0).formats.values()) == {"int3"}
-    with pytest.raises(cv.CurvoscopeError, match="budget: got 2.5 bits, the smallest format has 3"):
+    with pytest.raises(cv.CurvoscopeError, match=r"budget: got 2\.5 bits, the smallest format has 3"):
         allocate(costs, 2.5)
 
 

@@ -55,6 +55,7 @@ def test_nf4_and_fp8_take_the_nearest_level():
     torch.testing.assert_close((fp8 / scale - W / scale).abs(), best)
 
 
+@pytest.mark.slow
 def test_groups_follow_the_inputs_in_every_layout():
     """GPT-2 stores (in, out) and fuses Q, K, V; Llama stores (out, in): the same matrix is rounded alike."""
     torch.manual_seed(1)
@@ -189,5 +190,5 @@ def test_what_a_recipe_cannot_take(make_state, said):
 def test_weights_stored_as_integers():
     model = nn.Linear(4, 2)
     model.weight = nn.Parameter(torch.ones(2, 4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(cv.CurvoscopeError, match="model: 'weight' is torch.int8: it is quantised already"):
+    with pytest.raises(cv.CurvoscopeError, match=r"model: 'weight' is torch\.int8: it is quantised already"):
         recipes.int4(model)

@@ -70,8 +70,8 @@ def test_every_number_against_the_dense_hessian():
 
 
 def test_the_ledger_adds_up():
-    model, (x, y) = GPT(layers=2), tokens()
-    ledger = sensitivity(model, CrossEntropy(), [(x, y)], moved(model, 0.1))
+    model, (x, y) = GPT(), tokens()
+    ledger = sensitivity(model, CrossEntropy(), [(x, y)], moved(model, 0.1), unit="batch")
     rows, matrix = ledger.rows, ledger.pairs.matrix
     scale = float(matrix.abs().sum())
     assert ledger.predicted == pytest.approx(sum(row.first + row.second for row in rows), abs=1e-10 * scale)
@@ -86,6 +86,7 @@ def test_the_ledger_adds_up():
         ledger.pairs["h.9", "embed"]
 
 
+@pytest.mark.slow
 def test_without_pairs_the_rows_are_the_same():
     model, (x, y) = GPT(), tokens()
     both = [sensitivity(model, CrossEntropy(), [(x, y)], moved(model), pairs) for pairs in (True, False)]
@@ -96,6 +97,7 @@ def test_without_pairs_the_rows_are_the_same():
             question()
 
 
+@pytest.mark.slow
 def test_standard_errors_are_those_of_a_mean_by_terms_over_sequences():
     model, (x, y) = GPT(), tokens()
     changed = moved(model, 0.1)
@@ -120,6 +122,7 @@ def test_standard_errors_are_those_of_a_mean_by_terms_over_sequences():
     assert alone[0].measured.stderr == 0  # one sequence shows no spread
 
 
+@pytest.mark.slow
 def test_batches_as_units():
     model, (x, y) = GPT(), tokens()
     batches, changed = [(x[:2], y[:2]), (x[2:], y[2:])], moved(model)
@@ -211,6 +214,7 @@ def test_a_quadratic_loss_has_no_remainder():
     assert all(row.measured == pytest.approx(row.alone) for row in ledger.rows)
 
 
+@pytest.mark.slow
 def test_changes_as_model_state_folder_and_recipe(tmp_path):
     model = make("gpt2")
     other = saved(tmp_path / "other", initializer_range=0.31)
@@ -251,6 +255,7 @@ def test_blocks_leave_out_what_changes_elsewhere():
     assert stays.first == stays.second == stays.measured == stays.norm == 0
 
 
+@pytest.mark.slow
 def test_single_precision_agrees_with_double():
     double, (x, y) = GPT(layers=2), tokens()
     single = GPT(layers=2).float()
@@ -323,6 +328,7 @@ def test_nothing_changes_or_only_what_is_frozen():
     assert refused(recipes.int4, model, blocks=some).startswith("changed: nothing changes in the blocks")
 
 
+@pytest.mark.slow
 def test_a_folder_that_lacks_a_tensor(tmp_path):
     from safetensors.torch import load_file, save_file
 
