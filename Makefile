@@ -27,7 +27,7 @@ define SAY_WHAT_IS_SKIPPED
 @test -f $(MATHJAX) || echo "Skipped without MathJax (npm): the tests of the built site (tests/docs/test_site.py, in make test-slow)"
 endef
 
-.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families docs build test-wheel clean
+.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families sensitivity docs build test-wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -81,6 +81,10 @@ bench: $(VENV)/dev $(VENV)/browser
 # docs/families.md: what is recognised in tiny models of every family.
 families: $(VENV)/dev
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.families > docs/families.md
+
+# docs/sensitivity.md, from benchmarks/sensitivity.json.
+sensitivity: $(VENV)/dev
+	$(BIN)/python -m benchmarks.sensitivity_page > docs/sensitivity.md
 
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax

