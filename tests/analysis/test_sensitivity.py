@@ -61,15 +61,17 @@ def test_every_number_against_the_dense_hessian():
         for j, other in enumerate(ledger.names):
             there = torch.zeros_like(d)
             there[sum(cuts[:j]) : sum(cuts[: j + 1])] = d[sum(cuts[:j]) : sum(cuts[: j + 1])]
-            assert ledger.pairs[row.block, other] == pytest.approx(float(alone @ H.total @ there) / 2, abs=1e-10 * scale)
+            assert ledger.pairs[row.block, other] == pytest.approx(
+                float(alone @ H.total @ there) / 2, abs=1e-10 * scale
+            )
     assert ledger.loss == pytest.approx(float(function(w)))
     assert ledger.measured == pytest.approx(float(function(w + d) - function(w)), abs=1e-12)
     assert state(model).keys() == before.keys() and all(torch.equal(before[k], v) for k, v in state(model).items())
 
 
 def test_the_ledger_adds_up():
-    model, (x, y) = GPT(layers=2), tokens()
-    ledger = sensitivity(model, CrossEntropy(), [(x, y)], moved(model, 0.1))
+    model, (x, y) = GPT(), tokens()
+    ledger = sensitivity(model, CrossEntropy(), [(x, y)], moved(model, 0.1), unit="batch")
     rows, matrix = ledger.rows, ledger.pairs.matrix
     scale = float(matrix.abs().sum())
     assert ledger.predicted == pytest.approx(sum(row.first + row.second for row in rows), abs=1e-10 * scale)
@@ -84,6 +86,7 @@ def test_the_ledger_adds_up():
         ledger.pairs["h.9", "embed"]
 
 
+@pytest.mark.slow
 def test_without_pairs_the_rows_are_the_same():
     model, (x, y) = GPT(), tokens()
     both = [sensitivity(model, CrossEntropy(), [(x, y)], moved(model), pairs) for pairs in (True, False)]
@@ -94,6 +97,7 @@ def test_without_pairs_the_rows_are_the_same():
             question()
 
 
+@pytest.mark.slow
 def test_standard_errors_are_those_of_a_mean_by_terms_over_sequences():
     model, (x, y) = GPT(), tokens()
     changed = moved(model, 0.1)
@@ -118,6 +122,7 @@ def test_standard_errors_are_those_of_a_mean_by_terms_over_sequences():
     assert alone[0].measured.stderr == 0  # one sequence shows no spread
 
 
+@pytest.mark.slow
 def test_batches_as_units():
     model, (x, y) = GPT(), tokens()
     batches, changed = [(x[:2], y[:2]), (x[2:], y[2:])], moved(model)
@@ -209,6 +214,7 @@ def test_a_quadratic_loss_has_no_remainder():
     assert all(row.measured == pytest.approx(row.alone) for row in ledger.rows)
 
 
+@pytest.mark.slow
 def test_changes_as_model_state_folder_and_recipe(tmp_path):
     model = make("gpt2")
     other = saved(tmp_path / "other", initializer_range=0.31)
@@ -249,16 +255,22 @@ def test_blocks_leave_out_what_changes_elsewhere():
     assert stays.first == stays.second == stays.measured == stays.norm == 0
 
 
+@pytest.mark.slow
 def test_single_precision_agrees_with_double():
     double, (x, y) = GPT(layers=2), tokens()
     single = GPT(layers=2).float()
     changed = moved(double, 0.1)
     small = {name: tensor.float() for name, tensor in changed.items()}
-    one, other = sensitivity(double, CrossEntropy(), [(x, y)], changed), sensitivity(single, CrossEntropy(), [(x, y)], small)
+    one, other = (
+        sensitivity(double, CrossEntropy(), [(x, y)], changed),
+        sensitivity(single, CrossEntropy(), [(x, y)], small),
+    )
     scale = float(one.pairs.matrix.abs().sum())
     assert abs(one.predicted - other.predicted) < 1e-4 * scale
     assert abs(one.measured - other.measured) < other.rounding + 1e-4 * abs(one.measured)
-    assert float((one.pairs.matrix.sum(1) - torch.tensor([row.second for row in other.rows])).abs().max()) < 1e-4 * scale
+    assert (
+        float((one.pairs.matrix.sum(1) - torch.tensor([row.second for row in other.rows])).abs().max()) < 1e-4 * scale
+    )
 
 
 def test_the_table_in_words():
@@ -288,12 +300,14 @@ def refused(changed, model=None, **options):
 
 def test_tied_weights_changed_apart():
     state = moved(GPT())
-    assert "lm_head.weight: is tied to 'wte.weight'" in refused(state | {"lm_head.weight": state["wte.weight"] + 1})
+    assert "changed: 'lm_head.weight' is tied to 'wte.weight'" in refused(
+        state | {"lm_head.weight": state["wte.weight"] + 1}
+    )
 
 
 def test_other_shapes_and_vocabularies_name_the_tensor():
-    assert refused(GPT(vocabulary=7)) == "wte.weight: is (6, 4) in the model and (7, 4) after the change"
-    assert refused(GPT(d=8)).startswith("wte.weight: is (6, 4)")
+    assert "changed: 'wte.weight' is (6, 4) in the model and (7, 4) after" in refused(GPT(vocabulary=7))
+    assert refused(GPT(d=8)).startswith("changed: 'wte.weight' is (6, 4)")
     assert "changed: has 'h.1.ln_1.weight', which the model has not" in refused(GPT(layers=2))
     assert "changed: has no tensor 'h.1." in refused(GPT(), GPT(layers=2))
 
@@ -301,19 +315,20 @@ def test_other_shapes_and_vocabularies_name_the_tensor():
 def test_integer_weights_and_non_finite_ones():
     state = moved(GPT())
     name = "h.0.mlp.c_fc.weight"
-    assert refused(state | {name: state[name].to(torch.int8)}).startswith(f"{name}: is torch.int8")
-    assert refused(state | {name: state[name] * float("nan")}).startswith(f"{name}: 32 of 32 entries are NaN")
+    assert refused(state | {name: state[name].to(torch.int8)}).startswith(f"changed: {name!r} is torch.int8")
+    assert refused(state | {name: state[name] * float("nan")}).startswith(f"changed: {name!r} has entries that are NaN")
 
 
 def test_nothing_changes_or_only_what_is_frozen():
     model = GPT()
     assert refused(model.state_dict()).startswith("changed: every tensor is the model's own")
     model.wpe.weight.requires_grad_(False)
-    assert refused(moved(model), model).startswith("wpe.weight: changes but is frozen")
+    assert refused(moved(model), model).startswith("changed: 'wpe.weight' changes but is frozen")
     some = Blocks([blocks_of(model)["embed"]])
     assert refused(recipes.int4, model, blocks=some).startswith("changed: nothing changes in the blocks")
 
 
+@pytest.mark.slow
 def test_a_folder_that_lacks_a_tensor(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -340,5 +355,5 @@ def test_a_buffer_that_changes():
             self.register_buffer("shift", torch.ones(2).double())
 
     model, (x, y) = Shifted(), points()
-    with pytest.raises(cv.CurvoscopeError, match="shift: is a buffer that changes"):
+    with pytest.raises(cv.CurvoscopeError, match="changed: 'shift' is a buffer that changes"):
         sensitivity(model, nn.MSELoss(), [(x, y)], model.state_dict() | {"shift": torch.zeros(2).double()})

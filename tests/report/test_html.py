@@ -31,9 +31,9 @@ def read(run):
 def test_the_numbers_are_those_of_the_document(run):
     _, page, document = read(run)
     rows = page.tables[0]["rows"][1:]
-    if document["kind"] in ("watch", "reproduce"):
-        check = watched if document["kind"] == "watch" else reproduced
-        check(page, document)
+    checks = {"watch": watched, "reproduce": reproduced, "sensitivity": costs}
+    if document["kind"] in checks:
+        checks[document["kind"]](page, document)
         return
     if document["kind"] == "analyze":
         for shown, row in zip(rows, document["rows"], strict=True):
@@ -88,6 +88,22 @@ def all_entries(page, document):
     found = [(*(cell[0] for cell in shown[:3]), shown[3][1]) for shown in table(page, "Pairs of blocks")]
     assert found == [(row["row"], row["column"], row["part"], row["frobenius_norm"]) for row in others]
     assert document["verdict"] in page.text
+
+
+def costs(page, document):
+    names = ("first", "outer", "functional", "second")
+    for shown, row in zip(table(page, "What each block"), document["rows"], strict=True):
+        assert shown[0][0] == row["block"] and [cell[1] for cell in shown[2:6]] == [row[n]["value"] for n in names]
+        assert [cell[1:] for cell in shown[7:]] == [(row[n]["value"], row[n]["stderr"]) for n in ("alone", "measured")]
+    whole = [[cell[1] for cell in shown[1:]] for shown in table(page, "Change of the loss")]
+    names = ("predicted", "measured", "remainder")
+    assert whole == [[one[name]["value"] for name in names] for one in document["scaled"]]
+    pairs = {(shown[0][0], shown[1][0]): shown[2][1] for shown in table(page, "Interactions")}
+    assert pairs == {(one["row"], one["column"]): one["second"]["value"] for one in document["pairs"]}
+    ranks = {shown[0][0]: shown[1][1] for shown in table(page, "Rank correlation")}
+    assert ranks == {one["score"]: one["correlation"]["value"] for one in document["ranks"]}
+    chosen = [(shown[0][0], shown[3][1]) for shown in table(page, "Formats for 9 bits")]
+    assert chosen == [(one["by"], one["measured"]["value"]) for one in document["allocations"]]
 
 
 def watched(page, document):

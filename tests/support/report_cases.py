@@ -12,7 +12,7 @@ import pytest
 
 from curvoscope import commands
 from curvoscope.analysis.propagation import AttentionSummary
-from curvoscope.commands import analyze, reproduce_report, spectrum, watch_report
+from curvoscope.commands import analyze, reproduce_report, sensitivity, spectrum, watch_report
 from curvoscope.commands.subject import Request
 from curvoscope.estimate import Estimate
 from curvoscope.papers.experiments import Figure, MeasuredValue, Row, Verdict
@@ -22,8 +22,9 @@ from curvoscope.papers.experiments.setting import Setting
 from curvoscope.training import Incident, Record
 from curvoscope.training.records import BlockNorms, Details
 
-KINDS = ("analyze", "some blocks", "spectrum", "watch", "reproduce")
-DOCUMENTS = dict(zip(KINDS, ("table.json", "table.json", "spectrum.json", "watch.json", "reproduce.json"), strict=True))
+KINDS = ("analyze", "some blocks", "spectrum", "sensitivity", "watch", "reproduce")
+NAMES = ("table.json", "table.json", "spectrum.json", "sensitivity.json", "watch.json", "reproduce.json")
+DOCUMENTS = dict(zip(KINDS, NAMES, strict=True))
 _MADE = {}
 
 
@@ -48,6 +49,9 @@ def _make(kind, out):
         analyze.run(Request("addition", 1, sequences=3), options, out, True)
     elif kind == "spectrum":
         spectrum.run(Request("addition", 1, sequences=3), spectrum.SpectrumOptions(("h.0.attn.[QV]",), 16), out, True)
+    elif kind == "sensitivity":
+        options = sensitivity.SensitivityOptions(recipe="int4", group=4, budget=9.0)
+        sensitivity.run(Request("addition", 1, sequences=3, d=4), options, out, True)
     elif kind == "watch":
         out.mkdir(parents=True, exist_ok=True)
         watch_report.write_report(out, training_facts())

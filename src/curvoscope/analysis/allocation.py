@@ -71,6 +71,13 @@ class Menu:
         same = torch.eye(count, dtype=self.second.dtype).view(count, 1, count, 1)
         return Menu(self.names, self.sizes, self.formats, self.bits, self.first, self.second * same)
 
+    def without_gradient(self) -> "Menu":
+        """The same with the second order alone.
+
+        After training the gradient is near zero; on a small probe it is not, and formats that follow it fit the probe.
+        """
+        return Menu(self.names, self.sizes, self.formats, self.bits, torch.zeros_like(self.first), self.second)
+
     def scored(self, costs: Mapping[str, Mapping[str, float]]) -> "Menu":
         """The same formats with other costs, by format and block, without interactions: see `cv.analysis.scores`."""
         own = torch.tensor([[costs[f].get(name, 0.0) for f in self.formats] for name in self.names]).double()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from curvoscope import checks
 from curvoscope.blocks import Blocks
-from curvoscope.errors import DtypeError, EmptyError, ModelError, ShapeError
+from curvoscope.errors import DtypeError, EmptyError, ModelError, NonFiniteError, ShapeError
 from curvoscope.families import loading
 
 State = Mapping[str, Tensor]
@@ -33,7 +33,9 @@ def changed_state(model: nn.Module, changed: Change) -> dict[str, Tensor]:
         raise ModelError("changed", f"has {foreign!r}, which the model has not; give weights of the same architecture")
     for name, buffer in buffers.items():
         if name in found and not _equal(buffer, found[name]):
-            raise ModelError(name, "is a buffer that changes; the ledger is of parameters, give the model's own buffer")
+            raise ModelError(
+                "changed", f"{name!r} is a buffer that changes; give the model's own, only parameters may change"
+            )
     state: dict[str, Tensor] = {}
     for first, names in _aliases(named).items():
         given = [name for name in names if name in found]
@@ -43,7 +45,9 @@ def changed_state(model: nn.Module, changed: Change) -> dict[str, Tensor]:
             _check(name, named[name], found[name])
             if not _equal(found[given[0]], found[name]):
                 raise ModelError(
-                    name, f"is tied to {given[0]!r} in the model, but the two change apart; untie them, or change both"
+                    "changed",
+                    f"{name!r} is tied to {given[0]!r} in the model, but the two change apart; untie them in the model "
+                    "first, or give both the same values",
                 )
         state[first] = found[given[0]]
     return state
@@ -65,7 +69,7 @@ def check_covered(blocks: Blocks, delta: State) -> None:
     outside = next((name for name, tensor in delta.items() if name not in blocks.parameters and tensor.any()), None)
     if outside is not None:
         raise ModelError(
-            outside, "changes but is frozen or in no block; call requires_grad_(True), or give the ledger's blocks="
+            "changed", f"{outside!r} changes but is frozen or in no block; call requires_grad_(True), or give blocks="
         )
 
 
@@ -94,10 +98,12 @@ def _check(name: str, parameter: Tensor, tensor: Any) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not parameter.is_floating_point():
         seen = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         seen = seen if parameter.is_floating_point() else f"{parameter.dtype} in the model"
-        raise DtypeError(name, f"is {seen}, expected floating point: give weights that are dequantised")
+        raise DtypeError("changed", f"{name!r} is {seen}, expected floating point: give weights that are dequantised")
     if tensor.shape != parameter.shape:
-        raise ShapeError(name, f"is {tuple(parameter.shape)} in the model and {tuple(tensor.shape)} after the change")
-    checks.floating(name, tensor)
+        shapes = f"{tuple(parameter.shape)} in the model and {tuple(tensor.shape)} after the change"
+        raise ShapeError("changed", f"{name!r} is {shapes}; give weights of the same architecture and vocabulary")
+    if not checks.all_finite(tensor):
+        raise NonFiniteError("changed", f"{name!r} has entries that are NaN or infinite")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

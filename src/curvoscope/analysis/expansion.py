@@ -1,6 +1,7 @@
 """The loss to second order in displacements of single blocks, unit by unit of the data."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,12 +155,14 @@ def engine_of(
     whole = Autodiff(model, objective_of(loss_fn), Batches(batches), blocks, device=device)
     if unit == "batch" or whole.objective.couples_rows:
         return whole, "batch"
-    try:
-        rows = Autodiff(model, whole.objective, Batches(batches, 1), blocks, device=device)
-    except LossError:  # rows meet in the loss, or a part of a batch has none
-        return whole, "batch"
-    limit = _AGREE * torch.finfo(rows.dtype).eps * max(map(abs, whole.survey.losses))
-    return (rows, "sequence") if abs(rows.survey.loss - whole.survey.loss) <= limit else (whole, "batch")
+    objective, survey = whole.objective, whole.survey
+    del whole  # its copy of the weights makes room for that of the rows
+    with suppress(LossError):  # rows meet in the loss, or a part of a batch has none
+        rows = Autodiff(model, objective, Batches(batches, 1), blocks, device=device)
+        limit = _AGREE * torch.finfo(rows.dtype).eps * max(map(abs, survey.losses))
+        if abs(rows.survey.loss - survey.loss) <= limit:
+            return rows, "sequence"
+    return Autodiff(model, objective, Batches(batches), blocks, device=device), "batch"
 
 
 def _dot(one: Tensor, other: Tensor) -> float:

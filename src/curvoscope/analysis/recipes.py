@@ -189,17 +189,17 @@ def _rounded(
         if group == "tensor":
             return nearest(W.reshape(1, -1, 1)).view(W.shape)
         size = W.shape[0] if group == "channel" else int(group)
-        _check_divides(block, W, size, "group")
+        _check_divides("group", block, W, size)
         return nearest(W.reshape(-1, size, W.shape[1])).view(W.shape)
 
     return _rewritten(model, rounded, names)
 
 
-def _check_divides(block: Block, W: Tensor, size: int, argument: str) -> None:
+def _check_divides(argument: str, block: Block, W: Tensor, size: int) -> None:
     if W.shape[0] % size:
+        name = block.pieces[0].parameter
         raise ShapeError(
-            block.pieces[0].parameter,
-            f"has {W.shape[0]} inputs, which {argument} {size} does not divide; take another {argument}, or names=",
+            argument, f"{name!r} has {W.shape[0]} inputs, which {size} does not divide; take another, or names="
         )
 
 
@@ -243,7 +243,7 @@ def prune_2_4(model: nn.Module, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """
 
     def pruned(block: Block, W: Tensor) -> Tensor:
-        _check_divides(block, W, 4, "pattern")
+        _check_divides("model", block, W, 4)
         fours = W.reshape(-1, 4, W.shape[1])
         return fours.scatter(1, fours.abs().argsort(dim=1, stable=True)[:, :2], 0.0).view(W.shape)
 
@@ -409,7 +409,9 @@ def merge_lora(
         A, B = adapters[block.name]
         if A.ndim != 2 or B.ndim != 2 or (A.shape[0], B.shape[1]) != W.shape or A.shape[1] != B.shape[0]:
             shapes = f"A {tuple(A.shape)} and B {tuple(B.shape)}"
-            raise ShapeError(block.name, f"{shapes} do not make {tuple(W.shape)}; expected (a, r) and (r, p)")
+            raise ShapeError(
+                "adapters", f"{block.name!r}: {shapes} do not make {tuple(W.shape)}; expected (a, r) and (r, p)"
+            )
         return W + scale * A.to(W) @ B.to(W)
 
     return _rewritten(model, merged, list(adapters))
@@ -478,10 +480,10 @@ def _rewritten(model: nn.Module, rewrite: Callable[[Block, Tensor], Tensor], nam
         for piece in block.pieces:
             parameter = parameters[piece.parameter]
             if not parameter.is_floating_point():
-                raise DtypeError(piece.parameter, f"is {parameter.dtype}: it is quantised already, leave it out")
+                raise DtypeError("model", f"{piece.parameter!r} is {parameter.dtype}: it is quantised already")
             wide = torch.promote_types(torch.float32, parameter.dtype)
             changed.setdefault(piece.parameter, parameter.to(wide, copy=True))
-        W = checks.floating(block.pieces[0].parameter, block.matrix(changed))
+        W = checks.floating("model", block.matrix(changed))
         turn = all(piece.parameter in turned and piece.layout.rows == (0,) for piece in block.pieces)
         found = rewrite(block, W.T).T if turn else rewrite(block, W)
         block.scatter(found.reshape(-1), changed)

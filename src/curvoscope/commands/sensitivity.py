@@ -178,8 +178,9 @@ class _Formats:
         )
         others = {name: scores(subject.model, subject.loss, data, changes[name]) for name in _BITS}
         kinds: dict[str, Menu] = {
-            "second order with interactions": costs,
-            "second order without interactions": costs.without_interactions(),
+            "½ d·Hd with interactions": costs.without_gradient(),
+            "½ d·Hd without interactions": costs.without_gradient().without_interactions(),
+            "g·d + ½ d·Hd with interactions": costs,
         }
         for score in ("fisher", "inputs"):
             known = {name: found[score] for name, found in others.items()}

@@ -53,5 +53,5 @@ def sensitivity(found: Sensitivity, figures: Callable[..., list[ReportFigure]]) 
     caption = f"Formats for {found.budget:g} bits per weight" if found.budget else "Formats"
     chosen = Table(caption, ("chosen by", "bits", "predicted", "measured change"), 1, options)
     formats = [(Cell(one.block), Cell(one.format)) for one in found.formats]
-    listed = Table("Formats chosen with interactions", ("block", "format"), 2, formats, folded=True)
+    listed = Table("Formats chosen by ½ d·Hd with interactions", ("block", "format"), 2, formats, folded=True)
     yield Section("Formats for a budget", tables=[chosen, listed] if options else [])
