@@ -94,7 +94,7 @@ def attention_facts(
     ):
         raise UnknownAttentionError("its softmax is not over the keys of one sequence")
     if result.dtype != scores.dtype:
-        raise UnknownAttentionError(f"its softmax is computed in {str(result.dtype).removeprefix('torch.')}")
+        raise UnknownAttentionError(f"its softmax computes in lower precision, {result.dtype}")
     A = result.detach().reshape(*sizes, -1)
     scale, softcap = _slope(flow, call, scores, A[..., :L] > 0)
     mask, sinks = _added(scale * scores, softcap, A)
@@ -249,23 +249,29 @@ def _between(flow: DataFlow, later: Node, earlier: Node, name: str) -> Node | No
 
 
 def _added(scores: Tensor, softcap: float | None, A: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What is added to the scores, and the logits of sinks, from A (N, H, L, L) or (N, H, L, L + 1)."""
+    """What is added to the scores, and the logits of sinks, from A (N, H, L, L) or (N, H, L, L + 1).
+
+    A query whose keys are all hidden by the most negative number, not by -inf, sees all of them alike: its scores are
+    lost in rounding.
+    """
     capped = scores if softcap is None else softcap * (scores / softcap).tanh()
     weights, beside = A[..., : scores.shape[-1]], A[..., scores.shape[-1] :]
     seen = weights > 0
+    some = seen.any(-1)
     added = (weights.log() - capped).masked_fill(~seen, -math.inf)
-    level = added.amax(-1, keepdim=True)
-    level = level.masked_fill(level == -math.inf, 0)  # of a query that sees nothing
+    level = added.amax(-1, keepdim=True).masked_fill(~some[..., None], 0)
     added = added - level
-    size = capped[seen].abs().max().clamp_min(1)
-    plain = _same(added[seen], torch.zeros_like(added[seen]), size, _NOTHING)
-    mask: Tensor | None = seen if plain else added
-    if plain:
+    lost = (weights == weights[..., :1]).all(-1) & seen.all(-1) & (scores != scores[..., :1]).any(-1)
+    counted = seen & ~lost[..., None]
+    size = capped[counted].abs().max().clamp_min(1)
+    plain = _same(added[counted], torch.zeros_like(added[counted]), size, _NOTHING)
+    mask: Tensor | None = added.masked_fill(lost[..., None], torch.finfo(added.dtype).min)
+    if plain and not bool(lost.any()):
         mask = None if bool(seen.all()) else _shared(seen.to(scores.dtype)).bool()
     if not beside.numel():
         return mask, None
     sinks = (beside.log() - level)[..., 0]
-    one = sinks[:1, :, :1]
-    if not plain or not _same(sinks, one.expand_as(sinks), size):
+    found = torch.stack([sinks[:, h][some[:, h]].median() for h in range(sinks.shape[1])])
+    if not plain or not _same(sinks[some], found[:, None].expand_as(sinks)[some], size):
         raise UnknownAttentionError("its sinks depend on the query")
-    return mask, one[0, :, 0]
+    return mask, found
