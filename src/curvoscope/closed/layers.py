@@ -43,6 +43,10 @@ _ROLES = {
 _WITHOUT = {  # roles that have no closed form
     "router": "a router acts through its choice of experts, which has no closed form",
     "scale": "the scale is not the only weight of a module that multiplies with it",
+    **dict.fromkeys(
+        ("Q_latent", "KV_latent", "q_latent_norm", "kv_latent_norm"),
+        "it makes latent vectors of queries or keys, a chain with a norm that has no closed form yet",
+    ),
 }
 _ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
 _TOLD = (
