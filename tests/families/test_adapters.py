@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adapter_cases import RANK, Beside, D, Inside, Model, Quantised, adapted, batch, peft
+from adapter_cases import RANK, Beside, D, Inside, Model, Quantised, Twice, adapted, batch, peft
 from curvoscope import blocks_of
 from curvoscope.blocks import layer_and_role
 from curvoscope.families.adapters import adapters_of
