@@ -77,6 +77,23 @@ def test_every_way_of_making_scores(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("CohereForCausalLM", {"use_qk_norm": True}),  # a gamma for each head
+        ("PhiForCausalLM", {"qk_layernorm": True}),  # with a shift
+        ("FalconForCausalLM", {"alibi": True}),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": 2.0, "sliding_window": 3, "attn_implementation": "eager"}),
+    ],
+)
+def test_options_of_a_family(name, changes):
+    pytest.importorskip("transformers")
+    model, loss, batches = zoo.build(name, **changes)
+    worst, count = largest_error(model, loss, batches, blocks_in(model, batches).select("h.0.attn.*"))
+    assert count == 1 and worst < 1e-9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPTNeoXForCausalLM", "BloomForCausalLM", "GptOssForCausalLM"])
 def test_padding_and_the_split_at_the_layer(name):
     """Padding on the left of one row and on the right of another; positions and ALiBi then differ between rows."""

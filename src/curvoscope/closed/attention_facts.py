@@ -6,6 +6,7 @@ slope of the logits in the scores. A norm before that is known by its derivative
 
     B P = σ J + y x̂^T / w        J x = y ε / σ²        J 1 = 0 if the mean is taken away
 
+With a shift, y = B x̂ + c, the two sides of the first line differ by c x̂^T / w, which two tokens at one position tell.
 What is added to the scores (masks, windows, ALiBi, relative positions) is what is left of log A.
 """
 
@@ -147,6 +148,9 @@ def _map(
     if _same((J @ x[..., None])[..., 0], y):
         return _turned(J)
     B, norm = _normalised(J, x, y)
+    layer_norm = _between(flow, edge.node, call.weights[role].node, "NativeLayerNormBackward0")
+    if norm is None and layer_norm is not None:
+        B, norm = _shifted(J, x, y, layer_norm._saved_result2.detach())
     if norm is None:
         J = torch.cat([rows(slice(h, h + 1)) for h in range(heads)]).movedim(0, 2)  # (N, L, H*k, H*k)
         B, norm = _normalised(J, projected, merge_heads(y))
@@ -199,6 +203,26 @@ def _normalised(J: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, QueryKeyNorm |
         return B, None
     ones = torch.ones(w, dtype=x.dtype, device=x.device)
     return B, QueryKeyNorm(ones, None, eps, centred=centred)
+
+
+def _shifted(J: Tensor, x: Tensor, y: Tensor, inverse: Tensor) -> tuple[Tensor, QueryKeyNorm | None]:
+    """B and the norm of y = B (x̂ + 1), for heads (N, H, L, k) that a layer norm with a shift normalises alone.
+
+    `inverse`: 1/σ of all tokens, in any order. As x̂ has no mean, B 1 may be the shift c.
+    """
+    k = x.shape[-1]
+    centred = x - x.mean(-1, keepdim=True)
+    eps = max(0.0, float(inverse.square().reciprocal().mean() - centred.square().mean()))
+    found = Normalised.of(x.reshape(-1, k), eps, centred=True)
+    x_hat, sigma = found.x_hat.view(x.shape), found.sigma.view(*x.shape[:-1], 1)
+    B = sigma[..., None] * J + y[..., :, None] * x_hat[..., None, :] / k
+    apart, moved = B - B[:1, :1], x_hat - x_hat[:1, :1]
+    c = k * (apart @ moved[..., None])[..., 0].sum((0, 1)) / moved.square().sum((0, 1, 3))[:, None]
+    B = B - c[..., :, None] * (x_hat[..., None, :] - 1) / k
+    ones = torch.ones(k, dtype=x.dtype, device=x.device)
+    if not _same((B @ (x_hat + 1)[..., None])[..., 0], y) or not _same(B, B[:1, :1].expand_as(B)):
+        return B, None
+    return B, QueryKeyNorm(ones, ones, eps, centred=True)
 
 
 def _shared(matrices: Tensor) -> Tensor:
