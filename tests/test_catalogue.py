@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 import curvoscope as cv
 from curvoscope import errors, estimate, solve
+from adapter_cases import Inside
 from curvoscope import errors, estimate
 from curvoscope.analysis import recipes
 from curvoscope.analysis.power_law import power_law
@@ -37,6 +38,7 @@ SINGULAR, CONVERGENCE = errors.SingularError, errors.ConvergenceError
 X, Y = r(6, 4), r(6, 3)
 NETWORK = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().requires_grad_()
 OTHER, FROZEN = nn.Linear(2, 2).double(), nn.Linear(4, 3).double().requires_grad_(False)
+ADAPTED = Inside(nn.Linear(4, 3)).double()
 BATCHES = [(X, Y)]
 MATRIX = r(9, 9)
 MATRIX = MATRIX + MATRIX.T
@@ -83,6 +85,10 @@ OPERATOR = Symmetric()
 
 def hessian(model=NETWORK, loss=mse_loss, batches=BATCHES, **options):
     return cv.hessian(model, loss, batches, **options)
+
+
+def gauge():
+    return hessian(ADAPTED, blocks=cv.blocks_of(ADAPTED).select("*.[AB]")).gauge()
 
 
 def analysed(function, *arguments, **options):
@@ -206,6 +212,15 @@ CALLS = {
     "hessian: dense past the limit": (lambda: within(100, hessian().dense), MEMORY, "memory_limit"),
     "hessian: memory_limit negative": (lambda: within(-1, hessian().dense), RANGE, "memory_limit"),
     "hessian: uninitialised group": (lambda: hessian(process_group="world"), RankError, "process_group"),
+    "gauge: no adapter": (lambda: hessian().gauge(), EMPTY, "blocks"),
+    "gauge: unknown weight": (lambda: gauge().direction("h.0.attn.K", torch.eye(2).double()), NAME, "name"),
+    "gauge: xi of another rank": (lambda: gauge().direction("weight", r(3, 3)), SHAPE, "xi"),
+    "gauge: xi in float32": (lambda: gauge().direction("weight", torch.eye(2)), DTYPE, "xi"),
+    "gauge: short gradient": (lambda: gauge().response("weight", r(2, 2), r(3)), SHAPE, "gradient"),
+    "gauge: short vectors": (lambda: gauge().removed(r(3)), SHAPE, "vectors"),
+    "gauge: operator of one block": (lambda: gauge().projected(hessian()["0.bias"]), SHAPE, "operator"),
+    "LayerScale: a matrix": (lambda: cv.exact.LayerScale(r(2, 2)), SHAPE, "scale"),
+    "LayerScale: input of another width": (lambda: cv.exact.LayerScale(r(2))(r(3, 4)), SHAPE, "X"),
     "blocks: nothing selected": (lambda: cv.blocks_of(NETWORK).select("attn"), NAME, None),
     # ---- estimates
     "trace: not square": (lambda: estimate.trace(Oblong()), SHAPE, "operator"),

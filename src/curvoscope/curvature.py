@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,10 +91,10 @@ class ModelHessian(BlockHessian):
         self.terms = engine.survey.total
         self._blocks, self._engine, self._closed, self._why = engine.blocks, engine, closed, why
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """How each block and part is computed, why, and what it takes; `print(H.plan)` for a table. Nothing is
-        computed for it."""
+        computed for it; what was found out by computing is in it."""
         return Plan(tuple(self._planned(name, part) for name in self._blocks for part in PARTS))
 
     def _planned(self, name: str, part: str) -> PlannedBlock:
@@ -232,7 +231,7 @@ class ModelHessian(BlockHessian):
         the layer's Jacobian and its attention moments. For one batch, as S has the shape of the layer's output."""
         if self._engine.ranks.size > 1:
             raise ModelError("process_group", "the curvature at layers is of one process; leave the group out")
-        layers = ClosedFormLayers(self._engine.model, blocks_of(self._engine.model))
+        layers = ClosedFormLayers(self._engine.model, self._blocks.whole, blocks_of(self._engine.model))
         return layer_curvatures(ClosedForms(self._engine, layers, limited=False))
 
 
@@ -325,10 +324,10 @@ def hessian(
     with ranks.together(), settings(memory_limit=memory_limit):
         budget = checks.memory_budget()
     with ranks.together():
-        everything = blocks.whole if blocks is not None and blocks.whole.covers(model) else blocks_of(model)
+        everything = blocks_of(model)
         if blocks is None:
             blocks = trainable(model, everything)
-        layers = ClosedFormLayers(model, everything)
+        layers = ClosedFormLayers(model, blocks.whole, everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)
         products_only = mesh is not None or hvp == "difference"

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, jacfwd
 
 import curvoscope as cv
-from adapter_cases import Beside, Inside, Model, Quantised, adapted, batch, gradient, peft
+from adapter_cases import Beside, Inside, Model, Quantised, Twice, adapted, batch, gradient, peft
 from curvoscope.curvature import trainable
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, ShapeError
 from curvoscope.operators.block_matrix import Tiles
@@ -100,17 +100,7 @@ def test_what_a_block_answers():
 
 def test_two_adapters_on_one_weight():
     model = adapted(Beside, names=("self_attn.v_proj",))
-    inner = model.layers[0].self_attn.v_proj
-
-    class Twice(Beside):
-        def __init__(self):
-            super().__init__(inner.base, 1, -2.0)
-            self.other = nn.ParameterList([inner.down.weight, inner.rise.weight])
-
-        def forward(self, x):
-            return super().forward(x) + 0.5 * x @ self.other[0].T @ self.other[1].T
-
-    model.layers[0].self_attn.v_proj = Twice().double()
+    model.layers[0].self_attn.v_proj = Twice(model.layers[0].self_attn.v_proj, rank=1).double()
     blocks = cv.blocks_of(model).select("*.[AB]*")
     assert len(blocks) == 4
     assert_blocks(cv.hessian(model, LOSS, batch(), blocks), truth(model, batch(), blocks))

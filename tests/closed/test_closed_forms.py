@@ -1,6 +1,7 @@
 """Where layers are read and how they are recognised: the right closed form, or none at all."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -108,14 +109,28 @@ KNOWN = {
     "causal": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
     "open": scaled_dot_product_attention,
     "linear": lambda q, k, v: (q @ k.mT / math.sqrt(2)).tril() @ v,
-}
-UNKNOWN = {
     "another scale": lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=0.5),
-    "sigmoid": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
     "capped scores": lambda q, k, v: (5 * (q @ k.mT / math.sqrt(2) / 5).tanh()).softmax(-1) @ v,
     "normalised queries": lambda q, k, v: scaled_dot_product_attention(nn.functional.normalize(q, dim=-1), k, v),
-    "float32 inside": lambda q, k, v: (q @ k.mT / math.sqrt(2)).float().softmax(-1).double() @ v,
-    "more than softmax": lambda q, k, v: scaled_dot_product_attention(q, k, v) + 1e-9 * v,
+}
+UNKNOWN = {
+    "sigmoid": (lambda q, k, v: (q @ k.mT).sigmoid() @ v, "its scores are not found in the graph"),
+    "float32 inside": (
+        lambda q, k, v: (q @ k.mT / math.sqrt(2)).float().softmax(-1).double() @ v,
+        "its softmax computes in lower precision, torch.float32",
+    ),
+    "more than softmax": (
+        lambda q, k, v: scaled_dot_product_attention(q, k, v) + 1e-9 * v,
+        "no closed form gives its output, the nearest is off by .* lower precision",
+    ),
+    "powers": (
+        lambda q, k, v: ((q @ k.mT) ** 3).softmax(-1) @ v,
+        "its scores pass through a function that is neither linear nor a soft cap",
+    ),
+    "queries of powers": (
+        lambda q, k, v: scaled_dot_product_attention(q**3, k, v),
+        "its queries or keys are no linear map of a norm of their projections",
+    ),
 }
 
 
@@ -131,10 +146,13 @@ def test_kinds_of_attention(kind):
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_only_looks_like_attention(kind):
-    model = _with(UNKNOWN[kind])
+    compute, cause = UNKNOWN[kind]
+    model = _with(compute)
     H = hessian(model, CrossEntropy(), [tokens()])
+    assert H.plan["h.0.attn.Q", "total"].method == "exact"
     assert H.method_of("h.0.attn.Q") == "autodiff" and H.method_of("h.0.mlp.up") == "exact"
-    with pytest.raises(ModelError, match=r"h\.0\.attn\.Q.*no closed form gives its output.*method='auto'"):
+    assert H.plan["h.0.attn.Q", "total"].method == "autodiff" and re.match(cause, H.plan["h.0.attn.Q", "total"].reason)
+    with pytest.raises(ModelError, match=rf"h\.0\.attn\.Q.*{cause}.*method='auto'"):
         hessian(model, CrossEntropy(), [tokens()], blocks_of(model).select("*.attn.*"), method="exact")
 
 
@@ -171,13 +189,18 @@ def test_rotary_tables_that_differ_between_sequences():
     case = CASES["Llama, no biases, one key head"]()
     case.model.set_attn_implementation("sdpa")
     positions = torch.arange(LENGTH) + torch.tensor([[0], [3]])
-    blocks = blocks_of(case.model).select("h.1.attn.Q")
-    inputs = {"input_ids": words(), "position_ids": positions}
-    with pytest.raises(ModelError, match="differ between sequences"):
-        hessian(case.model, CrossEntropy(), [(inputs, words())], blocks, method="exact")
-    assert hessian(case.model, CrossEntropy(), [(inputs, words())], blocks).method_of("h.1.attn.Q") == "autodiff"
-    shared = {"input_ids": words(), "position_ids": positions[1:].expand(2, -1)}
-    assert hessian(case.model, CrossEntropy(), [(shared, words())], blocks).method_of("h.1.attn.Q") == "exact"
+    blocks = blocks_of(case.model).select("h.1.attn.[QK]")
+    for inputs in (
+        {"input_ids": words(), "position_ids": positions},
+        {"input_ids": words(), "position_ids": positions[1:].expand(2, -1)},
+    ):
+        found, expected = (
+            hessian(case.model, CrossEntropy(), [(inputs, words())], blocks, split="layer", method=method)
+            for method in ("exact", "autodiff")
+        )
+        for row in blocks:
+            dense = expected.functional[row, "h.1.attn.Q"].dense()
+            assert relative(found.functional[row, "h.1.attn.Q"].dense(), dense) < 1e-9
 
 
 def test_inside_another_module_and_compiled():

@@ -114,13 +114,16 @@ class TestPlan:
         by_differences = hessian(MLP(), nn.MSELoss(), [points()], hvp="difference").plan["up.weight", "total"]
         assert (by_differences.method, by_differences.reason) == ("difference", "products are differences of gradients")
 
-    def test_stays_what_it_was_where_a_closed_form_does_not_hold(self):
+    def test_says_why_once_a_closed_form_does_not_hold(self):
         model = GPT()
         model.h[0].attn.c_proj.register_forward_pre_hook(lambda module, inputs: (inputs[0].sin(),))
         H = hessian(model, CrossEntropy(), [tokens()])
         before = H.plan
         assert before["h.0.attn.Q", "total"].method == "exact" and H.method_of("h.0.attn.Q") == "autodiff"
-        assert H.plan is before and hessian(model, CrossEntropy(), [tokens()]).plan == before
+        assert hessian(model, CrossEntropy(), [tokens()]).plan == before
+        assert H.plan["h.0.attn.Q", "total"].method == "autodiff"
+        assert "no closed form gives its output, the nearest is off by" in H.plan["h.0.attn.Q", "total"].reason
+        assert H.plan["h.0.mlp.up", "total"] == before["h.0.mlp.up", "total"]
         assert isinstance(H["h.0.attn.Q"].resolved, AutodiffBlock)
 
     def test_as_text_and_html(self):
@@ -171,4 +174,4 @@ def test_how_many_files_a_block_and_its_norm_run_through():
     norm, computing = _files(block.frobenius_norm)
     assert H.method_of("h.0.attn.Q") == "exact" and norm > 0
     assert len(asking) <= 5, sorted(asking)
-    assert len(making | asking | computing) <= 40, sorted(making | asking | computing)
+    assert len(making | asking | computing) <= 50, sorted(making | asking | computing)

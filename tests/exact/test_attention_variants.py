@@ -83,10 +83,11 @@ def _plainly(p, X, norms, turned, softcap, sinks):
     return torch.cat(outputs, -1) @ p["O"] + p["b_O"]
 
 
-VARIANTS = ("norm", "norm and positions", "over all heads", "of each head", "positions", "capped", "sinks", "all")
+VARIANTS = ("norm and positions", "capped", "sinks", "all")
+ALONE = ("norm", "over all heads", "of each head", "positions")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *(pytest.param(one, marks=pytest.mark.slow) for one in ALONE)])
 def test_every_block_and_part(name):
     options, plain = _case(name)
     p, X, Y = _weights(), normal(4)(N, L, D), normal(5)(N, L, OUT)

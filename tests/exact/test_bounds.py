@@ -28,6 +28,10 @@ ACTIVATIONS = {
     "gelu_tanh": lambda h: torch.nn.functional.gelu(h, approximate="tanh"),
     "silu": torch.nn.functional.silu,
 }
+SLOPES = ACTIVATIONS | {
+    "quick_gelu": lambda h: h * torch.sigmoid(1.702 * h),
+    "gelu_bloom": lambda h: h * (1 + torch.tanh(0.79788456 * (h + 0.044715 * h**3))) / 2,
+}
 
 
 def norm(matrix: Tensor) -> float:
@@ -261,7 +265,7 @@ def test_third_moment_is_attained() -> None:
 def test_slopes_of_activations(activation: str) -> None:
     h = torch.cat([torch.linspace(-8, 8, 200_001, dtype=torch.float64), torch.tensor([0.0, math.sqrt(2)]).double()])
     h.requires_grad_()
-    first = torch.autograd.grad(ACTIVATIONS[activation](h).sum(), h, create_graph=True)[0]
+    first = torch.autograd.grad(SLOPES[activation](h).sum(), h, create_graph=True)[0]
     second = torch.autograd.grad(first.sum(), h)[0] if first.requires_grad else torch.zeros_like(h)
     for found, bound in zip((first.detach(), second.detach()), ACTIVATION_NORMS[activation], strict=True):
         assert float(found.abs().max()) <= bound * ROUNDING
@@ -269,6 +273,12 @@ def test_slopes_of_activations(activation: str) -> None:
 
 
 # ---- the feed-forward layer
+
+
+def test_an_activation_without_a_largest_slope() -> None:
+    layer = FeedForward(torch.eye(2), None, torch.eye(2), None, "relu2")
+    with pytest.raises(RangeError, match="layer: there is no bound on the slope of activation='relu2'"):
+        bounds.feed_forward(layer, torch.ones(3, 2), MSE(torch.zeros(3, 2)))
 
 
 @pytest.mark.parametrize("seed", range(2))

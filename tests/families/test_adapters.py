@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adapter_cases import RANK, Beside, D, Inside, Model, Quantised, adapted, batch, peft
+from adapter_cases import RANK, Beside, D, Inside, Model, Quantised, Twice, adapted, batch, peft
 from curvoscope import blocks_of
 from curvoscope.blocks import layer_and_role
 from curvoscope.families.adapters import adapters_of
@@ -35,17 +35,7 @@ def test_names_and_entries(style, by_batch):
 def test_several_on_one_weight():
     torch.manual_seed(0)
     model = Model()
-    first = Beside(model.layers[0].self_attn.q_proj, 2, 0.5)
-
-    class Twice(Beside):
-        def __init__(self):
-            super().__init__(first.base, 3, -2.0)
-            self.other = nn.ParameterList([first.down.weight, first.rise.weight])
-
-        def forward(self, x):
-            return super().forward(x) + 0.5 * x @ self.other[0].T @ self.other[1].T
-
-    model.layers[0].self_attn.q_proj = Twice()
+    model.layers[0].self_attn.q_proj = Twice(Beside(model.layers[0].self_attn.q_proj))
     found = adapters_of(model)
     assert sorted((one.scale, one.parts["A"].shape[1]) for one in found) == [(-2.0, 3), (0.5, 2)]
     assert {"h.0.attn.Q.A", "h.0.attn.Q.B", "h.0.attn.Q.A2", "h.0.attn.Q.B2"} <= set(blocks_of(model))

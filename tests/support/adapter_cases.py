@@ -24,6 +24,17 @@ class Beside(nn.Module):
         return self.base(x) + self.scale * self.rise(self.down(x))
 
 
+class Twice(Beside):
+    """A second adapter on the weight of another."""
+
+    def __init__(self, first, rank=3, scale=-2.0):
+        super().__init__(first.base, rank, scale)
+        self.others, self.other_scale = nn.ParameterList([first.down.weight, first.rise.weight]), first.scale
+
+    def forward(self, x):
+        return super().forward(x) + self.other_scale * x @ self.others[0].T @ self.others[1].T
+
+
 class Inside(nn.Linear):
     """The same, as a linear layer with two more parameters, stored the other way round."""
 

@@ -589,12 +589,13 @@ def cases() -> list[str]:
     return [*PLAIN, *(name for name in ENTRIES if hasattr(transformers, name))]
 
 
-def build(name: str) -> tuple[nn.Module, Loss | None, list[Any]]:
-    """The model, its loss and its batches; no loss where the model has its own for the labels in the batch."""
+def build(name: str, **changes: Any) -> tuple[nn.Module, Loss | None, list[Any]]:
+    """The model, its loss and its batches; no loss where the model has its own for the labels in the batch. `changes`: to
+    the configuration."""
     if name in PLAIN:
         return plain(name)
     kind = ENTRIES[name].batch
     if kind in _LOSSES:
         loss, targets = _LOSSES[kind]
-        return _widened(hugging_face(name)), loss, [(batch(kind), targets())]
-    return _widened(hugging_face(name)), None, [batch(kind)]
+        return _widened(hugging_face(name, **changes)), loss, [(batch(kind), targets())]
+    return _widened(hugging_face(name, **changes)), None, [batch(kind)]

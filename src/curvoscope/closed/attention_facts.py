@@ -6,6 +6,7 @@ slope of the logits in the scores. A norm before that is known by its derivative
 
     B P = σ J + y x̂^T / w        J x = y ε / σ²        J 1 = 0 if the mean is taken away
 
+With a shift, y = B x̂ + c, the two sides of the first line differ by c x̂^T / w, which two tokens at one position tell.
 What is added to the scores (masks, windows, ALiBi, relative positions) is what is left of log A.
 """
 
@@ -94,7 +95,7 @@ def attention_facts(
     ):
         raise UnknownAttentionError("its softmax is not over the keys of one sequence")
     if result.dtype != scores.dtype:
-        raise UnknownAttentionError(f"its softmax is computed in {str(result.dtype).removeprefix('torch.')}")
+        raise UnknownAttentionError(f"its softmax computes in lower precision, {result.dtype}")
     A = result.detach().reshape(*sizes, -1)
     scale, softcap = _slope(flow, call, scores, A[..., :L] > 0)
     mask, sinks = _added(scale * scores, softcap, A)
@@ -147,6 +148,9 @@ def _map(
     if _same((J @ x[..., None])[..., 0], y):
         return _turned(J)
     B, norm = _normalised(J, x, y)
+    layer_norm = _between(flow, edge.node, call.weights[role].node, "NativeLayerNormBackward0")
+    if norm is None and layer_norm is not None:
+        B, norm = _shifted(J, x, y, layer_norm._saved_result2.detach())
     if norm is None:
         J = torch.cat([rows(slice(h, h + 1)) for h in range(heads)]).movedim(0, 2)  # (N, L, H*k, H*k)
         B, norm = _normalised(J, projected, merge_heads(y))
@@ -201,6 +205,26 @@ def _normalised(J: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, QueryKeyNorm |
     return B, QueryKeyNorm(ones, None, eps, centred=centred)
 
 
+def _shifted(J: Tensor, x: Tensor, y: Tensor, inverse: Tensor) -> tuple[Tensor, QueryKeyNorm | None]:
+    """B and the norm of y = B (x̂ + 1), for heads (N, H, L, k) that a layer norm with a shift normalises alone.
+
+    `inverse`: 1/σ of all tokens, in any order. As x̂ has no mean, B 1 may be the shift c.
+    """
+    k = x.shape[-1]
+    centred = x - x.mean(-1, keepdim=True)
+    eps = max(0.0, float(inverse.square().reciprocal().mean() - centred.square().mean()))
+    found = Normalised.of(x.reshape(-1, k), eps, centred=True)
+    x_hat, sigma = found.x_hat.view(x.shape), found.sigma.view(*x.shape[:-1], 1)
+    B = sigma[..., None] * J + y[..., :, None] * x_hat[..., None, :] / k
+    apart, moved = B - B[:1, :1], x_hat - x_hat[:1, :1]
+    c = k * (apart @ moved[..., None])[..., 0].sum((0, 1)) / moved.square().sum((0, 1, 3))[:, None]
+    B = B - c[..., :, None] * (x_hat[..., None, :] - 1) / k
+    ones = torch.ones(k, dtype=x.dtype, device=x.device)
+    if not _same((B @ (x_hat + 1)[..., None])[..., 0], y) or not _same(B, B[:1, :1].expand_as(B)):
+        return B, None
+    return B, QueryKeyNorm(ones, ones, eps, centred=True)
+
+
 def _shared(matrices: Tensor) -> Tensor:
     """Matrices (N, H, ...) of one sequence and one head, if all are the same."""
     for axis in (0, 1):
@@ -249,23 +273,29 @@ def _between(flow: DataFlow, later: Node, earlier: Node, name: str) -> Node | No
 
 
 def _added(scores: Tensor, softcap: float | None, A: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What is added to the scores, and the logits of sinks, from A (N, H, L, L) or (N, H, L, L + 1)."""
+    """What is added to the scores, and the logits of sinks, from A (N, H, L, L) or (N, H, L, L + 1).
+
+    A query whose keys are all hidden by the most negative number, not by -inf, sees all of them alike: its scores are
+    lost in rounding.
+    """
     capped = scores if softcap is None else softcap * (scores / softcap).tanh()
     weights, beside = A[..., : scores.shape[-1]], A[..., scores.shape[-1] :]
     seen = weights > 0
+    some = seen.any(-1)
     added = (weights.log() - capped).masked_fill(~seen, -math.inf)
-    level = added.amax(-1, keepdim=True)
-    level = level.masked_fill(level == -math.inf, 0)  # of a query that sees nothing
+    level = added.amax(-1, keepdim=True).masked_fill(~some[..., None], 0)
     added = added - level
-    size = capped[seen].abs().max().clamp_min(1)
-    plain = _same(added[seen], torch.zeros_like(added[seen]), size, _NOTHING)
-    mask: Tensor | None = seen if plain else added
-    if plain:
+    lost = (weights == weights[..., :1]).all(-1) & seen.all(-1) & (scores != scores[..., :1]).any(-1)
+    counted = seen & ~lost[..., None]
+    size = capped[counted].abs().max().clamp_min(1)
+    plain = _same(added[counted], torch.zeros_like(added[counted]), size, _NOTHING)
+    mask: Tensor | None = added.masked_fill(lost[..., None], torch.finfo(added.dtype).min)
+    if plain and not bool(lost.any()):
         mask = None if bool(seen.all()) else _shared(seen.to(scores.dtype)).bool()
     if not beside.numel():
         return mask, None
     sinks = (beside.log() - level)[..., 0]
-    one = sinks[:1, :, :1]
-    if not plain or not _same(sinks, one.expand_as(sinks), size):
+    found = torch.stack([sinks[:, h][some[:, h]].median() for h in range(sinks.shape[1])])
+    if not plain or not _same(sinks[some], found[:, None].expand_as(sinks)[some], size):
         raise UnknownAttentionError("its sinks depend on the query")
-    return mask, one[0, :, 0]
+    return mask, found

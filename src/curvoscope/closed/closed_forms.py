@@ -101,11 +101,13 @@ class ClosedForms:
     # ---- before anything is computed
 
     def planned(self, block: Block, part: str) -> Choice:
-        """Whether a closed form is tried, and what it takes."""
+        """Whether a closed form is tried, or why it was tried in vain, and what it takes."""
         place = self._layers.place(block)
         if isinstance(place, str):
             return Choice(False, place)
         reason = self._sized_out(place, block, part)
+        if reason is None and place.layer.name in self._reasons:
+            reason = self._reasons[place.layer.name] or self._too_large(place, block)
         if reason is not None:
             return Choice(False, reason)
         layer, costs = place.layer, self._costs[place.layer.name]

@@ -56,7 +56,8 @@ def layer_curvatures(closed: ClosedForms) -> Iterator[CurvatureAtOutput]:
     """Layer by layer in the order of the model; only the one at hand is kept in memory."""
     for layer in closed.layers:
         tail, rebuilt = closed.tail(layer)
-        jacobian, moments = (None, None) if rebuilt is None else _around(layer.name, rebuilt, tail.gradient)
+        alone = rebuilt is not None and rebuilt.queries is None  # cross-attention has two inputs
+        jacobian, moments = _around(layer.name, rebuilt, tail.gradient) if rebuilt and alone else (None, None)
         yield CurvatureAtOutput(layer.name, _operator(tail, "total"), _operator(tail, "functional"), jacobian, moments)
 
 

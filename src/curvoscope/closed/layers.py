@@ -43,6 +43,10 @@ _ROLES = {
 _WITHOUT = {  # roles that have no closed form
     "router": "a router acts through its choice of experts, which has no closed form",
     "scale": "the scale is not the only weight of a module that multiplies with it",
+    **dict.fromkeys(
+        ("Q_latent", "KV_latent", "q_latent_norm", "kv_latent_norm"),
+        "it makes latent vectors of queries or keys, a chain with a norm that has no closed form yet",
+    ),
 }
 _ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
 _TOLD = (
@@ -114,6 +118,11 @@ class ModelLayer:
     def all_blocks(self) -> list[Block]:
         """Its blocks and those of its adapters."""
         return [*self.blocks.values(), *(block for adapter in self.adapters for _, block in adapter.factors)]
+
+    def overlaps(self, other: "ModelLayer") -> bool:
+        """Whether the two share weights."""
+        pieces = [piece for block in other.blocks.values() for piece in block.pieces]
+        return any(one.overlaps(piece) for block in self.blocks.values() for one in block.pieces for piece in pieces)
 
     def exact_name(self, role: str) -> str:
         """The name of a block in closed form."""
@@ -293,10 +302,12 @@ class LayerCosts:
 class ClosedFormLayers:
     """The layers of a model that may have a closed form, and which blocks they hold."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
-        """`blocks`: all of the model's."""
-        adapters = adapters_of(model)
-        self._model, self.all = model, layers_of(model, blocks, adapters)
+    def __init__(self, model: nn.Module, *maps: Blocks) -> None:
+        """`maps`: all blocks of the model, as they are named in different ways; a layer is that of the first."""
+        self._model, self.all, adapters = model, list[ModelLayer](), adapters_of(model)
+        for layer in (layer for blocks in maps for layer in layers_of(model, blocks, adapters)):
+            if not any(layer.overlaps(other) for other in self.all):
+                self.all.append(layer)
         self.sizes = {layer.name: OutputSize() for layer in self.all}
         self._places: dict[tuple[Piece, ...], BlockPlace] = {}
         for layer in self.all:
@@ -375,7 +386,8 @@ def layers_of(model: nn.Module, blocks: Blocks, adapters: Sequence[Adapter] | No
         layer, role = layer_and_role(name) or ("", "")
         kind, dot, leaf = role.rpartition(".")
         kind = f"{kind}.scale" if leaf == "scale" else kind  # LayerScale is a layer of its own, behind another
-        if dot and block.pieces[0].parameter not in parts:
+        whole = name == f"{layer}.{role}"  # not a single head
+        if dot and whole and block.pieces[0].parameter not in parts:
             groups.setdefault(f"{layer}.{kind}", {})[leaf] = block
     if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
         return []  # its modules cannot be run at other weights than their own

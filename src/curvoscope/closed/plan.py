@@ -57,9 +57,9 @@ class PlannedBlock:
 class Plan(Mapping[tuple[str, str], PlannedBlock]):
     """How a Hessian computes its diagonal blocks: `plan[name, part]` is a row, `print(plan)` a table of all.
 
-    It follows from the structure of the model and from sizes alone, and never changes. Whether a closed form gives the
-    output of its layer is verified when a block is first computed with; should it not, the block is left to autodiff,
-    and `H.method_of(name)` says so.
+    It follows from the structure of the model and from sizes alone. Whether a closed form gives the output of its layer
+    is verified when a block is first computed with, or when `H.method_of(name)` is asked; should it not, the block is
+    left to autodiff, and from then on `H.plan` says so and why.
 
     Args:
         rows: one for each block and part.

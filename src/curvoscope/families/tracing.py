@@ -470,7 +470,8 @@ class DataFlow:
         width = self.width(weight)
         for node in sorted(between, key=lambda one: -one._sequence_nr()):
             sizes = [self.parameters[use.parameter].numel() for use in self.at(node) if use.kind in ("gamma", "scale")]
-            if width in sizes and node in self.passed([before], lambda one: one is weight.node):
+            together = width in sizes and shape_of(node, 0)[-1] == width  # not heads with a gamma of their own
+            if together and node in self.passed([before], lambda one: one is weight.node):
                 return node
         return weight.node
 
