@@ -3,32 +3,45 @@
 The models are those of the tests' zoo, with random weights; nothing is downloaded.
 """
 
+import contextlib
+import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 import curvoscope as cv
 from curvoscope.blocks import Blocks
+from curvoscope.commands.subject import Request, subject_of
+from curvoscope.curvature import trainable
 
 _SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 _INTRODUCTION = """# Families
 
 `cv.blocks_of(model, batch)` finds the parts of a model by structure, from one forward pass; see
 [`blocks_of`](reference/hessian.md). This page is written by `make families`: each row is a tiny model of the class,
-with random weights. *Named* is the share of the entries that have a role, among those that the batch reaches; *not
-reached* is the share of the others, such as a pooling head that the output does not use, or sinusoidal positions,
-which are constants. *Heads* are those of the queries, with those of keys and values behind the bar if they are fewer.
-*Exact* is the number of blocks that `cv.hessian` computes in closed form, of all in its plan. The tests compare roles
-with the attributes of the class, and products with differences of the gradient, to 1e-8.
+with random weights, in float64.
 
-A model with layers that mix tokens in another way keeps their parameters' names; `blocks.table()` says why. Models
-without attention keep all of them.
+| column | meaning |
+| --- | --- |
+| named | share of the entries that have a role, among those that the batch reaches |
+| not reached | share of the others: a pooling head that the output does not use, fixed positions |
+| heads | of the queries; behind the bar those of keys and values, if they are fewer |
+| exact | blocks that `cv.hessian` computes in closed form, of all in its plan |
+| error | of a product with the Hessian, relative to differences of the gradient, the next power of ten |
+| `analyze` | the task that `curvoscope analyze` finds in a folder of the class, or what to do |
 
-| class | named | not reached | stacks, layers | heads | exact |
-| --- | --- | --- | --- | --- | --- |
+The tests compare roles and heads with what the class itself gives to its attention function, entries with its
+attributes, and products with differences of the gradient. Layers that mix tokens by a recurrence (Mamba, RWKV) are
+known by the names of their parameters. Other layers without attention keep the names of their parameters, and
+`blocks.table()` says why.
+
+| class | named | not reached | stacks, layers | heads | exact | error | `analyze` |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
-_OWN_LOSS = ("Wav2Vec2ForCTC", "ViltForQuestionAnswering")
 
 
 class FamilyRow(NamedTuple):
@@ -39,15 +52,18 @@ class FamilyRow(NamedTuple):
     missed: float
     layers: str
     heads: str
+    analyze: str
     exact: str
+    error: str
 
     def __str__(self) -> str:
         missed = f"{self.missed:.1%}" if self.missed else ""
-        return f"| {self.name} | {self.named:.1%} | {missed} | {self.layers} | {self.heads} | {self.exact} |"
+        cells = (self.name, f"{self.named:.1%}", missed, self.layers, self.heads, self.exact, self.error, self.analyze)
+        return f"| {' | '.join(cells)} |"
 
 
-def row(name: str) -> FamilyRow:
-    """What is found in one model of the zoo."""
+def row(name: str, measured: bool = True) -> FamilyRow:
+    """What is found in one model of the zoo; `measured`: also closed forms and the error, which depend on the CPU."""
     import zoo
 
     model, loss, batches = zoo.build(name)
@@ -56,8 +72,26 @@ def row(name: str) -> FamilyRow:
     total = sum(blocks.sizes.values())
     missed = sum(block.size for block in blocks.values() if "does not reach" in block.note)
     named = sum(block.size for label, block in blocks.items() if label not in parameters)
-    exact = "" if name in _OWN_LOSS else _exact(model, loss, batches)
-    return FamilyRow(name, named / (total - missed), missed / total, _layers(blocks), _heads(blocks), exact)
+    found = (name, named / (total - missed), missed / total, _layers(blocks), _heads(blocks), _task(name))
+    if not measured or name in zoo.NO_LOSS:
+        return FamilyRow(*found, "", "")
+    return FamilyRow(*found, *_products(model, loss, batches))
+
+
+def _task(name: str) -> str:
+    """What `curvoscope analyze` says of a folder of the class."""
+    import zoo
+
+    if name in zoo.PLAIN:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        zoo.save(name, Path(folder) / "model")
+        for task in (None, "embedding"):
+            for length in (6, 60, None):
+                request = Request(f"{folder}/model", 0, sequences=2, length=length, task=task)
+                with contextlib.suppress(cv.CurvoscopeError):
+                    return f"`{subject_of(request).facts['task']}`" if task is None else "`--task embedding`"
+    return "batches of your own"
 
 
 def _layers(blocks: Blocks) -> str:
@@ -79,10 +113,17 @@ def _heads(blocks: Blocks) -> str:
     return ", ".join(sorted(found)).replace("/", " \\| ")
 
 
-def _exact(model: Any, loss: Any, batches: Any) -> str:
+def _products(model: Any, loss: Any, batches: Any) -> tuple[str, str]:
+    """How many blocks are in closed form, and the error of a product."""
+    from gradient_differences import differences
+
     H = cv.hessian(model, loss, batches)
-    count = sum(H.method_of(label) == "exact" for label in H.names)
-    return f"{count} of {len(H.names)}"
+    exact = sum(H.method_of(label) == "exact" for label in H.names)
+    v = torch.randn(1, H.shape[0], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    v /= v.norm()
+    expected = differences(model, loss, batches[0], trainable(model, cv.blocks_of(model)), v)[0]
+    error = float((H @ v[0] - expected).norm() / expected.norm())
+    return f"{exact} of {len(H.names)}", f"1e{math.ceil(math.log10(max(error, 1e-16)))}"
 
 
 def page() -> Iterator[str]:
