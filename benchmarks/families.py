@@ -23,7 +23,8 @@ _INTRODUCTION = """# Families
 
 `cv.blocks_of(model, batch)` finds the parts of a model by structure, from one forward pass; see
 [`blocks_of`](reference/hessian.md). This page is written by `make families`: each row is a tiny model of the class,
-with random weights, in float64.
+with random weights, in float64. On GPT-2 with 124 million parameters recognition takes one forward pass and the time of
+about one gradient.
 
 | column | meaning |
 | --- | --- |
@@ -90,7 +91,8 @@ def _task(name: str) -> str:
             for length in (6, 60, None):
                 request = Request(f"{folder}/model", 0, sequences=2, length=length, task=task)
                 with contextlib.suppress(cv.CurvoscopeError):
-                    return f"`{subject_of(request).facts['task']}`" if task is None else "`--task embedding`"
+                    found = subject_of(request).facts["task"]
+                    return f"`{found}`" if task is None else f"`--task {found}`"
     return "batches of your own"
 
 
