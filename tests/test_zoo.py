@@ -11,6 +11,7 @@ import zoo
 from curvoscope.autodiff import engine
 from curvoscope.blocks import layer_and_role
 from curvoscope.curvature import CrossEntropy, trainable
+from gradient_differences import differences, own_loss
 from reference import relative
 
 QUICK = {
@@ -239,44 +240,10 @@ def test_no_name_is_wrong(name):
 # ---- products
 
 
-def own_loss(model, loss_fn, batch):
-    """The loss as its user computes it, without this package."""
-    if loss_fn is None:
-        return model(**batch).loss
-    inputs, targets = batch
-    return loss_fn(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
-
-
-def differences(model, loss_fn, batch, blocks, vectors, step=1e-4):
-    """H v by central differences of the gradient, of fourth order in the step; at v of length one."""
-    parameters = {name: parameter for name, parameter in model.named_parameters() if name in blocks.parameters}
-    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-    def gradient(distance, direction):
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(start[name] + distance * direction[name])
-        value = own_loss(model, loss_fn, batch)
-        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return blocks.gather(dict(zip(parameters, found, strict=True)))
-
-    products = []
-    for vector in vectors:
-        direction = {name: torch.zeros_like(value) for name, value in start.items()}
-        blocks.scatter(vector, direction)
-        near, far = (gradient(h, direction) - gradient(-h, direction) for h in (step, 2 * step))
-        products.append((8 * near - far) / (12 * step))
-    gradient(0.0, direction)
-    return torch.stack(products)
-
-
-NO_LOSS = {"Wav2Vec2ForCTC", "ViltForQuestionAnswering"}  # the model's own loss is not a known one
-
-
 @cases
 def test_products_are_differences_of_the_gradient(name):
     model, loss_fn, batches = zoo.build(name)
-    if name in NO_LOSS:
+    if name in zoo.NO_LOSS:
         with pytest.raises(cv.CurvoscopeError, match=r"loss_fn: is None.*give loss_fn\(outputs, labels\)"):
             cv.hessian(model, loss_fn, batches)
         return
@@ -292,7 +259,7 @@ def test_products_are_differences_of_the_gradient(name):
 @cases
 def test_the_test_of_first_products_does_not_cry_wolf(name, monkeypatch):
     """Though no operation is taken as checked."""
-    if name in NO_LOSS:
+    if name in zoo.NO_LOSS:
         return
     monkeypatch.setattr(engine, "unchecked", frozenset)
     model, loss_fn, batches = zoo.build(name)

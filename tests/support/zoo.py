@@ -428,6 +428,9 @@ _LOSSES: dict[str, tuple[Loss, Callable[[], Tensor]]] = {  # of models without l
 }
 
 
+NO_LOSS = {"Wav2Vec2ForCTC", "ViltForQuestionAnswering"}  # whose own loss is none that the package knows
+
+
 # ---- models
 
 

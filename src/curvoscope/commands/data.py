@@ -1,6 +1,7 @@
 """Data for each task: what is differentiated, its loss and a batch, and in words where they come from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,16 +142,21 @@ def _shifted(model: nn.Module, labels: Tensor) -> Tensor:
 
 
 def _outputs(draft: Draft) -> Tensor:
-    """Run the model once, on data that it may not be made for."""
-    model = draft.model
+    """Run the model once."""
     reads = {**draft.inputs, "labels": draft.labels} if _decodes(draft) else draft.inputs
+    with _tried(draft.model.model if isinstance(draft.model, SpanScores) else draft.model):
+        return logits_of(draft.model(**reads))
+
+
+@contextmanager
+def _tried(model: nn.Module) -> Iterator[None]:
+    """Inside, a model runs on data that it may not be made for."""
     try:
-        return logits_of(model(**reads))
+        yield
     except Exception as error:  # whatever the model does not like
-        name = type(getattr(model, "model", model) if isinstance(model, SpanScores) else model).__name__
         reason = " ".join(str(error).split())
         raise UnknownArchitectureError(
-            "model", f"{name} does not run on the package's data ({reason}); {loading.CURE}"
+            "model", f"{type(model).__name__} does not run on the package's data ({reason}); {loading.CURE}"
         ) from error
 
 
@@ -182,7 +188,8 @@ def _noise(model: nn.Module, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _images(request: Request, loaded: Loaded) -> Draft:
-    model, config, rows = loaded.model, loaded.model.config, request.sequences or _IMAGES
+    model, rows = loaded.model, request.sequences or _IMAGES
+    config: Any = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else size
     pixels = _noise(model, (rows, getattr(config, "num_channels", 3), height, width), request.seed)
@@ -234,7 +241,7 @@ class _Reader:
         config: Any = loaded.model.config
         inner = config.get_text_config(decoder=True)
         contexts = (getattr(inner, name, None) for name in ("max_position_embeddings", "max_target_positions"))
-        context = next((found for found in contexts if found is not None), None)
+        context = next((found for found in contexts if found is not None and found > 0), None)  # XLNet says -1
         self.rows = request.sequences if request.sequences is not None else _TEXTS
         self.length = request.length if request.length is not None else min(_TOKENS, context or _TOKENS)
         if context is not None and self.length > context:
@@ -322,7 +329,8 @@ def _embeddings(request: Request, loaded: Loaded, folder: Path | None) -> Data:
     if reader.rows < 2:
         raise RangeError("sequences", f"got {reader.rows}, expected at least 2: each text is compared with the others")
     first, second = reader.pairs()
-    scores = EmbeddingScores(model, embedded(model, {"input_ids": second}, pooling), pooling)
+    with _tried(model):
+        scores = EmbeddingScores(model, embedded(model, {"input_ids": second}, pooling), pooling)
     about = [
         f"Cross-entropy of which text follows, among {reader.rows}, by 20 times the cosine of embeddings ({pooling} of "
         f"tokens), on {reader.of}.",

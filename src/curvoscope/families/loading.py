@@ -254,8 +254,17 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
             raise MissingWeightsError(
                 "model", f"{path} {what} {_some(keys)}: they would be random in {name}{origin}{cure}"
             )
+    if hasattr(model, "set_experts_implementation") and not _can_group(model):
+        model.set_experts_implementation("eager")  # one by one
     unused = tuple(sorted(found.get("unexpected_keys", ())))
     return Loaded(model.eval(), found_task, unused, None if name in saved_from else saved_from)
+
+
+def _can_group(model: nn.Module) -> bool:
+    """Whether torch's grouped products can take the experts of a model: not float64, and rows of whole 16 bytes."""
+    stacked = [one for one in model.parameters() if one.ndim == 3]
+    rows = (length * one.element_size() for one in stacked for length in one.shape[1:])
+    return all(one.dtype != torch.float64 for one in stacked) and not any(size % 16 for size in rows)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Loaded:
