@@ -107,7 +107,7 @@ class ClosedForms:
             return Choice(False, place)
         reason = self._sized_out(place, block, part)
         if reason is None and place.layer.name in self._reasons:
-            reason = self._reasons[place.layer.name] or self._too_large(place, block)
+            reason = self._reasons[place.layer.name] or self._too_large(place, block, part)
         if reason is not None:
             return Choice(False, reason)
         layer, costs = place.layer, self._costs[place.layer.name]
