@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import curvoscope as cv
+from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.rotary_keys import RotaryKeys
 from curvoscope.operators.block_matrix import Tiles
 from reference import attention, dense_hessian, normal, relative
@@ -41,6 +42,30 @@ def test_every_answer_is_that_of_the_entries(heads, kv_heads, causal):
     assert relative(block.diagonal().value, truth.diagonal()) < 1e-12
     columns = normal(1)(truth.shape[0], 3)
     assert relative(block @ columns, truth @ columns) < 1e-12
+
+
+def test_any_positions_of_each_sequence_and_head_with_sinks():
+    """Against automatic differentiation of the forward pass at the gradient of the loss."""
+    r, heads, kv_heads = normal(4), 4, 2
+    turns = [PositionMatrices(r(2, n, LENGTH, WIDTH, WIDTH)) for n in (heads, kv_heads)]
+    weights = r(D, heads * WIDTH), r(D, kv_heads * WIDTH), r(D, kv_heads * 3), r(heads * 3, D)
+    X, Y, sinks = r(2, LENGTH, D), r(2, LENGTH, D), r(heads)
+    options = {"heads": heads, "kv_heads": kv_heads, "rotary": turns[0], "key_rotary": turns[1], "sinks": sinks}
+    layer = cv.exact.SelfAttention(*weights, **options, q_norm=cv.exact.QueryKeyNorm(r(WIDTH)), causal=True)
+    H = layer.hessian(X, cv.losses.MSE(Y))
+    G = 2 * (layer(X) - Y) / Y.numel()
+
+    def loss(W_K):
+        moved = cv.exact.SelfAttention(weights[0], W_K.view_as(weights[1]), *weights[2:], **options, causal=True)
+        moved.q_norm = layer.q_norm
+        return (G * moved(X)).sum()
+
+    truth = torch.autograd.functional.hessian(loss, weights[1].flatten())
+    block = H.functional["K"]
+    assert isinstance(block, Tiles) and block.frobenius_norm().exact
+    assert relative(block.dense(), truth) < 1e-11
+    assert block.frobenius_norm() == pytest.approx(float(truth.norm()), rel=1e-11)
+    assert block.trace() == pytest.approx(float(truth.trace()), rel=1e-9, abs=1e-12 * float(truth.norm()))
 
 
 def test_batches_add_up():
