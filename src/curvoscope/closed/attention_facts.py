@@ -138,7 +138,7 @@ def _map(
     if _same((J @ x[..., None])[..., 0], y):
         return _turned(J)
     B, norm = _normalised(J, x, y)
-    layer_norm = _between(flow, edge.node, call.weights[role].node, "NativeLayerNormBackward0")
+    layer_norm = _between(flow, _edge(call, role).node, call.weights[role].node, "NativeLayerNormBackward0")
     if norm is None and layer_norm is not None:
         B, norm = _shifted(J, x, y, layer_norm._saved_result2.detach())
     if norm is None:
