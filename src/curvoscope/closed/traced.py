@@ -34,6 +34,7 @@ from curvoscope.closed.rebuilding import (
 )
 from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.attention.rotary import PositionMatrices
+from curvoscope.families.adapters import adapters_of, without_adapters
 from curvoscope.families.attention_calls import AttentionCall, attention_calls
 from curvoscope.families.tracing import DataFlow, data_flow
 
@@ -48,11 +49,17 @@ class TracedLayer:
 
 
 def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer], shake: bool = True) -> dict[str, list[TracedLayer]]:
-    """Run the model on all micro-batches, once each, with the graph of all weights; `shake`: at shaken ones."""
+    """Run the model on all micro-batches, once each, with the graph of all weights; `shake`: at shaken ones.
+
+    Adapters are left out, and those of the layers are merged into their weights: the graph is that of a plain model.
+    """
     found: dict[str, list[TracedLayer]] = {layer.name: [] for layer in layers}
     snapshot = engine.snapshot
     inside = {snapshot.paths[name] for layer in layers for name in layer.parameters}
     moved = snapshot.weights | (shaken({path: snapshot.weights[path] for path in inside}) if shake else {})
+    adapters = adapters_of(engine.model) if any(layer.adapters for layer in layers) else []
+    for layer in layers:
+        moved |= _merged(layer, moved, snapshot.paths)
 
     def visit(weight: float, batch: Batch) -> None:
         weights = {path: tensor.detach().requires_grad_(tensor.is_floating_point()) for path, tensor in moved.items()}
@@ -68,8 +75,23 @@ def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer], shake: bool = 
             facts = _facts(flow, calls, layer, leaves, records[layer.name])
             found[layer.name].append(TracedLayer(facts, records[layer.name]))
 
-    engine.walk(visit)
+    with without_adapters(engine.model, adapters):
+        engine.walk(visit)
     return found
+
+
+def _merged(layer: ModelLayer, weights: Mapping[str, Tensor], paths: Mapping[str, str]) -> dict[str, Tensor]:
+    """The weights of a layer with its adapters in them, and these zero, by path."""
+    named = {name: weights[paths[name]] for name in layer.parameters}
+    whole, found = layer.matrices(named), dict[str, Tensor]()
+    for adapter in layer.adapters:
+        found |= {piece.parameter: torch.zeros_like(named[piece.parameter]) for piece in adapter.A.pieces}
+        for block in (layer.blocks[role] for role in adapter.B):
+            for name in {piece.parameter for piece in block.pieces} - set(found):
+                found[name] = named[name].clone()
+        for role in adapter.B:
+            layer.blocks[role].scatter(whole[role].flatten(), found)
+    return {paths[name]: tensor for name, tensor in found.items()}
 
 
 def _facts(
