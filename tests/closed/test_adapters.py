@@ -212,6 +212,30 @@ def test_fused_weight():
 
 
 @pytest.mark.slow
+def test_behind_norms():
+    """Qwen3 normalises queries and keys, which is read off the graph of a model without its adapters."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 6,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    config = transformers.Qwen3Config(**sizes, intermediate_size=5, vocab_size=7, attn_implementation="sdpa")
+    plain = transformers.Qwen3ForCausalLM(config)
+    for path, module in list(plain.named_modules()):
+        if type(module).__name__ == "Qwen3RMSNorm":  # computes in float32
+            norm = nn.RMSNorm(module.weight.shape[0], module.variance_epsilon)
+            norm.weight = module.weight
+            plain.set_submodule(path, norm)
+    model = peft(plain, r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "o_proj"])
+    blocks = trainable(model, cv.blocks_of(model, batch()[0]))
+    H, R = (cv.hessian(model, LOSS, batch(), blocks, method=method) for method in ("exact", "autodiff"))
+    assert_blocks(H, R.dense())
+
+
+@pytest.mark.slow
 def test_dora():
     """PEFT holds the norm fixed in its backward pass; the Hessian is that of the loss."""
     draw = normal(4)

@@ -58,13 +58,13 @@ class AttentionFacts:
     sinks: Tensor | None
 
 
-def call_of(calls: Iterable[AttentionCall], blocks: Mapping[str, Block]) -> AttentionCall:
-    """The call whose weights the blocks are."""
+def call_of(calls: Iterable[AttentionCall], blocks: Mapping[str, Block], latent: bool = False) -> AttentionCall:
+    """The call whose weights the blocks are. `latent`: weights before those, in series, may be left aside."""
     for call in calls:
         if all(role in call.weights and _owns(blocks[role], call.weights[role]) for role in "QKVO"):
             if any(len(operands) > 1 for operands in call.operands.values()):
                 raise UnknownAttentionError("its heads attend in several parts")
-            if call.latent or call.positions:
+            if (call.latent and not latent) or call.positions:
                 raise UnknownAttentionError("its scores have further weights, of positions or in series")
             return call
     raise UnknownAttentionError("its scores are not found in the graph of a forward pass")
@@ -77,7 +77,8 @@ def _owns(block: Block, product: WeightProduct) -> bool:
 def attention_facts(
     flow: DataFlow, call: AttentionCall, blocks: Mapping[str, Block], projected: Mapping[str, Tensor]
 ) -> AttentionFacts:
-    """The facts of one call. `projected`: the projections X W + b of "Q" and "K", (N, L, heads*k)."""
+    """The facts of one call. `projected`: the projections X W + b of "Q" and "K", (N, L, heads*k); without "K", the
+    keys are taken as they are multiplied."""
     N, L = projected["Q"].shape[:2]
     heads, groups = (blocks[role].heads or 1 for role in "QK")
     sizes = N, heads, L
@@ -86,7 +87,9 @@ def attention_facts(
         raise UnknownAttentionError("its scores are not a product of all queries and keys of each head")
     share = heads // groups
     query = _map(flow, call, "Q", blocks["Q"], projected["Q"], multiplied["Q"], 1)
-    key = _map(flow, call, "K", blocks["K"], projected["K"], multiplied["K"][:, ::share], share)
+    key = QueryKeyFacts(1.0)
+    if "K" in projected:
+        key = _map(flow, call, "K", blocks["K"], projected["K"], multiplied["K"][:, ::share], share)
     scores = multiplied["Q"] @ multiplied["K"].mT
     result = getattr(call.softmax, "_saved_result", None)
     if not isinstance(result, Tensor) or result.numel() not in (
@@ -123,32 +126,19 @@ def _map(
     flow: DataFlow, call: AttentionCall, role: str, block: Block, projected: Tensor, y: Tensor, share: int
 ) -> QueryKeyFacts:
     """How y (N, H, L, k) is made of a projection (N, L, H*k)."""
-    edge, columns = _edge(call, role), _columns(flow, call.weights[role], block)
-    whole = shape_of(edge.node, edge.output_nr)
-    turned = call.operands[role][0][1] == 1
     N, heads, L, k = y.shape
     x = split_heads(projected, heads)
     if x.shape != y.shape:
         raise UnknownAttentionError(f"its queries or keys have {k} features, and their projections {x.shape[-1]}")
 
     def rows(chosen: slice) -> Tensor:
-        """dy/dx of the chosen heads, (k, N, L, H*k)."""
-        found = []
-        for feature in range(k):
-            cotangent = y.new_zeros(whole)
-            view = (cotangent.mT if turned else cotangent).view(N, heads, share, L, k)
-            view[:, chosen, 0, :, feature] = 1
-            gradient = flow.gradient(edge, GradientEdge(call.weights[role].node, 0), cotangent)
-            if gradient is None or gradient.numel() % (N * L):
-                raise UnknownAttentionError("its queries and keys do not come from one product each")
-            found.append(gradient.reshape(N, L, -1)[..., columns])
-        return torch.stack(found)
+        return _derivative(flow, call, role, block, y, share, chosen)
 
     J = rows(slice(None)).view(k, N, L, heads, k).permute(1, 3, 2, 0, 4)  # (N, H, L, k, k)
     if _same((J @ x[..., None])[..., 0], y):
         return _turned(J)
     B, norm = _normalised(J, x, y)
-    layer_norm = _between(flow, edge.node, call.weights[role].node, "NativeLayerNormBackward0")
+    layer_norm = _between(flow, _edge(call, role).node, call.weights[role].node, "NativeLayerNormBackward0")
     if norm is None and layer_norm is not None:
         B, norm = _shifted(J, x, y, layer_norm._saved_result2.detach())
     if norm is None:
@@ -158,6 +148,42 @@ def _map(
             raise UnknownAttentionError("its queries or keys are no linear map of a norm of their projections")
         B = torch.stack([B[..., h * k : (h + 1) * k, h * k : (h + 1) * k] for h in range(heads)], 1)
     return QueryKeyFacts(1.0, norm, PositionMatrices(_shared(B)))
+
+
+def _derivative(
+    flow: DataFlow, call: AttentionCall, role: str, block: Block, y: Tensor, share: int, chosen: slice
+) -> Tensor:
+    """dy/dx of the chosen heads of y (N, H, L, k) in the projection x, (k, N, L, columns of the block)."""
+    edge, columns = _edge(call, role), _columns(flow, call.weights[role], block)
+    whole = shape_of(edge.node, edge.output_nr)
+    turned = call.operands[role][0][1] == 1
+    (N, heads, L, k), found = y.shape, []
+    for feature in range(k):
+        cotangent = y.new_zeros(whole)
+        view = (cotangent.mT if turned else cotangent).view(N, heads, share, L, k)
+        view[:, chosen, 0, :, feature] = 1
+        gradient = flow.gradient(edge, GradientEdge(call.weights[role].node, 0), cotangent)
+        if gradient is None or gradient.numel() % (N * L):
+            raise UnknownAttentionError("its queries and keys do not come from one product each")
+        found.append(gradient.reshape(N, L, -1)[..., columns])
+    return torch.stack(found)
+
+
+def placed_keys(flow: DataFlow, call: AttentionCall, block: Block, projected: Tensor) -> tuple[Tensor, Tensor]:
+    """E (k, n) and b (N, L, k) of keys k_j = E x_j + b_j, with x (N, L, H*n) the projection of each head; b, the same
+    for all heads, has no part among the features that E makes."""
+    N, L = projected.shape[:2]
+    heads = block.heads or 1
+    x, y = split_heads(projected, heads), _operand(call, "K").reshape(N, heads, L, -1)
+    k, n = y.shape[-1], x.shape[-1]
+    J = _derivative(flow, call, "K", block, y, 1, slice(None)).view(k, N, L, heads, n).permute(1, 3, 2, 0, 4)
+    E = J[0, 0, 0]
+    b = y - (J @ x[..., None])[..., 0]
+    made = E.abs().sum(1) > 0
+    constant = _same(J, E.expand_as(J)) and _same(b, b[:, :1].expand_as(b), y.abs().max())
+    if not constant or not _same(b[..., made], torch.zeros_like(b[..., made]), y.abs().max()):
+        raise UnknownAttentionError("its keys are no projection beside features that all heads share")
+    return E, b[:, 0]
 
 
 def _edge(call: AttentionCall, role: str) -> GradientEdge:

@@ -37,7 +37,7 @@ from curvoscope.closed.rebuilding import (
     passes_of,
     rebuilt_on,
 )
-from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, traced_layers
+from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, rebuilt_latent, traced_layers
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
 from curvoscope.exact.attention.self_attention import SelfAttention
@@ -204,7 +204,12 @@ class ClosedForms:
             snapshot, passes = self._engine.snapshot, self._passes.pop(layer.name)
             found = rebuilt_on(layer, snapshot.weights, snapshot.paths, passes)
             if found[0] is not None and layer.kind == "attn" and passes.reason is None:
-                found = rebuilt_as_traced(layer, snapshot.weights, snapshot.paths, passes, self._trace(layer))
+                at = layer, snapshot.weights, snapshot.paths, passes
+                if layer.latent:
+                    own = traced_layers(self._engine, [layer], shake=False)[layer.name]
+                    found = rebuilt_latent(*at, (own, traced_layers(self._engine, [layer])[layer.name]))
+                else:
+                    found = rebuilt_as_traced(*at, self._trace(layer))
             self._batches[layer.name] = found
         return self._batches[layer.name]
 

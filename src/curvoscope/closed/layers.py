@@ -100,6 +100,11 @@ class ModelLayer:
         return self.kind in ("attn", "cross")
 
     @property
+    def latent(self) -> bool:
+        """Whether queries or keys are made of latent vectors."""
+        return self.kind == "attn" and not self.beside.isdisjoint(("Q_latent", "KV_latent"))
+
+    @property
     def routed(self) -> bool:
         """Whether it is an expert, which sees the tokens that are routed to it."""
         return ".mlp.experts." in f".{self.name}"
@@ -443,7 +448,8 @@ def _layer(
     around = {one.base.parameter.rpartition(".")[0]: one.path for one in adapters if one.base is not None}
     first, last = (around.get(path, path) for path in (first, last))
     caller = first.rpartition(".")[0]
-    memory = Site(_owner(group["K"]), "input") if kind == "cross" else None
+    latent = kind == "attn" and "KV_latent" in beside
+    memory = Site(_owner(group["K"]), "input") if kind == "cross" or latent else None
     ends = Site(first, "input"), Site(last)
     return ModelLayer(name, group, *ends, None, caller, tokens_first, beside, memory=memory)
 
@@ -542,7 +548,7 @@ class LayerRecorder:
         )
 
     def _seen_memory(self) -> Tensor | None:
-        if self.layer.kind != "cross":
+        if self.layer.kind != "cross" and self._memory is None:
             return None
         memory = self._key if self._memory is None else self._memory.tensor
         return self.batched(memory.detach()) if isinstance(memory, Tensor) else None

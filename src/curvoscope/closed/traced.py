@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.closed.attention_facts import AttentionFacts, UnknownAttentionError, attention_facts, call_of
+from curvoscope.closed.latent import LatentFacts, latent_facts, rebuild_latent
 from curvoscope.closed.layers import LayerRecord, ModelLayer
 from curvoscope.closed.rebuilding import (
     ROUNDING,
@@ -33,6 +34,7 @@ from curvoscope.closed.rebuilding import (
 )
 from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.attention.rotary import PositionMatrices
+from curvoscope.families.adapters import adapters_of, without_adapters
 from curvoscope.families.attention_calls import AttentionCall, attention_calls
 from curvoscope.families.tracing import DataFlow, data_flow
 
@@ -42,16 +44,22 @@ class TracedLayer:
     """Attention on one micro-batch, at shaken weights of attention layers alone: its facts, or why there are none, and
     what passes through."""
 
-    facts: AttentionFacts | str
+    facts: AttentionFacts | LatentFacts | str
     moved: LayerRecord
 
 
-def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, list[TracedLayer]]:
-    """Run the model on all micro-batches, once each, with the graph of all weights."""
+def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer], shake: bool = True) -> dict[str, list[TracedLayer]]:
+    """Run the model on all micro-batches, once each, with the graph of all weights; `shake`: at shaken ones.
+
+    Adapters are left out, and those of the layers are merged into their weights: the graph is that of a plain model.
+    """
     found: dict[str, list[TracedLayer]] = {layer.name: [] for layer in layers}
     snapshot = engine.snapshot
     inside = {snapshot.paths[name] for layer in layers for name in layer.parameters}
-    moved = snapshot.weights | shaken({path: snapshot.weights[path] for path in inside})
+    moved = snapshot.weights | (shaken({path: snapshot.weights[path] for path in inside}) if shake else {})
+    adapters = adapters_of(engine.model) if any(layer.adapters for layer in layers) else []
+    for layer in layers:
+        moved |= _merged(layer, moved, snapshot.paths)
 
     def visit(weight: float, batch: Batch) -> None:
         weights = {path: tensor.detach().requires_grad_(tensor.is_floating_point()) for path, tensor in moved.items()}
@@ -67,8 +75,23 @@ def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, l
             facts = _facts(flow, calls, layer, leaves, records[layer.name])
             found[layer.name].append(TracedLayer(facts, records[layer.name]))
 
-    engine.walk(visit)
+    with without_adapters(engine.model, adapters):
+        engine.walk(visit)
     return found
+
+
+def _merged(layer: ModelLayer, weights: Mapping[str, Tensor], paths: Mapping[str, str]) -> dict[str, Tensor]:
+    """The weights of a layer with its adapters in them, and these zero, by path."""
+    named = {name: weights[paths[name]] for name in layer.parameters}
+    whole, found = layer.matrices(named), dict[str, Tensor]()
+    for adapter in layer.adapters:
+        found |= {piece.parameter: torch.zeros_like(named[piece.parameter]) for piece in adapter.A.pieces}
+        for block in (layer.blocks[role] for role in adapter.B):
+            for name in {piece.parameter for piece in block.pieces} - set(found):
+                found[name] = named[name].clone()
+        for role in adapter.B:
+            layer.blocks[role].scatter(whole[role].flatten(), found)
+    return {paths[name]: tensor for name, tensor in found.items()}
 
 
 def _facts(
@@ -77,9 +100,11 @@ def _facts(
     layer: ModelLayer,
     leaves: Mapping[str, Tensor],
     record: LayerRecord,
-) -> AttentionFacts | str:
+) -> AttentionFacts | LatentFacts | str:
     W = weights_by_role(layer, {name: leaves[name].detach() for name in layer.parameters})
     try:
+        if layer.latent:
+            return latent_facts(flow, call_of(calls, layer.blocks, latent=True), layer, W, record)
         projected = {role: record.X @ W[role] + W.get(f"b_{role}", 0.0) for role in "QK"}
         return attention_facts(flow, call_of(calls, layer.blocks), layer.blocks, projected)
     except UnknownAttentionError as reason:
@@ -111,8 +136,8 @@ def rebuilt_as_traced(
     elsewhere = {name: moved[paths[name]] for name in layer.parameters}
     batches = []
     for each, seen in zip(found.passes, traced, strict=True):
-        if isinstance(seen.facts, str):
-            return seen.facts, []
+        if not isinstance(seen.facts, AttentionFacts):
+            return str(seen.facts), []
         try:
             rebuilt = rebuild_as(layer, own, each.own.X, seen.facts)
             at_both = rebuilt, rebuild_as(layer, elsewhere, seen.moved.X, seen.facts)
@@ -122,6 +147,32 @@ def rebuilt_as_traced(
         if off > 1:
             return unlike(layer, off * ROUNDING * torch.finfo(each.own.F.dtype).eps), []
         batches.append(LayerAtBatch(rebuilt, each.value, each.gradient))
+    return None, batches
+
+
+def rebuilt_latent(
+    layer: ModelLayer,
+    weights: Mapping[str, Tensor],
+    paths: Mapping[str, str],
+    found: LayerPasses,
+    traced: tuple[Sequence[TracedLayer], Sequence[TracedLayer]],
+) -> tuple[str | None, list[LayerAtBatch]]:
+    """Like `rebuilt_as_traced` for latent attention, whose facts differ between the two passes: at the model's own
+    weights and at shaken ones."""
+    own = {name: weights[paths[name]].detach() for name in layer.parameters}
+    moved = shaken({paths[name]: weights[paths[name]] for name in layer.parameters})
+    elsewhere = {name: moved[paths[name]] for name in layer.parameters}
+    batches = []
+    for each, here, there in zip(found.passes, *traced, strict=True):
+        rebuilt = []
+        for at, values in ((here, own), (there, elsewhere)):
+            if not isinstance(at.facts, LatentFacts):
+                return str(at.facts), []
+            rebuilt.append(rebuild_latent(layer, weights_by_role(layer, values), at.moved, at.facts))
+            off = deviation(rebuilt[-1], at.moved)
+            if off > 1:
+                return unlike(layer, off * ROUNDING * torch.finfo(at.moved.F.dtype).eps), []
+        batches.append(LayerAtBatch(rebuilt[0], each.value, each.gradient))
     return None, batches
 
 

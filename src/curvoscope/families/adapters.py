@@ -327,31 +327,37 @@ def without_adapters(model: nn.Module, adapters: Sequence[Adapter]) -> Iterator[
             if adapter.kind != "lora":
                 plain = module.get_submodule("base_layer").forward
             elif adapter.base is not None:
-                turned = adapter.base.layout == TRANSPOSED
-                plain = _Plain(named[adapter.base.parameter], _bias(module, adapter), turned)
+                inside = adapter.base.parameter.removeprefix(f"{adapter.path}.")
+                plain = _Plain(module, adapter.shape[1], inside, adapter.base.layout == TRANSPOSED)
             else:
                 a, p = adapter.shape
                 name, drawn = stand_in(adapter), torch.randn(p, a, generator=torch.Generator().manual_seed(0))
                 given[name] = nn.Parameter(drawn.to(named[adapter.parts["A"].parameter]))
-                plain = _Plain(given[name], _bias(module, adapter), turned=True)
+                plain = _Plain(module, p, given[name], turned=True)
             stack.enter_context(forward_replaced(module, plain))
         yield given
 
 
-def _bias(module: nn.Module, adapter: Adapter) -> Tensor | None:
-    """The parameter that is added to the output."""
-    return next((one for one in module.parameters() if tuple(one.shape) == adapter.shape[1:]), None)
-
-
 class _Plain:
-    """x W + b, whatever else a module is called with."""
+    """x W + b, whatever else a module is called with; W and b are those that the module holds when it is called.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, turned: bool) -> None:
-        self._weight, self._bias, self._turned = weight, bias, turned
+    `weight`: its path below the module, or a tensor; `turned`: it is (p, a).
+    """
+
+    def __init__(self, module: nn.Module, width: int, weight: str | Tensor, turned: bool) -> None:
+        self._module, self._weight, self._turned = module, weight, turned
+        self._bias = next((name for name, one in module.named_parameters() if tuple(one.shape) == (width,)), None)
 
     def __call__(self, x: Tensor, *others: object, **more: object) -> Tensor:
+        weight = self._weight if isinstance(self._weight, Tensor) else self._held(self._weight)
+        bias = None if self._bias is None else self._held(self._bias)
         if self._turned:
-            return nn.functional.linear(x, self._weight, self._bias)
-        found = x.flatten(0, -2) @ self._weight
-        found = found if self._bias is None else found + self._bias
+            return nn.functional.linear(x, weight, bias)
+        found = x.flatten(0, -2) @ weight
+        found = found if bias is None else found + bias
         return found.unflatten(0, x.shape[:-1])
+
+    def _held(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        held: Tensor = getattr(self._module.get_submodule(path), leaf)
+        return held
