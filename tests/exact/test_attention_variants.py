@@ -146,13 +146,3 @@ def test_what_does_not_fit_is_refused(options, error, said):
     p = _weights()
     with pytest.raises(error, match=said):
         cv.exact.SelfAttention(*(p[role] for role in "QKVO"), heads=HEADS, kv_heads=GROUPS, **options)
-
-
-def test_a_norm_that_does_not_fit_is_refused():
-    for options, error, said in (
-        ({"eps": -1.0}, RangeError, "eps: got -1.0"),
-        ({"width": 3}, RangeError, "width: got 3, expected a divisor of the 4 entries of gamma"),
-        ({"beta": torch.ones(3)}, ShapeError, r"beta: expected \(4,\) like gamma"),
-    ):
-        with pytest.raises(error, match=said):
-            cv.exact.QueryKeyNorm(torch.ones(4), **options)

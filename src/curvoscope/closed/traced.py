@@ -28,6 +28,7 @@ from curvoscope.closed.rebuilding import (
     head_width,
     recorded,
     shaken,
+    unfit,
     unlike,
     weights_by_role,
 )
@@ -111,8 +112,9 @@ def rebuilt_as_traced(
     elsewhere = {name: moved[paths[name]] for name in layer.parameters}
     batches = []
     for each, seen in zip(found.passes, traced, strict=True):
-        if isinstance(seen.facts, str):
-            return seen.facts, []
+        reason = unfit(layer, each.own) or (seen.facts if isinstance(seen.facts, str) else None)
+        if reason is not None or isinstance(seen.facts, str):
+            return reason, []
         try:
             rebuilt = rebuild_as(layer, own, each.own.X, seen.facts)
             at_both = rebuilt, rebuild_as(layer, elsewhere, seen.moved.X, seen.facts)
