@@ -215,13 +215,15 @@ def fitting(
 
 def unfit(layer: ModelLayer, record: LayerRecord) -> str | None:
     """Why the weights of a layer are not plain matrices in a row, with known heads."""
-    if layer.kind == "attn" and not all(layer.blocks[role].heads for role in "QKV"):
+    if layer.kind == "scale":
+        return None
+    if layer.attends and not all(layer.blocks[role].heads for role in "QKV"):
         return "the number of its heads is not known"
-    shapes = {role: block.shape for role, block in layer.blocks.items()}
     if record.X.shape[-1] != layer.input_width:
         return f"its input has {record.X.shape[-1]} features where its weights read {layer.input_width}"
-    made, read = shapes["up" if layer.kind == "mlp" else "V"][1], shapes["down" if layer.kind == "mlp" else "O"][0]
-    if layer.kind == "attn":
+    first, last = ("V", "O") if layer.attends else ("up", "down")
+    made, read = layer.blocks[first].shape[1], layer.blocks[last].shape[0]
+    if layer.attends:
         made = made // _heads(layer, "V") * _heads(layer, "Q")
     return None if made == read else f"its last weight reads {read} features, and those before it make {made}"
 
