@@ -319,7 +319,9 @@ CALLS = {
         lambda: cv.approximations.kfac(hessian(), "0.weight").solve(r(20), -1.0), RANGE, "damping",
     ),
     "approximation: singular without damping": (
-        lambda: cv.approximations.kfac(hessian(batches=[(X[:1], Y[:1])]), "0.weight").solve(r(20), 0.0), RANGE, "damping",
+        lambda: cv.approximations.kfac(hessian(batches=[(X[:1], Y[:1])]), "0.weight").solve(r(20), 0.0),
+        RANGE,
+        "damping",
     ),
     "approximation: right side of another size": (
         lambda: cv.approximations.diagonal(hessian(), "0.weight").solve(r(19), 1.0), SHAPE, "b",
