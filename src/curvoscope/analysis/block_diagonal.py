@@ -32,7 +32,7 @@ def block_diagonal_error(H: Curvature | Sweep, blocks: Sequence[str] | None = No
         >>> X, Y = torch.randn(8, 3).double(), torch.randn(8, 2).double()
         >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, Y)])
         >>> truth, kept = H.outer.dense(), torch.block_diag(*(H.outer[name].dense() for name in H.names))
-        >>> bool(torch.isclose((truth - kept).norm() / truth.norm(), torch.tensor(cv.analysis.block_diagonal_error(H))))
+        >>> bool(abs((truth - kept).norm() / truth.norm() - cv.analysis.block_diagonal_error(H)) < 1e-12)
         True
     """
     names = list(blocks if blocks is not None else getattr(H, "names", ()))

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from curvoscope.analysis.advice import Advice
 from curvoscope.analysis.attention_heads import HeadMoments
+from curvoscope.analysis.audit_table import AuditRow
 from curvoscope.analysis.entries import EntryHistogram
 from curvoscope.analysis.heterogeneity import BlockRow
 from curvoscope.analysis.ledger import ScaledChange
@@ -111,29 +112,13 @@ class SweepDocument(Common):
     hessian: LargestEigenvalue | None
 
 
-@dataclass(frozen=True)
-class AuditedBlock:
-    """One approximation of one block."""
-
-    block: str
-    approximation: str
-    error: Estimate
-    best_scale_error: Estimate
-    cosine: Estimate
-    trace_error: Estimate
-    eigenvalue_error: Estimate | None
-    step_error: Estimate | None
-    decrease: Estimate | None
-    floats: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class AuditDocument(Common):
     """`curvoscope audit`; `samples` is None if all numbers are exact."""
 
     kind: Literal["audit"]
     samples: int | None
-    rows: list[AuditedBlock]
+    rows: list[AuditRow]
     outside_diagonal_blocks: Estimate | None
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from curvoscope.analysis.audit_table import AuditRow
 from curvoscope.report import cells
 from curvoscope.report.captions import CAPTIONS
 from curvoscope.report.contents import Cell, ReportFigure, Section, Table
 from curvoscope.report.documents import (
     AuditDocument,
-    AuditedBlock,
     Document,
     ModelAnalysis,
     PerLayer,
@@ -146,7 +146,7 @@ def _swept(found: SweepDocument, figures: FigureSource) -> Iterator[Section]:
 
 
 def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
-    def line(one: AuditedBlock) -> tuple[Cell, ...]:
+    def line(one: AuditRow) -> tuple[Cell, ...]:
         numbers = (one.error, one.best_scale_error, one.cosine, one.trace_error)
         steps = (one.eigenvalue_error, one.step_error, one.decrease)
         return (
