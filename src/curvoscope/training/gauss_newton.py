@@ -46,7 +46,7 @@ class GaussNewton(torch.optim.Optimizer):
         weight_decay: added to the curvature and, times the weights, to the gradient.
         damping: at the start.
         every: steps between new samples of the factors, and their eigenvectors.
-        adapt: steps between products with the exact Gauss-Newton matrix.
+        adapt: steps between products with the exact Gauss-Newton matrix; more than 1 is faster and less safe.
         decay: of the running means of the factors, per new sample.
         samples: random cotangents for each.
         seed: of the cotangents; by default that of `cv.settings`.
@@ -72,10 +72,10 @@ class GaussNewton(torch.optim.Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         damping: float = 1e-2,
-        every: int = 10,
-        adapt: int = 5,
+        every: int = 2,
+        adapt: int = 1,
         decay: float = 0.95,
-        samples: int = 1,
+        samples: int = 2,
         seed: int | None = None,
     ) -> None:
         for name, value in (("momentum", momentum), ("decay", decay)):
