@@ -63,7 +63,7 @@ def _block(H: Any, model: torch.nn.Module, tokens: torch.Tensor, name: str) -> d
         )
         found[kind] = {"products": x.matvecs, "seconds": seconds["ours"], "made": made, "converged": x.converged}
     found["seconds"], found["curvlinops"] = _against_curvlinops(
-        block, model, tokens, name, damping, b, plain.iterations - 4
+        block, model, tokens, name, damping, b, plain.iterations // 2
     )
     return found
 
@@ -104,7 +104,7 @@ def _against_curvlinops(
             residual = float((b - damped @ (inverse @ b)).norm())
             if residual <= aim or steps > 1000:
                 break
-            steps += 2
+            steps += max(1, iterations // 20)
         seconds = in_turns(
             REPEATS,
             ours=lambda: block.solve(b, damping, TOLERANCE, preconditioner=None),

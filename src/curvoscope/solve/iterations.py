@@ -73,13 +73,17 @@ class KrylovIterations:
     ) -> None:
         self._products, self._damping, self._recurrence, self._choice = products, damping, recurrence, choice
         self._tolerance, self._limit = tolerance, limit
+        self._dtype = products.dtype
         self.steps, self.scale, self.interrupted = 0, 0.0, False
 
     def solve(self, b: Tensor, start: Tensor | None) -> Tensor:
         """x, a few columns at a time; what is known by then if Ctrl-C is pressed."""
         count, length = b.shape[1], self._products.space.longest
-        one = _COPIES * self._products.dtype.itemsize * max(1, length)
-        budget = self._products.budget()
+        budget, length = self._products.budget(), max(1, length)
+        # recurrences in float64 lose no more than the products of a float32 operator do
+        fits = 2 * _COPIES * torch.float64.itemsize * length <= budget
+        self._dtype = torch.float64 if fits else self._products.dtype
+        one = _COPIES * self._dtype.itemsize * length
         checks.fits(one, budget, f"{_COPIES} vectors of length {length}", "give a larger memory_limit")
         together = max(1, min(_TOGETHER, budget // (2 * one)))
         checks.predict(min(count, together) * one)
@@ -157,7 +161,7 @@ class KrylovIterations:
         products = self._products
         sizes = self._lengths(residual)
         scales = torch.where(sizes > 0, sizes, 1.0)
-        rows = (residual.to(products.device).double() / scales).to(products.dtype).T.contiguous()
+        rows = (residual.to(products.device).double() / scales).to(self._dtype).T.contiguous()
         inverse = None
         if preconditioner is not None:
             if not products.matvecs:
