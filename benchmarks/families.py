@@ -38,9 +38,24 @@ about one gradient.
 | `analyze` | the task that `curvoscope analyze` finds in a folder of the class, or what to do |
 
 The tests compare roles and heads with what the class itself gives to its attention function, entries with its
-attributes, and products with differences of the gradient. Layers that mix tokens by a recurrence (Mamba, RWKV) are
-known by the names of their parameters. Other layers without attention keep the names of their parameters, and
-`blocks.table()` says why.
+attributes, and products with differences of the gradient. Layers without attention that are of no known kind keep the
+names of their parameters, and `blocks.table()` says why.
+
+Roles in recurrent layers, which are known by the names of their parameters:
+
+| role | Mamba, Mamba-2 | RWKV | RecurrentGemma |
+| --- | --- | --- | --- |
+| `mixer.in`, `mixer.gate` | halves of `in_proj` (x, z) | | `linear_x`, `linear_y` |
+| `mixer.conv` | `conv1d`, a row per channel | | `conv_1d` |
+| `mixer.B`, `mixer.C` | columns of `x_proj`, in Mamba-2 of `in_proj` | | |
+| `mixer.delta_in`, `mixer.delta` | columns of `x_proj`, and `dt_proj`; in Mamba-2 columns of `in_proj` | | |
+| `mixer.A`, `mixer.D` | `A_log`, `D` | | `recurrent_param` (A) |
+| `mixer.R`, `mixer.K`, `mixer.V` | | `receptance`, `key`, `value` | |
+| `mixer.decay`, `mixer.bonus` | | `time_decay`, `time_first` | |
+| `mixer.shift_R`, ... | | `time_mix_receptance`, ... | |
+| `mixer.input_gate`, `mixer.recurrent_gate` | | | of `rg_lru` |
+| `mixer.out` | `out_proj` | `output` | `linear_out` |
+| `channel.R`, `channel.up`, `channel.down` | | `receptance`, `key`, `value` of `feed_forward` | |
 
 | class | named | not reached | stacks, layers | heads | exact | attention | feed-forward | error | `analyze` |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |

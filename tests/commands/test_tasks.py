@@ -48,7 +48,7 @@ def own_loss(model, batch):
     return model(**batch).loss
 
 
-@pytest.mark.parametrize("targets", [None, "random", "sampled"])
+@pytest.mark.parametrize("targets", [None, pytest.param("random", marks=pytest.mark.slow), "sampled"])
 @pytest.mark.parametrize("name", TASKS)
 def test_the_loss_is_the_one_that_the_model_has(tmp_path, name, targets):
     model = zoo.save(name, tmp_path / "model").double()

@@ -65,7 +65,8 @@ def subject_of(request: Request) -> Subject:
     if request.d is not None:
         lines.append(f"One block, d = {request.d}, norm {request.norm}, {request.attention} attention.")
     if loaded.unused:
-        lines.append(f"Not used: {len(loaded.unused)} tensors of the folder, {', '.join(loaded.unused[:3])}, ...")
+        more = ", ..." if len(loaded.unused) > 3 else ""
+        lines.append(f"Not used: {len(loaded.unused)} tensors of the folder, {', '.join(loaded.unused[:3])}{more}.")
     facts = {
         "name": request.model,
         "class": type(model).__name__,

@@ -530,11 +530,11 @@ class Recognition:
             if not uses:
                 why = "this batch does not reach it"
             elif not self._stacks.layers:
-                why = "no attention was found"
+                why = "no attention was found, nor a recurrent layer of a known kind"
             elif any(use.node in self._unknown for use in uses):
                 why = "adds to the stream, but neither as attention nor as a feed-forward layer"
             else:
-                why = f"used as {uses[0].kind}, but not in a place that has a name"
+                why = f"acts as a {uses[0].kind}, but not in a place that has a name"
             self.notes[parameter] = why
 
 
