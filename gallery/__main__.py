@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import sys
 import time
 from importlib.metadata import version
@@ -47,14 +48,19 @@ def measure(name: str) -> None:
     size = parameters(exhibit.model)
     used = versions() | {"transformers": version("transformers")}
     results = {"versions": used, "seed": SEED, "parameters": size, "trained": trained, "random": random}
-    found = json.dumps(_rounded(results), indent=1) + "\n"
-    (page.PAGES / f"{name}.json").write_text(found)
+    (page.PAGES / f"{name}.json").write_text(_text(_rounded(results)))
     for key, figure in figures_of(sweep, value_over_query(trained), value_over_query(random)).items():
         _save(figure, page.PAGES / f"{name}-{key}.png")
 
 
 def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+
+
+def _text(results: dict[str, Any]) -> str:
+    """JSON with one line per estimate."""
+    whole = json.dumps(results, indent=1) + "\n"
+    return re.sub(r"[{[][^{}[\]]*[}\]]", lambda found: " ".join(found[0].split()), whole)
 
 
 def _rounded(value: Any) -> Any:

@@ -12,7 +12,7 @@ FIGURES = {
     "ratios": "Norm of the value block over that of the query block, by layer, with intervals: trained and random "
     "weights. Below the line the claim fails.",
     "depth": "Norm and effective rank of the Gauss-Newton part of each role by layer, trained weights.",
-    "pairs": "Norms of the Gauss-Newton part for all pairs of blocks, trained weights.",
+    "pairs": "Norms of the Gauss-Newton part for all pairs of blocks, trained weights; grey: not told from zero.",
     "heads": "Norm of the Gauss-Newton part of each head, trained weights.",
 }
 _LARGEST = 8
@@ -92,16 +92,21 @@ def _verdicts(found: list[Claim]) -> list[str]:
     for claim in found:
         said, count = [f"- {claim.statement}"], len(claim.ratios)
         if claim.fails:
-            some = ", ".join(f"{ratio.layer} ({ratio.value:.2g})" for ratio in claim.fails)
+            some = ", ".join(f"{ratio.layer} ({_short(ratio.value)})" for ratio in claim.fails)
             said.append(f"**Fails in {len(claim.fails)} of {count} layers**: {some}.")
         said.append(f"Holds in {len(claim.holds)} of {count} layers.")
-        lines.append(" ".join([*said, f"Quotient of the two norms: median {claim.middle:.2g}, {_ends(claim)}."]))
+        lines.append(" ".join([*said, f"Quotient of the two norms: median {_short(claim.middle)}, {_ends(claim)}."]))
     return lines
 
 
 def _ends(claim: Claim) -> str:
     least, most = (pick(claim.ratios, key=lambda ratio: ratio.value) for pick in (min, max))
-    return f"from {least.value:.2g} in {least.layer} to {most.value:.2g} in {most.layer}"
+    return f"from {_short(least.value)} in {least.layer} to {_short(most.value)} in {most.layer}"
+
+
+def _short(value: float) -> str:
+    """Two digits, and no power of ten for what is large."""
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _counts(claim: Claim | None) -> str:
@@ -110,7 +115,7 @@ def _counts(claim: Claim | None) -> str:
     counts = f"holds in {len(claim.holds)} of {len(claim.ratios)} layers"
     if claim.fails:
         counts = f"**fails in {len(claim.fails)}**, {counts}"
-    return f"{counts}; median quotient {claim.middle:.2g}"
+    return f"{counts}; median quotient {_short(claim.middle)}"
 
 
 def _about(model: GalleryModel, results: Facts) -> str:
@@ -129,13 +134,15 @@ def _functional_words(facts: Facts) -> str:
         "The functional part of a value block is zero at this split: an attention layer is linear in its value weight"
     )
     return (
-        f"{said}; the closed form gives {max(values):.2g} at most, in {len(values)} layers." if values else f"{said}."
+        f"{said}; the closed form gives {max(values):.2g} at most, in all {len(values)} layers."
+        if values
+        else f"{said}."
     )
 
 
 def _interval(ratio: Ratio) -> str:
     mark = "**" if ratio.high < 1 else ""
-    return f"{mark}{ratio.value:.3g}{mark} ({ratio.low:.2g} to {ratio.high:.2g})"
+    return f"{mark}{_short(ratio.value)}{mark} ({_short(ratio.low)} to {_short(ratio.high)})"
 
 
 def _largest(facts: Facts) -> list[str]:
