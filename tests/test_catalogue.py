@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import curvoscope as cv
-from curvoscope import errors, estimate, solve
 from adapter_cases import Inside
-from curvoscope import errors, estimate
+from curvoscope import errors, estimate, solve
 from curvoscope.analysis import recipes
 from curvoscope.analysis.power_law import power_law
 from curvoscope.autodiff.batches import BatchError
