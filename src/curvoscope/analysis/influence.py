@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import scipy
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
 from curvoscope import checks
@@ -92,7 +92,7 @@ class Influence:
             raise ShapeError("losses", f"got {tuple(losses.shape)}, expected ({len(subsets)}, {rows[0]})")
         predicted = (~subsets.bool()).double() @ self.scores.T
         ranks = [
-            float(stats.spearmanr(predicted[:, j].numpy(), losses[:, j].double().numpy()).statistic)
+            float(scipy.stats.spearmanr(predicted[:, j].numpy(), losses[:, j].double().numpy()).statistic)
             for j in range(rows[0])
         ]
         found = checks.finite("datamodeling_score", torch.tensor(ranks, dtype=torch.float64))

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import scipy
 import torch
-from scipy import stats
 from torch import Tensor
 
 from curvoscope.errors import BlockNameError, EmptyError, RangeError
@@ -300,7 +300,7 @@ class Ledger:
 
 def spearman(one: Tensor, other: Tensor) -> float:
     """Spearman's rank correlation of two vectors (n,); 0 if one of them is constant."""
-    found = [torch.as_tensor(stats.rankdata(values.numpy()), dtype=torch.float64) for values in (one, other)]
+    found = [torch.as_tensor(scipy.stats.rankdata(values.numpy()), dtype=torch.float64) for values in (one, other)]
     x, y = (ranks - ranks.mean() for ranks in found)
     length = float(x.norm() * y.norm())
     return float(x @ y) / length if length else 0.0

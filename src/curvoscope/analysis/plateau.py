@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import scipy
 import torch
-from scipy import special
 from torch import Tensor, nn
 
 from curvoscope.analysis.surface import Surface
@@ -114,7 +114,7 @@ def plateau_from(gradients: Tensor, terms: Tensor, samples: int) -> GradientPlat
     squared = float(full @ full)
     degrees = _degrees(trace, float(gram.square().sum()) / (count - 1) ** 2, count)
     ratio = count * squared / trace if trace else float("inf") if squared else 0.0
-    p_value = float(special.fdtrc(degrees, degrees * (count - 1), ratio))
+    p_value = float(scipy.special.fdtrc(degrees, degrees * (count - 1), ratio))
     size = samples / count
     steps = torch.arange(1, count + 1)
     norms = torch.stack([_norms(gradients, shares, seed) for seed in range(_ORDERS)]).square().mean(0).sqrt()

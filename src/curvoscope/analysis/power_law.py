@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
+import scipy
 
 from curvoscope import checks
 from curvoscope.errors import EmptyError, NonFiniteError, RangeError
@@ -241,4 +241,4 @@ def _misfit(x: np.ndarray, logs: list[np.ndarray]) -> float | None:
     means = np.array([group.mean() for group in logs])
     slope, intercept = np.polyfit(x, means, 1, w=np.sqrt(counts))
     between = float((counts * (means - intercept - slope * x) ** 2).sum())
-    return float(special.fdtrc(len(x) - 2, degrees, between / (len(x) - 2) / (within / degrees)))
+    return float(scipy.special.fdtrc(len(x) - 2, degrees, between / (len(x) - 2) / (within / degrees)))

@@ -30,8 +30,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import scipy
 import torch
-from scipy import special
 from torch import Tensor
 
 LEVELS = ((0.05, 1.96), (1e-4, 10.0))
@@ -198,7 +198,7 @@ def _bars(
     if not scale:
         return found
     for share, reach in LEVELS:
-        least = (2 * float(special.gammaincinv(count / 2, share))) ** 0.5
+        least = (2 * float(scipy.special.gammaincinv(count / 2, share))) ** 0.5
         far = 2 * scale * (1 + count**0.5 * length / least) + 4 * rounding  # g < c beyond this
         tops = _Tops(overlap, least, rounding, far)
         found = torch.maximum(found, torch.tensor(tops.above(wanted), dtype=torch.float64) / reach)

@@ -2,11 +2,12 @@
 
 import sys
 import time
-
-from rich.console import Console
-from rich.progress import Progress
+from typing import TYPE_CHECKING
 
 from curvoscope.settings import current
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _PATIENCE = 1.0  # seconds without a bar
 
@@ -26,6 +27,9 @@ class Ticker:
         if self._bar is None:
             if not current().progress or time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty():
                 return
+            from rich.console import Console
+            from rich.progress import Progress
+
             # on a terminal, what is printed meanwhile stands above the bar; in a file it stays in the file
             redirect = sys.stdout.isatty()
             self._bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=redirect)

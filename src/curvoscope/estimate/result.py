@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
+import scipy
 import torch
-from scipy import special
 from torch import Tensor
 
 from curvoscope import checks
@@ -255,7 +255,7 @@ class DiagonalEstimate(EstimatedVector):
 def student(level: float, degrees: float) -> float:
     """The two-sided quantile of Student's distribution: that of the normal one for infinite degrees of freedom."""
     tail = (1 + level) / 2
-    return float(special.ndtri(tail) if math.isinf(degrees) else special.stdtrit(degrees, tail))
+    return float(scipy.special.ndtri(tail) if math.isinf(degrees) else scipy.special.stdtrit(degrees, tail))
 
 
 def _reach(level: float, degrees: float, skewness: float) -> tuple[float, float]:
@@ -264,6 +264,6 @@ def _reach(level: float, degrees: float, skewness: float) -> tuple[float, float]
     if skewness < _SYMMETRIC:
         return widened, widened
     nu = 8 / skewness**2
-    few, many = (2 * float(special.gammaincinv(nu / 2, p)) for p in ((1 - level) / 2, (1 + level) / 2))
+    few, many = (2 * float(scipy.special.gammaincinv(nu / 2, p)) for p in ((1 - level) / 2, (1 + level) / 2))
     unit = (nu / 2) ** 0.5 * widened / normal
     return unit * (1 - nu / many), unit * (nu / few - 1)
