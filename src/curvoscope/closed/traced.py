@@ -68,7 +68,7 @@ def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, l
             facts = _facts(flow, calls, layer, leaves, records[layer.name])
             found[layer.name].append(TracedLayer(facts, records[layer.name]))
 
-    engine.walk(visit)
+    engine.walk(visit, own_kernels=False)  # the graph of ours does not show how scores are made
     return found
 
 
