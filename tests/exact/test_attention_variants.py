@@ -87,13 +87,18 @@ VARIANTS = ("norm and positions", "capped", "sinks", "all")
 ALONE = ("norm", "over all heads", "of each head", "positions")
 
 
+def _layer(p, options):
+    biases = (p[name][0] for name in BIASES)
+    return cv.exact.SelfAttention(
+        *(p[role] for role in "QKVO"), *biases, heads=HEADS, kv_heads=GROUPS, causal=True, **options
+    )
+
+
 @pytest.mark.parametrize("name", [*VARIANTS, *(pytest.param(one, marks=pytest.mark.slow) for one in ALONE)])
 def test_every_block_and_part(name):
     options, plain = _case(name)
     p, X, Y = _weights(), normal(4)(N, L, D), normal(5)(N, L, OUT)
-    layer = cv.exact.SelfAttention(
-        *(p[role] for role in "QKVO"), *(p[b][0] for b in BIASES), heads=HEADS, kv_heads=GROUPS, causal=True, **options
-    )
+    layer = _layer(p, options)
     p["X"] = X.reshape(N * L, D)
 
     def loss(F):
@@ -117,6 +122,26 @@ def test_every_block_and_part(name):
     heads = layer.hessian(X, loss, biases=True, per_head=True)
     whole = H.total["Q"].dense().view(D, HEADS, D_K, D, HEADS, D_K)
     assert relative(heads["Q.1", "Q.2"].dense(), whole[:, 1, :, :, 2].reshape(D * D_K, -1), truth.total) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sinks", "norm and positions"])
+def test_contractions_without_forming_a_block(name):
+    options, plain = _case(name)
+    p, X, Y = _weights(), normal(4)(N, L, D), normal(5)(N, L, OUT)
+    truth = dense_hessian(lambda chosen: _plainly(chosen, X, **plain), p, lambda F: (F - Y).square().mean())
+    H = _layer(p, options).hessian(X, cv.losses.MSE(Y), biases=True)
+    tolerance = 1e-12 * float(truth.total.abs().max()) * len(truth.total)
+    for part in ("total", "outer", "functional"):
+        matrix, whole = getattr(H, part), getattr(truth, part)
+        for row in H.names:
+            for column in H.names:
+                expected = whole[matrix.ranges[row], matrix.ranges[column]]
+                assert abs(matrix[row, column].frobenius_norm() - float(expected.norm())) < tolerance
+            block, expected = matrix[row], whole[matrix.ranges[row], matrix.ranges[row]]
+            assert abs(block.trace() - float(expected.trace())) < tolerance
+            assert float((block.diagonal() - expected.diagonal()).abs().max()) < tolerance
+            assert abs(block.spectral_norm() - float(torch.linalg.matrix_norm(expected, 2))) < tolerance
 
 
 def test_the_split_at_the_scores_and_bounds_need_bilinear_scores():
@@ -146,13 +171,3 @@ def test_what_does_not_fit_is_refused(options, error, said):
     p = _weights()
     with pytest.raises(error, match=said):
         cv.exact.SelfAttention(*(p[role] for role in "QKVO"), heads=HEADS, kv_heads=GROUPS, **options)
-
-
-def test_a_norm_that_does_not_fit_is_refused():
-    for options, error, said in (
-        ({"eps": -1.0}, RangeError, "eps: got -1.0"),
-        ({"width": 3}, RangeError, "width: got 3, expected a divisor of the 4 entries of gamma"),
-        ({"beta": torch.ones(3)}, ShapeError, r"beta: expected \(4,\) like gamma"),
-    ):
-        with pytest.raises(error, match=said):
-            cv.exact.QueryKeyNorm(torch.ones(4), **options)

@@ -580,8 +580,8 @@ def cases() -> list[str]:
 
 
 def build(name: str, **changes: Any) -> tuple[nn.Module, Loss | None, list[Any]]:
-    """The model, its loss and its batches; no loss where the model has its own for the labels in the batch. `changes`: to
-    the configuration."""
+    """The model, with changes to its configuration, its loss and its batches; no loss where the model has its own for
+    the labels in the batch."""
     if name in PLAIN:
         return plain(name)
     kind = ENTRIES[name].batch

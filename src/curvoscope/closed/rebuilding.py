@@ -195,8 +195,9 @@ def fitting(
 
     Of attention the first one that does is enough: no two of its readings are near each other.
     """
-    if layer.attends and not all(layer.blocks[role].heads for role in "QKV"):
-        return [], "the number of its heads is not known"
+    reason = unfit(layer, record)
+    if reason is not None:
+        return [], reason
     errors: dict[Reading, float] = {}
     try:
         for reading in readings(layer, record) if among is None else among:
@@ -209,6 +210,21 @@ def fitting(
     off = min(errors.values()) * ROUNDING * torch.finfo(record.F.dtype).eps
     fits = sorted((reading for reading, error in errors.items() if error <= 1), key=errors.__getitem__)
     return fits, unlike(layer, off)
+
+
+def unfit(layer: ModelLayer, record: LayerRecord) -> str | None:
+    """Why the weights of a layer are not plain matrices in a row, with known heads."""
+    if layer.attends and not all(layer.blocks[role].heads for role in "QKV"):
+        return "the number of its heads is not known"
+    if layer.kind == "scale":
+        return None
+    shapes = {role: block.shape for role, block in layer.blocks.items()}
+    if record.X.shape[-1] != layer.input_width:
+        return f"its input has {record.X.shape[-1]} features where its weights read {layer.input_width}"
+    made, read = shapes["up" if layer.kind == "mlp" else "V"][1], shapes["down" if layer.kind == "mlp" else "O"][0]
+    if layer.attends:
+        made = made // _heads(layer, "V") * _heads(layer, "Q")
+    return None if made == read else f"its last weight reads {read} features, and those before it make {made}"
 
 
 def unlike(layer: ModelLayer, off: float) -> str:

@@ -29,6 +29,7 @@ from curvoscope.closed.rebuilding import (
     head_width,
     recorded,
     shaken,
+    unfit,
     unlike,
     weights_by_role,
 )
@@ -76,7 +77,7 @@ def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer], shake: bool = 
             found[layer.name].append(TracedLayer(facts, records[layer.name]))
 
     with without_adapters(engine.model, adapters):
-        engine.walk(visit)
+        engine.walk(visit, own_kernels=False)  # the graph of ours does not show how scores are made
     return found
 
 
@@ -136,8 +137,9 @@ def rebuilt_as_traced(
     elsewhere = {name: moved[paths[name]] for name in layer.parameters}
     batches = []
     for each, seen in zip(found.passes, traced, strict=True):
-        if not isinstance(seen.facts, AttentionFacts):
-            return str(seen.facts), []
+        reason = unfit(layer, each.own) or (seen.facts if isinstance(seen.facts, str) else None)
+        if reason is not None or not isinstance(seen.facts, AttentionFacts):
+            return reason, []
         try:
             rebuilt = rebuild_as(layer, own, each.own.X, seen.facts)
             at_both = rebuilt, rebuild_as(layer, elsewhere, seen.moved.X, seen.facts)
