@@ -107,6 +107,8 @@ class ClosedForms:
         reason = self._sized_out(place, block, part)
         if reason is None and place.layer.name in self._reasons:
             reason = self._reasons[place.layer.name] or self._too_large(place, block)
+        if reason is None and self._needs_curvature(part):
+            reason = self._coupling.get(place.layer.name)
         if reason is not None:
             return Choice(False, reason)
         layer, costs = place.layer, self._costs[place.layer.name]
