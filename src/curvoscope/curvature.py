@@ -275,7 +275,7 @@ def hessian(
         everything = blocks_of(model)
         if blocks is None:
             blocks = trainable(model, everything)
-        layers = ClosedFormLayers(model, blocks.whole, everything)
+        layers = ClosedFormLayers(model, *([blocks.whole] if blocks.whole.covers(model) else []), everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)
         products_only = mesh is not None or hvp == "difference"

@@ -22,5 +22,11 @@ def test_it_has_sixty_classes():
 )
 def test_its_rows_are_what_is_found(name):
     """But for the number of closed forms, which depends on the time that they take."""
-    known, found = ([line.rpartition(" | ")[0] for line in lines] for lines in (PAGE, [str(row(name))]))
+    known, found = ([_cells(line) for line in lines] for lines in (PAGE, [str(row(name))]))
     assert found[0] in known
+
+
+def _cells(line):
+    """Without the number of closed forms, the last but two."""
+    cells = line.split(" | ")
+    return [*cells[:-3], *cells[-2:]]
