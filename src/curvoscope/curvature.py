@@ -90,12 +90,17 @@ class ModelHessian(BlockHessian):
         self.loss = engine.survey.loss
         self.terms = engine.survey.total
         self._blocks, self._engine, self._closed, self._why = engine.blocks, engine, closed, why
+        self._plan: tuple[int, Plan] | None = None
 
     @property
     def plan(self) -> Plan:
         """How each block and part is computed, why, and what it takes; `print(H.plan)` for a table. Nothing is
         computed for it; what was found out by computing is in it."""
-        return Plan(tuple(self._planned(name, part) for name in self._blocks for part in PARTS))
+        verified = 0 if self._closed is None else self._closed.verified
+        if self._plan is None or self._plan[0] != verified:
+            rows = (self._planned(name, part) for name in self._blocks for part in PARTS)
+            self._plan = verified, Plan(tuple(rows))
+        return self._plan[1]
 
     def _planned(self, name: str, part: str) -> PlannedBlock:
         block = self._blocks[name]
@@ -327,7 +332,7 @@ def hessian(
         everything = blocks_of(model)
         if blocks is None:
             blocks = trainable(model, everything)
-        layers = ClosedFormLayers(model, blocks.whole, everything)
+        layers = ClosedFormLayers(model, *([blocks.whole] if blocks.whole.covers(model) else []), everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)
         products_only = mesh is not None or hvp == "difference"

@@ -92,10 +92,8 @@ def attention_facts(
         key = _map(flow, call, "K", blocks["K"], projected["K"], multiplied["K"][:, ::share], share)
     scores = multiplied["Q"] @ multiplied["K"].mT
     result = getattr(call.softmax, "_saved_result", None)
-    if not isinstance(result, Tensor) or result.numel() not in (
-        scores.numel(),
-        scores.numel() + scores[..., 0].numel(),
-    ):
+    keys = result.numel() / scores[..., 0].numel() if isinstance(result, Tensor) else 0
+    if not isinstance(result, Tensor) or keys not in (L, L + 1):
         raise UnknownAttentionError("its softmax is not over the keys of one sequence")
     if result.dtype != scores.dtype:
         raise UnknownAttentionError(f"its softmax computes in lower precision, {result.dtype}")
@@ -216,19 +214,23 @@ def _turned(J: Tensor) -> QueryKeyFacts:
 
 def _normalised(J: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, QueryKeyNorm | None]:
     """B (..., k, w) and the norm of y = B x̂, from J = dy/dx (..., k, w) at x (..., w); None if there is no such one."""
-    w = x.shape[-1]
     centred = _same(J.sum(-1), torch.zeros_like(y), J.abs().sum(-1).max())
     at = x - x.mean(-1, keepdim=True) if centred else x
     along = ((J @ at[..., None])[..., 0] * y).sum(-1) / y.square().sum(-1)  # ε / σ²
     epsilons = at.square().mean(-1) * along / (1 - along)
     eps = max(0.0, float(epsilons.median()))
-    found = Normalised.of(x.reshape(-1, w), eps, centred)
-    x_hat, sigma = found.x_hat.view(x.shape), found.sigma.view(*x.shape[:-1], 1)
-    B = sigma[..., None] * J + y[..., :, None] * x_hat[..., None, :] / w
+    x_hat, B = _without_norm(J, x, y, eps, centred)
     if not _same((B @ x_hat[..., None])[..., 0], y):
         return B, None
-    ones = torch.ones(w, dtype=x.dtype, device=x.device)
+    ones = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
     return B, QueryKeyNorm(ones, None, eps, centred=centred)
+
+
+def _without_norm(J: Tensor, x: Tensor, y: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """x̂ and σ J + y x̂^T / w."""
+    found = Normalised.of(x.reshape(-1, x.shape[-1]), eps, centred)
+    x_hat, sigma = found.x_hat.view(x.shape), found.sigma.view(*x.shape[:-1], 1, 1)
+    return x_hat, sigma * J + y[..., :, None] * x_hat[..., None, :] / x.shape[-1]
 
 
 def _shifted(J: Tensor, x: Tensor, y: Tensor, inverse: Tensor) -> tuple[Tensor, QueryKeyNorm | None]:
@@ -239,9 +241,7 @@ def _shifted(J: Tensor, x: Tensor, y: Tensor, inverse: Tensor) -> tuple[Tensor, 
     k = x.shape[-1]
     centred = x - x.mean(-1, keepdim=True)
     eps = max(0.0, float(inverse.square().reciprocal().mean() - centred.square().mean()))
-    found = Normalised.of(x.reshape(-1, k), eps, centred=True)
-    x_hat, sigma = found.x_hat.view(x.shape), found.sigma.view(*x.shape[:-1], 1)
-    B = sigma[..., None] * J + y[..., :, None] * x_hat[..., None, :] / k
+    x_hat, B = _without_norm(J, x, y, eps, centred=True)
     apart, moved = B - B[:1, :1], x_hat - x_hat[:1, :1]
     c = k * (apart @ moved[..., None])[..., 0].sum((0, 1)) / moved.square().sum((0, 1, 3))[:, None]
     B = B - c[..., :, None] * (x_hat[..., None, :] - 1) / k
@@ -282,7 +282,9 @@ def _slope(flow: DataFlow, call: AttentionCall, scores: Tensor, seen: Tensor) ->
         capped = capping._saved_result.detach().reshape(scores.shape)[seen]
         slopes = slopes / (1 - capped.square())
     scale = float(slopes.median())
-    if not float((slopes - scale).abs().median()) <= _ROUNDING * torch.finfo(slopes.dtype).eps * abs(scale):
+    if not scale or not float((slopes - scale).abs().median()) <= _ROUNDING * torch.finfo(slopes.dtype).eps * abs(
+        scale
+    ):
         raise UnknownAttentionError("its scores pass through a function that is neither linear nor a soft cap")
     if capping is None:
         return scale, None

@@ -108,6 +108,8 @@ class ClosedForms:
         reason = self._sized_out(place, block, part)
         if reason is None and place.layer.name in self._reasons:
             reason = self._reasons[place.layer.name] or self._too_large(place, block, part)
+        if reason is None and self._needs_curvature(part):
+            reason = self._coupling.get(place.layer.name)
         if reason is not None:
             return Choice(False, reason)
         layer, costs = place.layer, self._costs[place.layer.name]
@@ -118,6 +120,11 @@ class ClosedForms:
         coupled = self._coupled(layer)
         said = f"{_KINDS[layer.kind]} in closed form, {when}"
         return Choice(True, said, costs.products(coupled), costs.curvature_bytes(coupled))
+
+    @property
+    def verified(self) -> int:
+        """How many layers were looked at: the plan may change with them."""
+        return len(self._reasons)
 
     def _needs_curvature(self, part: str) -> bool:
         return self._parts[part][0] is not None
@@ -204,21 +211,22 @@ class ClosedForms:
             snapshot, passes = self._engine.snapshot, self._passes.pop(layer.name)
             found = rebuilt_on(layer, snapshot.weights, snapshot.paths, passes)
             if found[0] is not None and layer.kind == "attn" and passes.reason is None:
-                at = layer, snapshot.weights, snapshot.paths, passes
-                if layer.latent:
-                    own = traced_layers(self._engine, [layer], shake=False)[layer.name]
-                    found = rebuilt_latent(*at, (own, traced_layers(self._engine, [layer])[layer.name]))
-                else:
-                    found = rebuilt_as_traced(*at, self._trace(layer))
+                found = self._rebuilt_from_graph(layer, passes)
             self._batches[layer.name] = found
         return self._batches[layer.name]
 
-    def _trace(self, layer: ModelLayer) -> list[TracedLayer]:
-        """How the attention layers of a group are computed, by the graph of a pass; for all of them at once."""
+    def _rebuilt_from_graph(self, layer: ModelLayer, passes: LayerPasses) -> tuple[str | None, list[LayerAtBatch]]:
+        """Attention as the graph of a pass says that it is computed. One pass serves all layers of a group."""
+        attending = [one for one in self._chosen.values() if one.kind == "attn"]
+        if sum(self._costs[one.name].gradient_bytes for one in attending) > checks.memory_budget():
+            return "its call does not tell how it makes its scores, and their graph does not fit into memory", []
         if layer.name not in self._traced:
-            group = [one for one in self._groups[layer.name] if one.kind == "attn"]
-            self._traced = traced_layers(self._engine, group)
-        return self._traced.pop(layer.name)
+            self._traced = traced_layers(self._engine, [one for one in self._groups[layer.name] if one in attending])
+        at = layer, self._engine.snapshot.weights, self._engine.snapshot.paths, passes
+        moved = self._traced.pop(layer.name)
+        if layer.latent:
+            return rebuilt_latent(*at, (traced_layers(self._engine, [layer], shake=False)[layer.name], moved))
+        return rebuilt_as_traced(*at, moved)
 
     def _passed_together(self, room: int) -> dict[str, list[ModelLayer]]:
         """Layers that the same passes serve, by the name of each: all of them, or as many as there is room for."""

@@ -77,7 +77,7 @@ def traced_layers(engine: Autodiff, layers: Sequence[ModelLayer], shake: bool = 
             found[layer.name].append(TracedLayer(facts, records[layer.name]))
 
     with without_adapters(engine.model, adapters):
-        engine.walk(visit)
+        engine.walk(visit, own_kernels=False)  # the graph of ours does not show how scores are made
     return found
 
 

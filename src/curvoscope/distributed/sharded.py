@@ -248,13 +248,13 @@ class Sharded(Autodiff):
             self._walk(run)
         self.snapshot.forget()
 
-    def walk(self, visit: Callable[[float, Batch], None]) -> None:
+    def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True) -> None:
         """As in `Autodiff`; the weights are in the objective."""
         with self.snapshot.light_graphs():
-            self._walk(lambda position, batch: visit(1.0, self.snapshot.moved(batch)))
+            self._walk(lambda position, batch: visit(1.0, self.snapshot.moved(batch)), own_kernels)
 
-    def _walk(self, visit: Callable[[int, Batch], None]) -> None:
-        with undisturbed(self.model, self._batches.generators):
+    def _walk(self, visit: Callable[[int, Batch], None], own_kernels: bool = True) -> None:
+        with undisturbed(self.model, self._batches.generators, own_kernels):
             for position, batch in enumerate(self._batches):
                 self._weighted.weight = self.survey.weights[position]
                 visit(position, batch)
