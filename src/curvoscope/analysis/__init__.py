@@ -1,6 +1,10 @@
 """What the Hessian says about a network."""
 
 from curvoscope.analysis.advice import Advice, Findings, advice
+from curvoscope.analysis.audit import audit
+from curvoscope.analysis.audit_samples import SampledAudit
+from curvoscope.analysis.audit_table import AuditRow, AuditTable
+from curvoscope.analysis.block_diagonal import block_diagonal_error
 from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, convergence
 from curvoscope.analysis.damping import Damping, damping
 from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
@@ -27,6 +31,8 @@ __all__ = [
     "PARTS",
     "Advice",
     "AttentionSummary",
+    "AuditRow",
+    "AuditTable",
     "BlockRow",
     "Convergence",
     "ConvergenceCurve",
@@ -43,10 +49,13 @@ __all__ = [
     "PowerLaw",
     "Prediction",
     "Propagation",
+    "SampledAudit",
     "Scaling",
     "Slice",
     "Taylor",
     "advice",
+    "audit",
+    "block_diagonal_error",
     "block_rows",
     "block_table",
     "convergence",

@@ -10,7 +10,7 @@ from curvoscope.errors import RangeError
 from curvoscope.operators.base import LinearOperator
 
 _STEPS = 200
-_CONVERGED = 1e2  # units of rounding
+_CONVERGED = {torch.float64: 1e-13, torch.float32: 1e-2}  # relative change of a factor at which steps end
 
 
 def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> KroneckerProduct:
@@ -42,7 +42,7 @@ def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> 
     a, p = source.shape
     outward: LinearOperator = Rearranged(source)
     trace = source.weight * float(sum(gradients.square().sum() for gradients in source.gradients()))
-    kappa, limit = damping * trace / (a * p), _CONVERGED * torch.finfo(source.like.dtype).eps
+    kappa, limit = damping * trace / (a * p), _CONVERGED.get(source.like.dtype, 1e-2)
     eye = torch.eye(p, dtype=source.like.dtype, device=source.like.device)
     right = eye
     for _ in range(_STEPS):

@@ -16,7 +16,8 @@ from curvoscope.magnitudes import ScaledNumber, power_of_two, root
 from curvoscope.operators.base import LinearOperator
 
 _DENSE = 2**22  # entries of the rearranged matrix up to which its singular vectors are found from them
-_TOLERANCE = {torch.float64: 0.0, torch.float32: 1e-4}  # of singular vectors, relative; 0 is machine precision
+_TOLERANCE = {torch.float64: 0.0, torch.float32: 1e-2}  # of singular vectors, relative; 0 is machine precision
+_BASIS = {torch.float64: 20, torch.float32: 5}  # vectors of a Krylov space, at least: more for more digits
 _RESIDUAL = 1e3  # units of rounding at which a solve ends
 
 
@@ -86,8 +87,10 @@ def _lanczos_terms(source: GradientSource, rank: int) -> tuple[Tensor, Tensor]:
     size = narrow.shape[1]
     gram = scipy.sparse.linalg.LinearOperator((size, size), matvec=squared, dtype=forward.dtype)
     start = np.eye(side).ravel() + np.random.default_rng(0).standard_normal(size) / side
-    tolerance = _TOLERANCE.get(whole.dtype, 1e-4)
-    values, vectors = scipy.sparse.linalg.eigsh(gram, rank, v0=start.astype(forward.dtype), tol=tolerance)
+    tolerance, basis = _TOLERANCE.get(whole.dtype, 1e-2), _BASIS.get(whole.dtype, 5)
+    values, vectors = scipy.sparse.linalg.eigsh(
+        gram, rank, v0=start.astype(forward.dtype), tol=tolerance, ncv=min(size, max(basis, 2 * rank + 1))
+    )
     order = np.argsort(-values)
     near = torch.as_tensor(np.ascontiguousarray(vectors[:, order]), dtype=whole.dtype, device=whole.device)
     far = narrow._matmat(near)

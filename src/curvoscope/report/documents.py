@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from curvoscope.analysis.advice import Advice
 from curvoscope.analysis.attention_heads import HeadMoments
+from curvoscope.analysis.audit_table import AuditRow
 from curvoscope.analysis.entries import EntryHistogram
 from curvoscope.analysis.heterogeneity import BlockRow
 from curvoscope.analysis.measurements import Measurement
@@ -110,6 +111,16 @@ class SweepDocument(Common):
     hessian: LargestEigenvalue | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AuditDocument(Common):
+    """`curvoscope audit`; `samples` is None if all numbers are exact."""
+
+    kind: Literal["audit"]
+    samples: int | None
+    rows: list[AuditRow]
+    outside_diagonal_blocks: Estimate | None
+
+
 @dataclass(frozen=True)
 class SpectrumRow:
     """The eigenvalues of one block."""
@@ -205,4 +216,4 @@ class Reproduction(Common):
     figures: list[Reproduced]
 
 
-Document = ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction
+Document = ModelAnalysis | SweepDocument | AuditDocument | SpectrumDocument | Training | Reproduction
