@@ -154,6 +154,28 @@ CALLS = {
     "logdet: indefinite": (lambda: Product9(MATRIX).logdet(0.0), RANGE, "damping"),
     "logdet: infinite damping": (lambda: Product9(MATRIX).logdet(INF), RANGE, "damping"),
     "logdet: more steps than rows": (lambda: solve.logdet(OPERATOR, 1.0, steps=10), RANGE, "steps"),
+    # ---- what solves are for
+    "influence: no damping": (
+        lambda: cv.analysis.influence(NETWORK, mse_loss, BATCHES, BATCHES, 0.0), RANGE, "damping",
+    ),
+    "influence: unknown part": (
+        lambda: cv.analysis.influence(NETWORK, mse_loss, BATCHES, BATCHES, 1.0, part="functional"), RANGE, "part",
+    ),
+    "influence: a loss whose rows meet": (
+        lambda: cv.analysis.influence(NETWORK, cv.losses.Contrastive(mse_loss), BATCHES, BATCHES, 1.0), LOSS, "loss_fn",
+    ),
+    "damping: too few products": (lambda: cv.analysis.damping(hessian(), matvecs=4), RANGE, "matvecs"),
+    "damping: not symmetric": (lambda: cv.analysis.damping(hessian().total["0.weight", "2.weight"]), SHAPE, "H"),
+    "laplace: prior zero": (lambda: cv.analysis.laplace(hessian(), 0.0), RANGE, "prior"),
+    "laplace: no Hessian of a model": (lambda: cv.analysis.laplace(MATRIX, 1.0), DTYPE, "H"),
+    "laplace: loss not convex": (
+        lambda: cv.analysis.laplace(hessian(loss=lambda F, Y: (F - Y).pow(4).mean()), 1.0), LOSS, "H",
+    ),
+    "GaussNewton: learning rate zero": (lambda: cv.training.GaussNewton(NETWORK, mse_loss, lr=0.0), RANGE, "lr"),
+    "GaussNewton: no loss": (lambda: cv.training.GaussNewton(NETWORK, None), MODEL, "loss_fn"),
+    "GaussNewton: foreign parameters": (
+        lambda: cv.training.GaussNewton(NETWORK, mse_loss, OTHER.parameters()), MODEL, "params",
+    ),
     # ---- cv.hessian
     "hessian: no batches": (lambda: hessian(batches=[]), EMPTY, "batches"),
     "hessian: a generator": (lambda: hessian(batches=(b for b in BATCHES)), BatchError, "batches"),

@@ -8,7 +8,7 @@ import curvoscope as cv
 from curvoscope.errors import LossError, RangeError, ShapeError
 from reference import normal
 
-DECAY = 0.05
+DECAY = 0.1
 
 
 def trained(X, y, weights):
@@ -31,10 +31,10 @@ def trained(X, y, weights):
 @pytest.fixture(scope="module")
 def case():
     r = normal(0)
-    X, y = r(40, 4), torch.arange(40) % 3
+    X, y = r(80, 4), torch.arange(80) % 3
     X[:, 0] += y
     test = r(6, 4), torch.arange(6) % 3
-    return X, y, test, trained(X, y, torch.full((40,), 1 / 40).double())
+    return X, y, test, trained(X, y, torch.full((80,), 1 / 80).double())
 
 
 def losses(head, test):
@@ -45,10 +45,10 @@ def losses(head, test):
 def test_leaving_one_out_of_a_convex_head(case):
     """The correlation with retraining is above 0.99."""
     X, y, test, head = case
-    found = cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X[:25], y[:25]), (X[25:], y[25:])], [test], DECAY)
+    found = cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X[:50], y[:50]), (X[50:], y[50:])], [test], DECAY)
     changes = []
-    for i in range(40):
-        weights = torch.full((40,), 1 / 40).double()
+    for i in range(80):
+        weights = torch.full((80,), 1 / 80).double()
         weights[i] = 0
         changes.append(losses(trained(X, y, weights), test) - losses(head, test))
     measured = torch.stack(changes, 1)
@@ -70,12 +70,12 @@ def test_against_the_dense_formula(case):
     train, tested = gradients(X, y), gradients(*test)
     for part in ("outer", "total"):
         system = getattr(H, part).dense() + 0.3 * torch.eye(15).double()
-        truth = tested @ torch.linalg.solve(system, train.T) / 40
+        truth = tested @ torch.linalg.solve(system, train.T) / 80
         found = cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X, y)], [test], 0.3, part=part, tolerance=1e-10)
         assert torch.allclose(found.scores, truth, rtol=1e-8, atol=1e-12)
         assert ((found.scores - truth).abs() <= found.bounds).all()
     plain = cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X, y)], [test], 0.3, "identity")
-    assert torch.allclose(plain.scores, tested @ train.T / 0.3 / 40)
+    assert torch.allclose(plain.scores, tested @ train.T / 0.3 / 80)
     kfac = cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X, y)], [test], 0.3, "kfac")
     assert 0.5 < kfac.correlation(found) < 1 and kfac.bounds.max() == 0
 
@@ -84,8 +84,8 @@ def test_subsets(case):
     """Predictions rank subsets of the training data as retraining does."""
     X, y, test, head = case
     found = cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X, y)], [test], DECAY)
-    subsets = torch.rand(12, 40, generator=torch.Generator().manual_seed(0)) < 0.8
-    measured = torch.stack([losses(trained(X, y, subset.double() / 40), test) for subset in subsets])
+    subsets = torch.rand(12, 80, generator=torch.Generator().manual_seed(0)) < 0.8
+    measured = torch.stack([losses(trained(X, y, subset.double() / 80), test) for subset in subsets])
     score = found.datamodeling_score(subsets, measured)
     assert score > 0.9 and 0 <= score.stderr < 0.1
     with pytest.raises(ShapeError, match="subsets"):

@@ -113,8 +113,8 @@ def influence(
 ) -> Influence:
     """Scores of all training rows on all test rows.
 
-    One solve for each test row, then one gradient for each training row; gradients of test rows are kept, a chunk that
-    fits in memory at a time.
+    One solve for each test row, as many together as fit in memory, then one gradient for each training row. The
+    gradients of all test rows are kept, those of training rows are not.
 
     Args:
         model: in the mode in which its loss is deterministic, at the weights it was trained to.
