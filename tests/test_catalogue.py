@@ -327,6 +327,79 @@ CALLS = {
         lambda: cv.analysis.round_and_repair(hessian().outer, "2.weight", r(3, 5), lambda i, w: w, 0), RANGE, "step",
     ),
     "gptq: another gram": (lambda: cv.analysis.gptq(r(3, 5), r(4, 4), lambda i, w: w), SHAPE, "gram"),
+    # ---- approximations
+    "kfac: of a bias": (lambda: cv.approximations.kfac(hessian(), "0.bias"), MODEL, "block"),
+    "kfac: unknown sharing": (
+        lambda: cv.approximations.kfac(hessian(), "0.weight", sharing="mean"), RANGE, "sharing",
+    ),
+    "kfac: no name": (lambda: cv.approximations.kfac(hessian()), EMPTY, "name"),
+    "kfac: unknown block": (lambda: cv.approximations.kfac(hessian(), "h.0.attn.Q"), NAME, "block"),
+    "kfac: of a number": (lambda: cv.approximations.kfac(1.0), DTYPE, "H"),
+    "kfac: of a functional part": (
+        lambda: cv.approximations.kfac(attention().hessian(X, cv.losses.MSE(r(6, 4))).total, "Q"), MODEL, "part",
+    ),
+    "kfac: of a sweep that keeps nothing": (
+        lambda: cv.approximations.kfac(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8), "0.weight"), MODEL, "name",
+    ),
+    "heads: of a weight without": (lambda: cv.approximations.heads(hessian(), "0.weight"), RANGE, "block"),
+    "layers: of one weight": (
+        lambda: cv.approximations.layers(cv.approximations.source_of(hessian(), "0.weight")), MODEL, "block",
+    ),
+    "kronecker: rank zero": (lambda: cv.approximations.kronecker(hessian(), "0.weight", rank=0), RANGE, "rank"),
+    "kronecker: more terms than there are": (
+        lambda: cv.approximations.kronecker(hessian(), "0.weight", rank=17), RANGE, "rank",
+    ),
+    "shampoo: unknown power": (lambda: cv.approximations.shampoo(hessian(), "0.weight", power=1), RANGE, "power"),
+    "kl_shampoo: no damping": (
+        lambda: cv.approximations.kl_shampoo(hessian(), "0.weight", damping=0.0), RANGE, "damping",
+    ),
+    "empirical: no labels": (lambda: cv.approximations.empirical(hessian(), "0.weight"), MODEL, "approximation"),
+    "approximation: unknown name": (
+        lambda: cv.approximations.approximation(hessian(), "adam", "0.weight"), RANGE, "approximations",
+    ),
+    "approximation: option that is no number": (
+        lambda: cv.approximations.approximation(hessian(), "kronecker:two", "0.weight"), RANGE, "approximations",
+    ),
+    "approximation: damping negative": (
+        lambda: cv.approximations.kfac(hessian(), "0.weight").solve(r(20), -1.0), RANGE, "damping",
+    ),
+    "approximation: singular without damping": (
+        lambda: cv.approximations.kfac(hessian(batches=[(X[:1], Y[:1])]), "0.weight").solve(r(20), 0.0),
+        RANGE,
+        "damping",
+    ),
+    "approximation: right side of another size": (
+        lambda: cv.approximations.diagonal(hessian(), "0.weight").solve(r(19), 1.0), SHAPE, "b",
+    ),
+    "factors: a folder without": (
+        lambda: cv.approximations.read_factors("nowhere", NETWORK), cv.CurvoscopeError, "folder",
+    ),
+    "factors: unknown kind": (lambda: cv.approximations.read_factors(".", NETWORK, kind="adam"), RANGE, "kind"),
+    "audit: unknown block": (lambda: cv.analysis.audit(hessian(), ["0.weights"]), NAME, "blocks"),
+    "audit: heads of a bias": (lambda: cv.analysis.audit(hessian(), ["0.bias"], ["heads"]), RANGE, "block"),
+    "audit: unknown part": (lambda: cv.analysis.audit(hessian(), part="inner"), RANGE, "part"),
+    "audit: damping negative": (lambda: cv.analysis.audit(hessian(), damping=-1.0), RANGE, "damping"),
+    "audit: singular without damping": (
+        lambda: cv.analysis.audit(hessian(), ["0.weight"], ["kfac"], damping=0.0), RANGE, "damping",
+    ),
+    "audit: operator of another size": (
+        lambda: cv.analysis.audit(hessian(), ["0.weight"], [hessian()["0.bias"]]), SHAPE, "approximations",
+    ),
+    "audit: approximation that is a number": (
+        lambda: cv.analysis.audit(hessian(), ["0.weight"], [1.0]), DTYPE, "approximations",
+    ),
+    "audit: sweep that keeps nothing": (
+        lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8)), EMPTY, "sweep",
+    ),
+    "audit: total of a sweep": (
+        lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=["*"]), part="total"),
+        RANGE,
+        "part",
+    ),
+    "block-diagonal: one block": (lambda: cv.analysis.block_diagonal_error(hessian(), ["0.weight"]), EMPTY, "blocks"),
+    "sweep: keep what is not there": (
+        lambda: cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=["h.*"]), NAME, "patterns",
+    ),
     # ---- training
     "monitor: every zero": (lambda: monitor(every=0), RANGE, "every"),
     "monitor: budget zero": (lambda: monitor(budget=0.0), RANGE, "budget"),
@@ -386,6 +459,15 @@ COMMANDS = {
     "analyze: longer than the model": ("analyze gpt2-tiny --length 100000", "length"),
     "analyze: text for images": ("analyze vit-tiny --text plain.txt", "text"),
     "analyze: out is a file": ("analyze --out plain.txt", "out"),
+    "audit: a model that is not there": ("audit nowhere", "model"),
+    "audit: nothing selected": ("audit --blocks nothing", "blocks"),
+    "audit: few samples": ("audit --samples 8", "samples"),
+    "audit: unknown approximation": ("audit --d 4 --sequences 2 --approximations adam", "approximations"),
+    "audit: heads of a feed-forward layer": (
+        "audit --d 4 --sequences 2 --blocks h.0.mlp.up --approximations heads",
+        "block",
+    ),
+    "audit: out is a file": ("audit --out plain.txt", "out"),
     "spectrum: a model that is not there": ("spectrum nowhere", "model"),
     "spectrum: no products": ("spectrum --matvecs 0", "matvecs"),
     "spectrum: nothing selected": ("spectrum --blocks nothing", "blocks"),

@@ -209,6 +209,42 @@ def spectrum(
 
 
 @app.command()
+def audit(
+    model: Model = "addition",
+    seed: Seed = 0,
+    d: WidthOption = None,
+    norm: NormOption = None,
+    attention: AttentionOption = None,
+    blocks: BlockPatterns = None,
+    approximations: Annotated[
+        list[str] | None,
+        typer.Option(help="Name such as kfac, kronecker:4, shampoo:1/4 or kfac/heads; repeatable."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Samples of a sweep. (default: exact if the model is small, otherwise 128)"),
+    ] = None,
+    text: Text = None,
+    sequences: Sequences = None,
+    length: Length = None,
+    dtype: Precision = None,
+    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and audit.json.")] = Path(
+        "curvoscope-audit"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Measure approximations of MODEL's curvature (KFAC, Shampoo, the diagonal, ...) against the curvature itself.
+
+    The default, addition, is the paper's single-block GPT-2 on five-digit addition.
+    """
+    from curvoscope.commands import audit as command
+    from curvoscope.commands.subject import Request
+
+    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
+    command.run(request, command.AuditOptions(tuple(blocks or ()), tuple(approximations or ()), samples), out, as_json)
+
+
+@app.command()
 def sensitivity(
     model: Model,
     changed: Annotated[
@@ -315,7 +351,7 @@ def report(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="Directory of a run of analyze, spectrum, watch or reproduce, or its JSON file."
+            metavar="RUN", help="Directory of a run of analyze, audit, spectrum, watch or reproduce, or its JSON file."
         ),
     ],
 ) -> None:

@@ -3,6 +3,10 @@
 from curvoscope.analysis import recipes
 from curvoscope.analysis.advice import Advice, Findings, advice
 from curvoscope.analysis.allocation import Allocation, Menu, allocate, menu
+from curvoscope.analysis.audit import audit
+from curvoscope.analysis.audit_samples import SampledAudit
+from curvoscope.analysis.audit_table import AuditRow, AuditTable
+from curvoscope.analysis.block_diagonal import block_diagonal_error
 from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, convergence
 from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
 from curvoscope.analysis.heterogeneity import (
@@ -31,6 +35,8 @@ __all__ = [
     "Advice",
     "Allocation",
     "AttentionSummary",
+    "AuditRow",
+    "AuditTable",
     "BlockRow",
     "Convergence",
     "ConvergenceCurve",
@@ -49,12 +55,15 @@ __all__ = [
     "Prediction",
     "Propagation",
     "Repair",
+    "SampledAudit",
     "ScaledChange",
     "Scaling",
     "Slice",
     "Taylor",
     "advice",
     "allocate",
+    "audit",
+    "block_diagonal_error",
     "block_rows",
     "block_table",
     "convergence",

@@ -4,6 +4,7 @@ from curvoscope.approximations.base import Approximation
 from curvoscope.approximations.diagonal import diagonal
 from curvoscope.approximations.ekfac import ekfac
 from curvoscope.approximations.empirical import empirical
+from curvoscope.approximations.factor_files import read_factors
 from curvoscope.approximations.gradients import GradientFactors, GradientSource, joined
 from curvoscope.approximations.heads import heads
 from curvoscope.approximations.input import input
@@ -33,6 +34,7 @@ __all__ = [
     "kronecker",
     "layers",
     "neurons",
+    "read_factors",
     "shampoo",
     "source_of",
     "tkfac",

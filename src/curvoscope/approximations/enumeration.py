@@ -1,4 +1,4 @@
-"""The gradients of a model's block, exactly: one backward pass for each direction of the loss Hessian.
+"""The gradients of a model's block: exactly, by one backward pass for each direction of the loss Hessian, or samples.
 
 The loss Hessian in the outputs is S = R R^T. Backward passes of the columns of R give delta at the output of a product
 with the weight, and gamma = X^T delta. Rows of a batch do not meet in the loss, so each is a group of its own.
@@ -99,6 +99,27 @@ class _Row:
                 torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))
             ]
             return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
+
+
+def sampled_source(
+    block: Block, found: Sequence[Factors], gradients: Tensor | None, single_rows: bool
+) -> GradientSource | None:
+    """The samples of a block of one piece, from its products on all micro-batches, or from its gradients.
+
+    None for a look-up and for a weight that is read as it is and transposed. `single_rows`: a micro-batch is one row.
+    """
+    parts: list[GradientFactors | None] = []
+    if gradients is not None:
+        parts.append(GradientFactors(None, block.matrix({block.pieces[0].parameter: gradients})[None]))
+    else:
+        alike: dict[tuple[int, ...], list[Factors]] = {}
+        for one in found:
+            alike.setdefault(tuple(one.samples.tolist()), []).append(one)
+        parts += [of_products(block, some) for some in alike.values()]
+    known = tuple(part for part in parts if part is not None)
+    if not known or len(known) < len(parts):
+        return None
+    return GradientSource(block.name, known, False, block.heads, block.axis, sequences=single_rows)
 
 
 def of_products(block: Block, found: Sequence[Factors]) -> GradientFactors | None:

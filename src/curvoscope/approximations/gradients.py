@@ -215,8 +215,8 @@ class GradientSource:
 
     def head(self, number: int) -> "GradientSource":
         """One head alone."""
-        if self.heads is None or self.axis is None:
-            raise RangeError("block", f"{self.name!r} has no heads; take another approximation")
+        if self.heads is None or self.axis is None or not 0 <= number < self.heads:
+            raise RangeError("block", f"{self.name!r} has no head {number}; take another block or approximation")
         width = self.shape[self.axis] // self.heads
         return self._slice(f"{self.name}.{number}", self.axis, number * width, (number + 1) * width)
 

@@ -1,5 +1,6 @@
 """One block for each attention head."""
 
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.roots import RootForm
 from curvoscope.approximations.source import Curvature, source_of
 from curvoscope.errors import RangeError
@@ -27,6 +28,11 @@ def heads(H: Curvature, name: str | None = None) -> RootForm:
         (True, True)
     """
     source = source_of(H, name)
+    return RootForm.of("heads", source, *heads_of(source))
+
+
+def heads_of(source: GradientSource) -> tuple[int, int]:
+    """The number of heads, and the side of the block along which they follow each other."""
     if source.heads is None or source.axis is None:
         raise RangeError("block", f"{source.name!r} has no heads; take another approximation")
-    return RootForm.of("heads", source, source.heads, source.axis)
+    return source.heads, source.axis

@@ -67,8 +67,7 @@ def approximation(H: Curvature, text: str, name: str | None = None) -> Approxima
     if not slash:
         found = _made(source, text)
     elif split == "heads":
-        parts = [_made(source.head(i), whole) for i in range(source.heads or 1)]
-        found = SplitForm(text, parts, source.axis or 0)
+        found = SplitForm(text, [_made(source.head(i), whole) for i in range(source.heads or 1)], source.axis or 0)
     else:
         found = SplitForm(text, [_made(part, whole) for part in source.member_parts()], source.members_axis)
     found.name = text

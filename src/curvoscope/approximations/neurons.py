@@ -1,5 +1,6 @@
 """One block for each output of a layer."""
 
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.roots import RootForm
 from curvoscope.approximations.source import Curvature, source_of
 
@@ -26,5 +27,10 @@ def neurons(H: Curvature, name: str | None = None) -> RootForm:
         (True, 18)
     """
     source = source_of(H, name)
+    return RootForm.of("neurons", source, *outputs_of(source))
+
+
+def outputs_of(source: GradientSource) -> tuple[int, int]:
+    """The number of outputs of the layer, and the side of the block that they are."""
     axis = 0 if source.flipped else 1
-    return RootForm.of("neurons", source, source.shape[axis], axis)
+    return source.shape[axis], axis

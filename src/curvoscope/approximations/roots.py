@@ -33,11 +33,11 @@ class RootForm(Approximation):
     def of(cls, name: str, source: GradientSource, groups: int = 1, axis: int = 1) -> "RootForm":
         """Those of the gradients; of many gradients a root of the sum of their squares."""
         size = source.shape[0] * source.shape[1] // groups
-        cut = (_cut(gradients, groups, axis).transpose(0, 1) for gradients in source.gradients())
+        parts = (cut(gradients, groups, axis).transpose(0, 1) for gradients in source.gradients())
         if len(source) <= size:
-            roots = torch.cat(list(cut), 1) * source.weight**0.5
+            roots = torch.cat(list(parts), 1) * source.weight**0.5
         else:
-            squares = total(some.mT @ some for some in cut) * source.weight
+            squares = total(some.mT @ some for some in parts) * source.weight
             values, vectors = torch.linalg.eigh(squares)
             roots = values.clamp_min(0).sqrt()[..., None] * vectors.mT
         return cls(name, source.shape, roots, axis)
@@ -53,27 +53,27 @@ class RootForm(Approximation):
         return self._roots.shape[1] >= self._roots.shape[2]
 
     def _matmat(self, columns: Tensor) -> Tensor:
-        cut = self._cut(columns)
-        return self._joined(self._roots.mT @ (self._roots @ cut))
+        parts = self._cut(columns)
+        return self._joined(self._roots.mT @ (self._roots @ parts))
 
     def _solve(self, columns: Tensor, damping: float) -> Tensor:
-        cut = self._cut(columns)
+        parts = self._cut(columns)
         values, vectors = self._eigenpairs_by_group
         if self._is_full:
-            return self._joined(vectors @ ((vectors.mT @ cut) / (values + damping)[..., None]))
+            return self._joined(vectors @ ((vectors.mT @ parts) / (values + damping)[..., None]))
         shares = values / (values + damping)
-        return self._joined((cut - vectors @ (shares[..., None] * (vectors.mT @ cut))) / damping)
+        return self._joined((parts - vectors @ (shares[..., None] * (vectors.mT @ parts))) / damping)
 
     def _cut(self, columns: Tensor) -> Tensor:
         """(a p, k) -> (groups, s, k)."""
-        return _cut(columns.mT.unflatten(1, self.row_shape), len(self._roots), self._axis).permute(1, 2, 0)
+        return cut(columns.mT.unflatten(1, self.row_shape), len(self._roots), self._axis).permute(1, 2, 0)
 
-    def _joined(self, cut: Tensor) -> Tensor:
+    def _joined(self, parts: Tensor) -> Tensor:
         """(groups, s, k) -> (a p, k)."""
         (rows, columns), groups = self.row_shape, len(self._roots)
         if self._axis == 0:
-            return cut.flatten(0, 1)
-        return cut.unflatten(1, (rows, columns // groups)).transpose(0, 1).flatten(0, 2)
+            return parts.flatten(0, 1)
+        return parts.unflatten(1, (rows, columns // groups)).transpose(0, 1).flatten(0, 2)
 
     def _ends(self) -> tuple[float, float]:
         values = self._eigenpairs_by_group[0]
@@ -100,12 +100,12 @@ class RootForm(Approximation):
     def quadratic(self, found: GradientFactors) -> Tensor:
         """|R gamma|² for each gradient, (n,)."""
         groups = len(self._roots)
-        cut = (_cut(some.gradients(), groups, self._axis).transpose(0, 1) for some in found.pieces())
-        return torch.cat([(some @ self._roots.mT).square().sum((0, 2)) for some in cut])
+        parts = (cut(some.gradients(), groups, self._axis).transpose(0, 1) for some in found.pieces())
+        return torch.cat([(some @ self._roots.mT).square().sum((0, 2)) for some in parts])
 
 
-def _cut(matrices: Tensor, groups: int, axis: int) -> Tensor:
-    """(n, a, p) -> (n, groups, s)."""
+def cut(matrices: Tensor, groups: int, axis: int) -> Tensor:
+    """Equal groups of the rows (axis 0) or columns (axis 1) of matrices: (n, a, p) -> (n, groups, s)."""
     n, rows, columns = matrices.shape
     if axis == 0:
         return matrices.reshape(n, groups, -1)

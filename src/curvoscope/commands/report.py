@@ -8,7 +8,10 @@ from curvoscope.commands.reproduce import STORE
 from curvoscope.database import RUNS, application_of
 from curvoscope.report.contents import ReportError
 
-DOCUMENTS = ("table.json", "spectrum.json", "sensitivity.json", watch_report.DOCUMENT, reproduce_report.DOCUMENT)
+DOCUMENTS = (
+    *("table.json", "audit.json", "spectrum.json", "sensitivity.json"),
+    *(watch_report.DOCUMENT, reproduce_report.DOCUMENT),
+)
 
 
 def run(source: Path) -> None:

@@ -26,6 +26,15 @@ CAPTIONS = {
         "Frobenius norm of the Gauss-Newton part of every head, one row per layer.",
         "Heat maps, one panel per role; all numbers are in the table of heads.",
     ),
+    "audit_errors": (
+        "Error of each approximation at its best scale against the floats that it stores, one panel per kind of block: "
+        "medians over the layers, with bars from the smallest to the largest.",
+        "Scatter plots with a logarithmic horizontal axis; all numbers are in the table of approximations.",
+    ),
+    "audit_depth": (
+        "Error at the best scale through the layers, one panel per approximation, with standard errors.",
+        "Lines over the layers, one per role; all numbers are in the table of approximations.",
+    ),
     "densities": (
         "Spectral densities of the blocks: share of eigenvalues per decade, negative ones left, with 95 % bands.",
         "Curves of the densities in small panels, one row per layer; their ends are in the table of blocks.",

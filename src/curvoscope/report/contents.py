@@ -146,4 +146,4 @@ def report_of(document: str | bytes, files: Mapping[str, bytes]) -> Report:
 def _reason(errors: Sequence[Any]) -> str:
     if errors[0]["type"] == "json_invalid":
         return f"is not a complete JSON document ({errors[0]['ctx']['error']}); run its command again"
-    return "is not a document of analyze, spectrum, sensitivity, watch or reproduce; run one of these again"
+    return "is not a document of analyze, audit, spectrum, sensitivity, watch or reproduce; run one of these again"

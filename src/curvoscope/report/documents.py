@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from curvoscope.analysis.advice import Advice
 from curvoscope.analysis.attention_heads import HeadMoments
+from curvoscope.analysis.audit_table import AuditRow
 from curvoscope.analysis.entries import EntryHistogram
 from curvoscope.analysis.heterogeneity import BlockRow
 from curvoscope.analysis.ledger import ScaledChange
@@ -109,6 +110,16 @@ class SweepDocument(Common):
     rows: list[SweptBlock]
     heads: list[SweptBlock]
     hessian: LargestEigenvalue | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditDocument(Common):
+    """`curvoscope audit`; `samples` is None if all numbers are exact."""
+
+    kind: Literal["audit"]
+    samples: int | None
+    rows: list[AuditRow]
+    outside_diagonal_blocks: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -270,4 +281,4 @@ class Sensitivity(Common):
     formats: list[ChosenFormat] = field(default_factory=list)
 
 
-Document = ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction | Sensitivity
+Document = ModelAnalysis | SweepDocument | AuditDocument | SpectrumDocument | Training | Reproduction | Sensitivity

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from curvoscope.analysis.audit_table import AuditRow
 from curvoscope.report import cells
 from curvoscope.report.captions import CAPTIONS
 from curvoscope.report.contents import Cell, ReportFigure, Section, Table
 from curvoscope.report.documents import (
+    AuditDocument,
+    Document,
     ModelAnalysis,
     PerLayer,
     Reproduction,
@@ -25,9 +28,7 @@ Files = Mapping[str, bytes]
 _MOST_PAIRS = 600  # rows of a table, for the size of the page
 
 
-def sections_of(
-    found: ModelAnalysis | SweepDocument | SpectrumDocument | Training | Reproduction | Sensitivity, files: Files
-) -> Iterator[Section]:
+def sections_of(found: Document, files: Files) -> Iterator[Section]:
     """Subject by subject; one that has neither tables nor figures was not measured."""
     make = next(make for kind, make in _KINDS.items() if isinstance(found, kind))
     return make(found, lambda *names, told=None: _figures(files, names, told))
@@ -141,6 +142,46 @@ def _swept(found: SweepDocument, figures: FigureSource) -> Iterator[Section]:
         yield Section("The whole Hessian", tables=[Table("By Lanczos", ("number", "value"), 1, [row])])
 
 
+# ---- audit
+
+
+def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
+    def line(one: AuditRow) -> tuple[Cell, ...]:
+        numbers = (one.error, one.best_scale_error, one.cosine, one.trace_error)
+        steps = (one.eigenvalue_error, one.step_error, one.decrease)
+        return (
+            Cell(one.block),
+            Cell(one.approximation),
+            *map(cells.measured, (*numbers, *steps)),
+            cells.count(one.floats),
+        )
+
+    how = "exact" if found.samples is None else f"from {found.samples} samples, ± standard error in percent"
+    columns = (
+        "block",
+        "approximation",
+        "error",
+        "at best scale",
+        "cosine",
+        "trace",
+        "λ max",
+        "step",
+        "decrease",
+        "floats",
+    )
+    table = Table(f"Approximations A of the blocks H, {how}", columns, 2, [line(one) for one in found.rows])
+    text = (
+        "The error is |H - A| / |H| in the Frobenius norm, at best scale |H - sA| / |H| for the best number s. Trace "
+        "and λ max are relative errors. The step is the relative error of (A + d)⁻¹g against (H + d)⁻¹g for gradients "
+        "g with covariance H, and the decrease is that of the quadratic model with this step, as a share of the best."
+    )
+    yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"))
+    if found.outside_diagonal_blocks is not None:
+        row = (Cell("|H - blockdiag(H)| / |H|"), cells.measured(found.outside_diagonal_blocks))
+        table = Table("What all diagonal blocks together miss", ("number", "value"), 1, [row])
+        yield Section("Outside of the diagonal blocks", tables=[table])
+
+
 # ---- spectrum
 
 
@@ -233,6 +274,7 @@ def _whole(whole: Whole) -> Table:
 _KINDS: dict[type, Callable[[Any, FigureSource], Iterator[Section]]] = {
     ModelAnalysis: _blocks,
     SweepDocument: _swept,
+    AuditDocument: _audited,
     SpectrumDocument: _spectra,
     Training: training,
     Reproduction: reproduction,

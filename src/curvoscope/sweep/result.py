@@ -3,13 +3,15 @@
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.blocks import Blocks
-from curvoscope.errors import BlockNameError, EmptyError, RangeError
+from curvoscope.errors import BlockNameError, EmptyError, ModelError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.sweep import statistics
 from curvoscope.sweep.statistics import Bracket
@@ -58,6 +60,7 @@ class Sweep:
         blocks: that were swept.
         chunks: Gram matrices (c, c) of each block, or of each of its heads, for each chunk of samples.
         loss: the mean loss.
+        kept: the samples of the blocks that are kept, for each chunk.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -73,8 +76,14 @@ class Sweep:
         True
     """
 
-    def __init__(self, blocks: Blocks, chunks: Sequence[Grams], loss: float) -> None:
-        self.blocks, self.chunks, self.loss = blocks, list(chunks), loss
+    def __init__(
+        self,
+        blocks: Blocks,
+        chunks: Sequence[Grams],
+        loss: float,
+        kept: Sequence[Mapping[str, GradientSource]] = (),
+    ) -> None:
+        self.blocks, self.chunks, self.loss, self.kept = blocks, list(chunks), loss, list(kept)
         self._sums: dict[tuple[str, int], Tensor] = {}
 
     @property
@@ -102,7 +111,7 @@ class Sweep:
         Returns:
             The trace, with its standard error.
         """
-        return statistics.trace(*self._grams(name)).checked("trace")
+        return statistics.trace(*self.grams(name)).checked("trace")
 
     def frobenius_norm(self, name: str, other: str | None = None) -> Estimate:
         """|H_bc|_F: the root of the mean of <gamma_b^i, gamma_b^j> <gamma_c^i, gamma_c^j> over i != j.
@@ -114,7 +123,7 @@ class Sweep:
         Returns:
             The norm, with its standard error.
         """
-        first, second = self._grams(name, name if other is None else other)
+        first, second = self.grams(name, name if other is None else other)
         value, variance, share = statistics.squared_norms(first, second)
         samples = sum(map(len, first))
         return statistics.norm(float(value), float(variance), float(share), samples).checked("frobenius_norm")
@@ -131,7 +140,7 @@ class Sweep:
         wanted = self.names if names is None else list(names)
         if not wanted:
             raise EmptyError("names", "there are none")
-        chunks = [torch.stack(chunk) for chunk in zip(*self._grams(*wanted), strict=True)]
+        chunks = [torch.stack(chunk) for chunk in zip(*self.grams(*wanted), strict=True)]
         rows = [
             statistics.squared_norms([chunk[i : i + 1] for chunk in chunks], chunks)[:2] for i in range(len(wanted))
         ]
@@ -149,7 +158,7 @@ class Sweep:
         Returns:
             The effective rank, with its standard error.
         """
-        return statistics.effective_rank(*self._grams(name)).checked("effective_rank")
+        return statistics.effective_rank(*self.grams(name)).checked("effective_rank")
 
     def moment(self, name: str, order: int) -> Estimate:
         """tr H^k, for k = 1 to 4.
@@ -163,7 +172,7 @@ class Sweep:
         """
         if order not in range(1, statistics.LEAST + 1):
             raise RangeError("order", f"got {order}, expected 1 to {statistics.LEAST}")
-        return statistics.moment(self._grams(name)[0], order).checked("moment")
+        return statistics.moment(self.grams(name)[0], order).checked("moment")
 
     def alignment(self, name: str, other: str) -> float:
         """|H_bc|_F / sqrt(|H_b|_F |H_c|_F): 1 if two blocks have the same directions, 0 without a common one.
@@ -189,7 +198,31 @@ class Sweep:
         Returns:
             The two bounds, each an Estimate. For a narrower answer: `cv.hessian(...).outer[name].eigenvalues(1)`.
         """
-        return statistics.largest_eigenvalue(*self._grams(name))
+        return statistics.largest_eigenvalue(*self.grams(name))
+
+    def gradient_source(self, name: str) -> GradientSource:
+        """The samples of a block or head that the sweep keeps: what `cv.approximations` are made of.
+
+        Args:
+            name: of a block that `cv.sweep` was asked to `keep`, or of a head of it.
+
+        Returns:
+            The samples gamma = X^T delta, with E[gamma gamma^T] = H.
+        """
+        whole, _, number = name.rpartition(".")
+        is_head = name not in self.blocks and number.isdecimal() and whole in self.blocks
+        found = [chunk[whole if is_head else name] for chunk in self.kept if (whole if is_head else name) in chunk]
+        if not found:
+            if not is_head and name not in self.blocks:
+                raise BlockNameError("name", f"there is no {name!r}; known: {', '.join(self.names[:8])}, ...")
+            held = ", ".join(sorted({known for chunk in self.kept for known in chunk})) or "none"
+            raise ModelError(
+                "name",
+                f"the samples of {name!r} are not known, those of these are: {held}. Give cv.sweep(..., keep=[...]) a "
+                "weight that is one parameter, or a part of one, and neither an embedding nor the output layer",
+            )
+        joined = replace(found[0], parts=tuple(part for source in found for part in source.parts))
+        return joined.head(int(number)) if is_head else joined
 
     def rows(self) -> list[SweepRow]:
         """The table as data, one row per block, in the order of the model."""
@@ -222,8 +255,15 @@ class Sweep:
     def _known(self, name: str) -> bool:
         return bool(self.chunks) and all(row in self.chunks[0] for row in self.heads(name) or [name])
 
-    def _grams(self, *names: str) -> list[list[Tensor]]:
-        """K of each name for each chunk that knows them all."""
+    def grams(self, *names: str) -> list[list[Tensor]]:
+        """K[i, j] = <gamma_i, gamma_j> of samples, (c, c), of each block or head, for each chunk that knows them all.
+
+        Args:
+            *names: of blocks and heads.
+
+        Returns:
+            A list of chunks for each name.
+        """
         rows = {name: self._rows_of(name) for name in names}
         wanted = {row for some in rows.values() for row in some}
         complete = [k for k, chunk in enumerate(self.chunks) if wanted <= chunk.keys()]

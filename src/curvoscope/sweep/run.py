@@ -1,6 +1,6 @@
 """`sweep`: the Gauss-Newton part of every block of a model, from sampled backward passes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvoscope import checks
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.blocks import Blocks
@@ -42,6 +43,8 @@ def sweep(
     process_group: object = None,
     earlier: Sweep | None = None,
     tell: Callable[[Sweep], None] | None = None,
+    keep: Sequence[str] = (),
+    observe: Callable[[int, GradientSource], None] | None = None,
 ) -> Sweep:
     """Traces, norms and effective ranks of the Gauss-Newton part of every block, from a few dozen backward passes.
 
@@ -66,6 +69,10 @@ def sweep(
         earlier: a sweep of the same model to continue: its samples are kept, new ones are added.
         tell: called with the sweep so far whenever another block is known. Ctrl-C ends `cv.sweep`; what was told
             stays.
+        keep: shell patterns of blocks whose samples, X and delta, stay in the sweep, for `cv.approximations` and
+            `cv.analysis.audit`. They take the memory of the layer's activations times the number of samples.
+        observe: called with the number of the chunk of samples and the samples of a block, as soon as they are known.
+            They need not be kept: this is how a large model is audited.
 
     Returns:
         The sweep, which answers `trace(name)`, `frobenius_norm(name, other)`, `effective_rank(name)`,
@@ -98,16 +105,23 @@ def sweep(
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
     with without_cache(model):
         engine = Autodiff(model, objective_of(loss_fn), found, blocks, device=device, ranks=ranks)
-        return _Sweeping(engine, seed, earlier, tell).until(tolerance, samples)
+        return _Sweeping(engine, seed, earlier, tell, keep, observe).until(tolerance, samples)
 
 
 class _Sweeping:
     """A sweep that is being made."""
 
     def __init__(
-        self, engine: Autodiff, seed: int, earlier: Sweep | None, tell: Callable[[Sweep], None] | None
+        self,
+        engine: Autodiff,
+        seed: int,
+        earlier: Sweep | None,
+        tell: Callable[[Sweep], None] | None,
+        keep: Sequence[str] = (),
+        observe: Callable[[int, GradientSource], None] | None = None,
     ) -> None:
-        self._engine, self._seed, self._tell = engine, seed, tell
+        self._engine, self._seed, self._tell, self._observe = engine, seed, tell, observe
+        self._keep = set(engine.blocks.select(*keep)) if keep else set()
         self._rows = engine.blocks.per_head()
         self._batches = [  # of all ranks: the rank, the number there, and the share in the loss
             (rank, number, weight)
@@ -115,7 +129,8 @@ class _Sweeping:
             for number, weight in enumerate(weights)
         ]
         self._weights = torch.tensor([weight for _, _, weight in self._batches], dtype=torch.float64)
-        self.sweep = Sweep(engine.blocks, [] if earlier is None else earlier.chunks, engine.survey.loss)
+        chunks, kept = ([], []) if earlier is None else (earlier.chunks, earlier.kept)
+        self.sweep = Sweep(engine.blocks, chunks, engine.survey.loss, kept)
         if earlier is not None and earlier.blocks.sizes != engine.blocks.sizes:
             raise ModelError("earlier", "is a sweep of other blocks")
         if earlier is not None and abs(earlier.loss - self.sweep.loss) > _AGREE * abs(self.sweep.loss):
@@ -147,7 +162,8 @@ class _Sweeping:
         """Run the model whole, once, and see how many samples fit into the memory."""
         scale = float(self._weights.sum()) ** 0.5
         with self._engine.running():
-            self._walk = Walk(self._engine, self._rows, scale, self._cut)
+            shown = self._take if self._keep or self._observe is not None else None
+            self._walk = Walk(self._engine, self._rows, scale, self._cut, shown)
             self._lengths, one = self._walk.examine(self._draws(1, self._first)[0])
         budget = min(self._engine.ranks.exchange(int(_SHARE * checks.memory_budget())))
         checks.fits(
@@ -175,6 +191,13 @@ class _Sweeping:
                 found[drawn[draw]].seeds.append((self._seed, chunk * CHUNK + draw))
         return list(found.values()), order
 
+    def _take(self, source: GradientSource) -> None:
+        """The samples of a block in this chunk."""
+        if source.name in self._keep:
+            self._kept[source.name] = source
+        if self._observe is not None:
+            self._observe(len(self.sweep.chunks), source)
+
     def _add(self, count: int) -> None:
         """One more chunk; of the whole model at once, if its layers cannot be run alone."""
         try:
@@ -188,7 +211,10 @@ class _Sweeping:
 
     def _add_chunk(self, count: int) -> None:
         chunk, grams = len(self.sweep.chunks), dict[str, Tensor]()
-        so_far = Sweep(self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss)
+        self._kept: dict[str, GradientSource] = {}
+        so_far = Sweep(
+            self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss, [*self.sweep.kept, self._kept]
+        )
         ticker = Ticker(f"sweep, samples {self.sweep.samples + 1} to {self.sweep.samples + count}", len(self._rows))
 
         def tell(name: str, gram: Tensor) -> None:

@@ -143,13 +143,13 @@ def _closed_walks(K: Tensor, order: int) -> Tensor:
 
 def effective_rank(grams: Sequence[Tensor]) -> Estimate:
     """(tr H)^2 / |H|_F^2, both as means over pairs of samples."""
-    above, below = [], []
-    for K in grams:
-        diagonal = K.diagonal()
-        outer = torch.outer(diagonal, diagonal)
-        above.append(_pair_values(outer))
-        below.append(_pair_values(K.square()))
-    top, bottom = torch.cat(above), torch.cat(below)
+    lengths = [K.diagonal() for K in grams]
+    return jackknifed_ratio([torch.outer(some, some) for some in lengths], [K.square() for K in grams])
+
+
+def jackknifed_ratio(above: Sequence[Tensor], below: Sequence[Tensor]) -> Estimate:
+    """The ratio of the means of two numbers over pairs of samples, each (c, c) for each chunk."""
+    top, bottom = (torch.cat([_pair_values(some) for some in several]) for several in (above, below))
     value = float(top.mean() / bottom.mean())
     return _root_interval(value, value * (1 + top / top.mean() - bottom / bottom.mean()), 1.0)
 
@@ -167,6 +167,12 @@ def _root_interval(value: float, shares: Tensor, power: float) -> Estimate:
     skew = float((centred / deviation).pow(3).mean()) / math.sqrt(m) if deviation else 0.0
     limit = math.sqrt(8 / m)
     return Estimate(value, deviation / math.sqrt(m), m, METHOD, m - 1, max(-limit, min(skew, limit)), power)
+
+
+def jackknifed(values: Tensor, power: float = 1.0) -> Estimate:
+    """The mean of the jackknife's values of a number, or its root for `power` 2."""
+    found = _root_interval(float(values.mean()), values, 1.0)
+    return found if power == 1 else found.root()
 
 
 def largest_eigenvalue(grams: Sequence[Tensor]) -> Bracket:

@@ -18,6 +18,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call
 
 from curvoscope import checks
+from curvoscope.approximations.enumeration import sampled_source
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import (
     COLUMNS,
@@ -30,7 +32,7 @@ from curvoscope.autodiff.cotangents import (
 )
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.uses import Factors, WeightUse, find_uses, nodes_below
-from curvoscope.blocks import Blocks, Piece
+from curvoscope.blocks import Block, Blocks, Piece
 from curvoscope.losses import CrossEntropy
 from curvoscope.losses.objectives import logits_of
 from curvoscope.sweep.grams import add_crossed, add_gram
@@ -94,10 +96,22 @@ class Walk:
         rows: what Gram matrices are wanted of: blocks, or heads of them.
         scale: of all samples, the root of the sum of the batches' weights.
         cut: whether to cut the model at its layers.
+        observe: called with X and delta of each block that is one weight, when they are known; they are not kept.
     """
 
-    def __init__(self, engine: Autodiff, rows: Blocks, scale: float, cut: bool) -> None:
-        self._engine, self._rows, self._scale = engine, rows, scale
+    def __init__(
+        self,
+        engine: Autodiff,
+        rows: Blocks,
+        scale: float,
+        cut: bool,
+        observe: Callable[[GradientSource], None] | None = None,
+    ) -> None:
+        self._engine, self._rows, self._scale, self._observe = engine, rows, scale, observe
+        self._observed: dict[str, list[Block]] = {}
+        for block in engine.blocks.values():
+            if observe is not None and len(block.pieces) == 1:
+                self._observed.setdefault(block.pieces[0].parameter, []).append(block)
         self._ranks = engine.ranks
         self._weights, self._leaves = engine.snapshot.leaves(sorted(rows.parameters))
         self._layers = layers_of(engine.model) if cut else {}
@@ -173,6 +187,7 @@ class Walk:
         self._gradients: dict[str, Tensor] = {}
         self._beside: dict[str, list[Factors]] = {}
         self._tell, self._count = tell, count
+        self._single_rows = all(self._ranks.exchange(all(draw.batch.rows == 1 for draw in draws)))
 
         def action() -> None:
             passes = self._forward(draws)
@@ -356,7 +371,10 @@ class Walk:
                 across = slice(0, head.use.factor.shape[1])
                 region = (wide, across) if transposed else (across, wide)
                 found.append(Factors(one.samples, head.use.factor, g, region, transposed))
-            add_gram(self._grams[row], self._of_all(found))
+            everything = self._of_all(found)
+            add_gram(self._grams[row], everything)
+            if stop - start == classes and not len(read):  # all columns at once
+                self._show(name, everything, None)
         for (one, head), some in zip(heads, beside, strict=True):
             if len(read):
                 sides = slice(0, len(read)), slice(0, head.use.factor.shape[1])
@@ -380,6 +398,13 @@ class Walk:
 
     # ---- results
 
+    def _show(self, name: str, factors: Sequence[Factors], gradients: Tensor | None) -> None:
+        """Show the observer the gradients of the blocks in a parameter."""
+        for block in self._observed.get(name, []):
+            source = sampled_source(block, factors, gradients, self._single_rows)
+            if source is not None and self._observe is not None:
+                self._observe(source)
+
     def _of_all(self, found: list[Factors]) -> list[Factors]:
         """What all ranks have found, in the order of the ranks."""
         return [one for some in self._ranks.exchange(found) for one in some]
@@ -391,6 +416,8 @@ class Walk:
             told = self._ranks.exchange(self._gradients.pop(name, None))
             several = [one for one in told if one is not None]
             gradients = torch.stack(several).sum(0) if len(several) > 1 else next(iter(several), None)
+            if not beside:
+                self._show(name, factors, gradients)
             for row, piece in self._pieces[name]:
                 if row not in self._waiting or name not in self._waiting[row]:
                     continue

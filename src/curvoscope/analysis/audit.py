@@ -1,0 +1,166 @@
+"""`audit`: how far approximations of a Hessian block are from the block itself.
+
+With H the block and A the approximation, |H - A|² = |H|² - 2 <H, A> + |A|² in the Frobenius norm. From all gradients
+gamma of a small model every term is exact: <H, A> = sum gamma^T A gamma. From samples, A is made of one half of them
+and compared with the other half, so that the mean of gamma^T A gamma there is an unbiased estimate of <H, A>.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from curvoscope import checks
+from curvoscope.analysis.audit_exact import DenseTruth, FactoredTruth
+from curvoscope.analysis.audit_samples import SampledAudit
+from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, standins
+from curvoscope.approximations import GradientSource, joined, source_of
+from curvoscope.approximations.source import Curvature
+from curvoscope.errors import BlockNameError, CurvoscopeError, DtypeError, EmptyError, RangeError
+from curvoscope.operators import BlockHessian
+from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.block_matrix import BlockMatrix
+from curvoscope.sweep import Sweep
+
+PARTS = ("outer", "functional", "total")
+DEFAULT = (
+    *("diagonal", "input", "kfac", "tkfac", "ekfac", "shampoo", "shampoo:1/4", "kl_shampoo", "kronecker:1"),
+    *("kfac/heads", "kronecker:1/heads", "neurons", "heads"),
+)
+_DENSE = 2048  # entries of a weight up to which its block is formed
+
+Wanted = Sequence[str | Sequence[str]]
+
+
+def audit(
+    H: Curvature | Sweep,
+    blocks: Wanted | None = None,
+    approximations: Sequence[Standin] | None = None,
+    part: str = "outer",
+    damping: float | None = None,
+) -> AuditTable:
+    """Measure approximations of blocks against the blocks themselves.
+
+    From a Hessian every number is exact, and needs one backward pass for each direction of the loss Hessian: for small
+    models. From a sweep, an approximation is made of one half of the samples and compared on the other half; the error
+    is that of an approximation made of so many samples, and has an error bar. Those that keep entries of H (diagonal,
+    neurons, heads, layers) are measured as if made of H itself. A sweep of a large model need not keep
+    its samples: give `cv.sweep` a `SampledAudit`.
+
+    Args:
+        H: a Hessian, or a sweep made with `keep=`.
+        blocks: names or shell patterns; several names in a tuple are audited as one weight. None: the weights of all
+            linear layers.
+        approximations: names such as "kfac", "kronecker:4", "shampoo:1/4", "kfac/heads"; operators, which must not come
+            from the same samples; or dictionaries of operators by block, as `cv.approximations.read_factors` returns.
+            None: a choice of names, of which a block is given those that it can have.
+        part: of the Hessian to compare with: "outer", "functional" or "total". The approximations are always made of
+            the outer part, which is what their definitions have.
+        damping: of the steps; None: a tenth of the mean eigenvalue of the outer part.
+
+    Returns:
+        One row per block and approximation.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+        >>> X, labels = torch.randn(8, 3).double(), torch.tensor([0, 1] * 4)
+        >>> H = cv.hessian(model, torch.nn.CrossEntropyLoss(), [(X, labels)])
+        >>> rows = cv.analysis.audit(H, ["0.weight"], ["diagonal", "kfac", "ekfac"])
+        >>> [row.approximation for row in rows], rows[1].floats, rows[1].error.exact
+        (['diagonal', 'kfac', 'ekfac'], 25, True)
+        >>> rows[2].error < rows[1].error < rows[0].error
+        True
+    """
+    checks.choice("part", part, PARTS)
+    if damping is not None and not damping >= 0:
+        raise RangeError("damping", f"got {damping}, expected a number of at least 0")
+    strict = blocks is not None and approximations is not None
+    wanted = DEFAULT if approximations is None else approximations
+    if isinstance(H, Sweep):
+        if part != "outer":
+            raise RangeError("part", f"got {part!r}, but a sweep is of the outer part; give cv.hessian")
+        return _of_sweep(H, blocks, wanted, strict)
+    rows: list[AuditRow] = []
+    for key in _chosen(_names(H), blocks):
+        source = _source(H, key, blocks is None)
+        if source is None:
+            continue
+        truth = _truth(H, source, key, part, damping)
+        for name, make in standins(source.name, wanted):
+            try:
+                found = make(source)
+            except CurvoscopeError as error:
+                if strict or error.argument not in ("block", "approximation"):
+                    raise
+                continue
+            rows.append(truth.row(source.name, name, found))
+    return AuditTable(rows)
+
+
+def _of_sweep(sweep: Sweep, blocks: Wanted | None, wanted: Sequence[Standin], strict: bool) -> AuditTable:
+    held = list(dict.fromkeys(name for chunk in sweep.kept for name in chunk))
+    if not held:
+        raise EmptyError("sweep", "keeps no samples; make it with cv.sweep(..., keep=[...])")
+    found = SampledAudit(wanted, strict=strict)
+    for key in _chosen(held, blocks):
+        for number, chunk in enumerate(sweep.kept):
+            if all(name in chunk for name in key):
+                sources = [chunk[name] for name in key]
+                if blocks is not None or sources[0].parts[0].inputs is not None:
+                    found(number, sources[0] if len(sources) == 1 else joined(sources))
+    return found.table()
+
+
+def _names(H: Curvature) -> list[str]:
+    if isinstance(H, BlockHessian | BlockMatrix):
+        return H.names
+    if isinstance(H, GradientSource):
+        return [H.name]
+    if isinstance(H, LinearOperator):
+        return ["H"]
+    raise DtypeError("H", f"got {type(H).__name__}, expected a Hessian, a sweep or an operator")
+
+
+def _chosen(names: Sequence[str], wanted: Wanted | None) -> list[tuple[str, ...]]:
+    """The blocks to audit, each as the names of its weights."""
+    if wanted is None:
+        return [(name,) for name in names]
+    found: dict[tuple[str, ...], None] = {}
+    for entry in wanted:
+        if isinstance(entry, str):
+            some: list[tuple[str, ...]] = [(name,) for name in names if name == entry or fnmatchcase(name, entry)]
+            missing = [] if some or _is_head(entry, names) else [entry]
+            some = some or [(entry,)]
+        else:
+            some, missing = [tuple(entry)], [name for name in entry if name not in names]
+        if missing:
+            raise BlockNameError("blocks", f"there is no {missing[0]!r} among {', '.join(names)}")
+        found |= dict.fromkeys(some)
+    return list(found)
+
+
+def _is_head(name: str, names: Sequence[str]) -> bool:
+    whole, _, number = name.rpartition(".")
+    return whole in names and number.isdecimal()
+
+
+def _source(H: Curvature, key: tuple[str, ...], linear_only: bool) -> GradientSource | None:
+    """The gradients of a weight or of several; None for one that is no linear layer's, if such are left out."""
+    if linear_only and isinstance(H, BlockHessian) and 1 in H.shapes[key[0]]:
+        return None
+    sources = [source_of(H, name) for name in key]
+    if linear_only and all(part.inputs is None for part in sources[0].parts) and isinstance(H, BlockHessian):
+        return None
+    return sources[0] if len(sources) == 1 else joined(sources)
+
+
+def _truth(
+    H: Curvature, source: GradientSource, key: tuple[str, ...], part: str, damping: float | None
+) -> DenseTruth | FactoredTruth:
+    size = source.shape[0] * source.shape[1]
+    if part == "outer":
+        return DenseTruth(source.dense(), source, damping) if size <= _DENSE else FactoredTruth(source)
+    if not isinstance(H, BlockHessian) or len(key) > 1:
+        raise RangeError("part", f"got {part!r}, which only single blocks of a Hessian have")
+    checks.fits(2 * size**2 * 8, None, f"the block {key[0]!r}", "audit its outer part")
+    return DenseTruth(getattr(H, part)[key[0]].dense(), source, damping)

@@ -1,0 +1,148 @@
+"""Approximations against blocks whose gradients are all known: every number is exact."""
+
+import math
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from curvoscope.analysis.audit_table import AuditRow, floats_of
+from curvoscope.approximations import Approximation, GradientSource
+from curvoscope.errors import RangeError
+from curvoscope.estimate import Estimate
+from curvoscope.operators.base import LinearOperator
+
+_DAMPING = 0.1  # times the mean eigenvalue
+
+
+class DenseTruth:
+    """A block that is formed.
+
+    Args:
+        block: H, (n, n).
+        source: of the outer part, whose gradients the steps are for.
+        damping: of the steps; None: a tenth of the mean eigenvalue of the outer part.
+    """
+
+    def __init__(self, block: Tensor, source: GradientSource, damping: float | None) -> None:
+        self._block, self._source = block, source
+        mean = float(sum(part.square().sum() for part in source.gradients())) * source.weight / len(block)
+        self._asked, self.damping = damping, _DAMPING * mean if damping is None else damping
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        return torch.linalg.eigh(self._block)
+
+    @cached_property
+    def _gradients(self) -> Tensor:
+        """G (n, r) with G G^T the outer part."""
+        root = self._source.root()
+        return root.mT if len(root) <= root.shape[1] else torch.linalg.qr(root).R.mT
+
+    @cached_property
+    def _steps(self) -> Tensor | None:
+        """(H + damping)^-1 G; None if the matrix is not positive definite."""
+        values, vectors = self._spectrum
+        least = float(values[0]) + self.damping
+        rounding = 0.0 if self.damping else len(values) * torch.finfo(values.dtype).eps * float(values.abs().max())
+        if least <= rounding:
+            if not self.damping:
+                raise RangeError(
+                    "damping",
+                    f"got 0, but {self._source.name!r} is singular: its smallest eigenvalue is {float(values[0]):.3g}; "
+                    "give a positive number",
+                )
+            return None
+        return vectors @ ((vectors.mT @ self._gradients) / (values + self.damping)[:, None])
+
+    def row(self, block: str, name: str, A: LinearOperator) -> AuditRow:
+        """What an approximation misses."""
+        H, dense = self._block, A.dense()
+        norm, size, inner = H.norm(), dense.norm(), (H * dense).sum()
+        scale = inner / size.square() if size > 0 else size
+        step, decrease = self._step_errors(A)
+        trace = float(H.trace())
+        return AuditRow(
+            block,
+            name,
+            Estimate(float((H - dense).norm() / norm)),
+            Estimate(float((H - scale * dense).norm() / norm)),
+            Estimate(float(inner / (norm * size)) if size > 0 else 0.0),
+            Estimate(abs(float(dense.trace()) - trace) / abs(trace)),
+            self._eigenvalue_error(A),
+            step,
+            decrease,
+            floats_of(A),
+        )
+
+    def _eigenvalue_error(self, A: LinearOperator) -> Estimate:
+        largest = float(self._spectrum[0][-1])
+        return Estimate(abs(float(A.eigenvalues().value[-1]) - largest) / abs(largest))
+
+    def _step_errors(self, A: LinearOperator) -> tuple[Estimate | None, Estimate | None]:
+        right, G = self._steps, self._gradients
+        if right is None:
+            return None, None
+        try:
+            found = A.solve(G, self.damping) if isinstance(A, Approximation) else _solved(A, G, self.damping)
+        except RangeError:
+            if not self.damping:
+                raise
+            return None, None
+        error = float((found - right).norm() / right.norm())
+
+        def gain(steps: Tensor) -> float:
+            return float((steps * (G - (self._block @ steps + self.damping * steps) / 2)).sum())
+
+        return Estimate(error), Estimate(gain(found) / gain(right))
+
+
+def _solved(A: LinearOperator, G: Tensor, damping: float) -> Tensor:
+    matrix = A.dense()
+    matrix.diagonal().add_(damping)
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed):
+        raise RangeError("damping", f"got {damping:g}, and the operator plus it is not positive definite; give more")
+    return torch.cholesky_solve(G, factor)
+
+
+class FactoredTruth:
+    """A block that is too large to be formed, by its gradients."""
+
+    def __init__(self, source: GradientSource) -> None:
+        self._source = source
+        self._trace = source.weight * sum(float(some.square().sum()) for some in source.gradients())
+
+    @cached_property
+    def _square(self) -> float:
+        """|H|² = sum over pairs of <gamma, gamma'>²."""
+        source, found = self._source, 0.0
+        for number, one in enumerate(source.gradients()):
+            for other, two in enumerate(source.gradients()):
+                if other <= number:
+                    squares = float((one.flatten(1) @ two.flatten(1).mT).square().sum())
+                    found += squares if other == number else 2 * squares
+        return found * source.weight**2
+
+    def row(self, block: str, name: str, A: LinearOperator) -> AuditRow:
+        """What an approximation misses."""
+        source = self._source
+        if isinstance(A, Approximation):
+            inner = source.weight * sum(float(A.quadratic(part).sum()) for part in source.parts)
+        else:
+            formed = (some.flatten(1) for some in source.gradients())
+            inner = source.weight * sum(float((some * A._matmat(some.mT).mT).sum()) for some in formed)
+        size, norm = float(A.frobenius_norm()), math.sqrt(self._square)
+        cosine = inner / (norm * size) if size else 0.0
+        return AuditRow(
+            block,
+            name,
+            Estimate(math.sqrt(max(0.0, self._square - 2 * inner + size**2)) / norm),
+            Estimate(math.sqrt(max(0.0, 1 - cosine**2))),
+            Estimate(cosine),
+            Estimate(abs(float(A.trace()) - self._trace) / self._trace),
+            None,
+            None,
+            None,
+            floats_of(A),
+        )

@@ -1,0 +1,213 @@
+"""Approximations against samples: made of one half of them, compared on the other, with error bars.
+
+On samples that A has not seen, q_i = gamma_i^T A gamma_i has the mean <H, A>. Over pairs of them, q_i q_j has the mean
+<H, A>² and <gamma_i, gamma_j>² the mean |H|². The squared cosine is the ratio of these two, which does not depend on
+the lengths of the samples if one direction dominates H. Values and error bars are those of the jackknife.
+Approximations that keep some entries of H and drop the others need no halves: see `approximations.projections`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, floats_of, standins
+from curvoscope.approximations import Approximation, GradientSource
+from curvoscope.approximations.gradients import total
+from curvoscope.approximations.projections import kept_pairs
+from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
+from curvoscope.estimate import Estimate
+from curvoscope.operators.base import LinearOperator
+from curvoscope.sweep.statistics import LEAST, jackknifed
+
+_TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """What one set of samples says about one approximation.
+
+    `square`: |A|²; `trace`: tr A; `products` (m, m): numbers of pairs of samples whose mean is <H, A>²; `gram`: K
+    (m, m). Of an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself: `keeps`.
+    """
+
+    square: float
+    trace: float
+    products: Tensor
+    gram: Tensor
+    floats: int
+    keeps: bool = False
+
+
+class SampledAudit:
+    """Audits the samples of a sweep as they are made: give it to `cv.sweep` as `observe`.
+
+    Half of the samples of a chunk make an approximation, the other half measures it; several chunks give the mean over
+    their approximations. The diagonal, neurons, heads and layers of H keep entries of H: their errors are those of the
+    kept entries of H itself, from all pairs of samples.
+
+    Args:
+        approximations: names, operators or dictionaries of operators, as for `audit`.
+        strict: whether an approximation that a block cannot have is an error; otherwise it is left out.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+        >>> X, labels = torch.randn(8, 3).double(), torch.tensor([0, 1] * 4)
+        >>> found = cv.analysis.SampledAudit(["diagonal", "kfac"])
+        >>> sweep = cv.sweep(model, torch.nn.CrossEntropyLoss(), [(X, labels)], samples=64, observe=found)
+        >>> row = found.table().row("0.weight", "kfac")
+        >>> row.error.exact, row.error.stderr > 0
+        (False, True)
+    """
+
+    def __init__(self, approximations: Sequence[Standin], strict: bool = False) -> None:
+        self._wanted, self._strict = list(approximations), strict
+        self._found: dict[str, dict[str, dict[int, _Compared]]] = {}
+
+    def __call__(self, chunk: int, source: GradientSource) -> None:
+        """The samples of a block in one chunk."""
+        if len(source) < 2 * LEAST:
+            raise RangeError("samples", f"got {len(source)} in a chunk, expected at least {2 * LEAST}: two halves")
+        known = self._found.setdefault(source.name, {})
+        first, second = source.halves()
+        grams: dict[bool, Tensor] = {False: _gram(second), True: _gram(source)}
+        for (name, make), given in zip(standins(source.name, self._wanted), self._given(source.name), strict=True):
+            try:
+                A = make(first)
+            except CurvoscopeError as error:
+                if self._strict or error.argument not in ("block", "approximation"):
+                    raise
+                continue
+            pairs = None if given else kept_pairs(source, name)
+            if pairs is not None:
+                compared = _Compared(0.0, 0.0, pairs, grams[True], floats_of(A), keeps=True)
+            else:  # an operator that was given has seen none of the samples
+                compared = _compared(A, source if given else second, grams[given])
+            known.setdefault(name, {})[chunk] = compared
+
+    def _given(self, block: str) -> list[bool]:
+        """Whether each approximation is an operator."""
+        here = (one for one in self._wanted if isinstance(one, str | LinearOperator) or block in one)
+        return [not isinstance(one, str) for one in here]
+
+    def table(self) -> AuditTable:
+        """The rows so far."""
+        rows = [
+            _row(block, name, list(found.values()))
+            for block, several in self._found.items()
+            for name, found in several.items()
+        ]
+        if not rows:
+            raise EmptyError("blocks", "no block has samples and an approximation to compare with them")
+        return AuditTable(rows)
+
+
+def _gram(source: GradientSource) -> Tensor:
+    """K[i, j] = <gamma_i, gamma_j>, (m, m)."""
+    gradients = torch.cat([some.flatten(1) for some in source.gradients()])
+    return (gradients @ gradients.mT).double()
+
+
+def _compared(A: LinearOperator, source: GradientSource, gram: Tensor) -> _Compared:
+    if isinstance(A, Approximation):
+        values = torch.cat([A.quadratic(part) for part in source.parts])
+    else:
+        formed = (some.flatten(1) for some in source.gradients())
+        values = torch.cat([(some * A._matmat(some.mT).mT).sum(1) for some in formed])
+    products = torch.outer(values.double(), values.double())
+    return _Compared(float(A.frobenius_norm()) ** 2, float(A.trace()), products, gram, floats_of(A))
+
+
+def _row(block: str, name: str, found: Sequence[_Compared]) -> AuditRow:
+    """The estimates of a block and an approximation from all chunks."""
+    means = [_Means.of(one) for one in found]
+    shares = torch.tensor([len(one.gram) for one in found], dtype=torch.float64)
+    shares /= shares.sum()
+    whole = _Means.mixed(means, shares)
+    left_out = [
+        _Means.mixed([*means[:c], _Means.without_each(one), *means[c + 1 :]], shares) for c, one in enumerate(found)
+    ]
+    m = sum(len(one.gram) for one in found)
+
+    def estimate(ask: Callable[[_Means], Tensor], power: float = 1.0) -> Estimate:
+        """The jackknife's value and error of a function of the means; the root of it for `power` 2."""
+        values = torch.cat([m * ask(whole) - (m - 1) * ask(some) for some in left_out])
+        return jackknifed(values, power)
+
+    trace = estimate(_Means.trace_error)
+    return AuditRow(
+        block,
+        name,
+        estimate(_Means.squared_error, 2.0),
+        estimate(lambda means: 1 - means.squared_cosine(), 2.0),
+        estimate(_Means.cosine),
+        Estimate(**trace.facts() | {"value": abs(trace)}),
+        None,
+        None,
+        None,
+        found[0].floats,
+    )
+
+
+class _Means(NamedTuple):
+    """What the samples estimate: |H|², <H, A>, <H, A>² / |A|² and tr H; and what is known of A: |A|² and tr A."""
+
+    square: Tensor
+    inner: Tensor
+    projection: Tensor
+    trace: Tensor
+    approximation_square: Tensor
+    approximation_trace: Tensor
+
+    @classmethod
+    def of(cls, one: _Compared) -> "_Means":
+        """Over all samples and pairs."""
+        return cls._from(one, len(one.gram), torch.zeros(()))
+
+    @classmethod
+    def without_each(cls, one: _Compared) -> "_Means":
+        """Over all but one sample, for each of them (m,)."""
+        return cls._from(one, len(one.gram) - 1, torch.ones(()))
+
+    @classmethod
+    def _from(cls, one: _Compared, count: int, less: Tensor) -> "_Means":
+        pairs = (some - torch.diag(some.diagonal()) for some in (one.gram.square(), one.products))
+        square, product = (
+            (rows.sum() - less * 2 * rows) / (count * (count - 1)) for rows in (some.sum(1) for some in pairs)
+        )
+        lengths = one.gram.diagonal()
+        trace = (lengths.sum() - less * lengths) / count
+        if not less:
+            square, product, trace = square[0], product[0], trace[0]
+        if one.keeps:
+            return cls(square, product, product, trace, product, trace)
+        inner = product.clamp_min(0).sqrt()
+        known = torch.tensor(one.square, dtype=torch.float64), torch.tensor(one.trace, dtype=torch.float64)
+        return cls(square, inner, product / known[0].clamp_min(_TINY), trace, *known)
+
+    @classmethod
+    def mixed(cls, several: "Sequence[_Means]", shares: Tensor) -> "_Means":
+        """The mean over chunks, each with its approximation."""
+        return cls(
+            *(total(share * one[k] for share, one in zip(shares, several, strict=True)) for k in range(len(several[0])))
+        )
+
+    def squared_error(self) -> Tensor:
+        """|H - A|² / |H|²."""
+        return 1 + (self.approximation_square - 2 * self.inner) / self.square.clamp_min(_TINY)
+
+    def squared_cosine(self) -> Tensor:
+        """<H, A>² / (|H|² |A|²)."""
+        return self.projection / self.square.clamp_min(_TINY)
+
+    def cosine(self) -> Tensor:
+        """Its root: approximations are nearly semidefinite, and <H, A> is not negative."""
+        return self.squared_cosine().clamp_min(0).sqrt()
+
+    def trace_error(self) -> Tensor:
+        """(tr A - tr H) / tr H."""
+        return self.approximation_trace / self.trace.clamp_min(_TINY) - 1

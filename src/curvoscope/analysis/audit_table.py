@@ -1,0 +1,221 @@
+"""The rows of an audit, the table that they make, and what they say."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from curvoscope.approximations import Approximation, GradientSource, approximation
+from curvoscope.errors import DtypeError, ShapeError
+from curvoscope.estimate import Estimate
+from curvoscope.operators.base import LinearOperator
+
+Standin = str | LinearOperator | Mapping[str, LinearOperator]
+"""An approximation by its name, an operator, or operators by block."""
+
+_CHEAP = 4  # floats per weight that an optimizer may keep
+
+
+class AuditRow(NamedTuple):
+    """One approximation A of one block H; norms are Frobenius norms.
+
+    Args:
+        block: its name.
+        approximation: its name.
+        error: |H - A| / |H|.
+        best_scale_error: |H - s A| / |H| for the best number s, sqrt(1 - cosine²).
+        cosine: <H, A> / (|H| |A|).
+        trace_error: |tr A - tr H| / |tr H|.
+        eigenvalue_error: the same of the largest eigenvalue; None if the block is large or sampled.
+        step_error: |s_A - s_H| / |s_H| for the steps s_A = (A + damping)^-1 g and s_H = (H + damping)^-1 g, over
+            gradients g with covariance H; None if the block is large or sampled, or A + damping not positive definite.
+        decrease: of the quadratic model g.s - s.(H + damping) s / 2 with the step s_A, as a share of that with s_H.
+        floats: that A stores.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, X[:, :2])])
+        >>> row = cv.analysis.audit(H, ["weight"], ["kfac"])[0]
+        >>> row.block, row.approximation, row.error < 1e-12, abs(row.decrease - 1) < 1e-12
+        ('weight', 'kfac', True, True)
+    """
+
+    block: str
+    approximation: str
+    error: Estimate
+    best_scale_error: Estimate
+    cosine: Estimate
+    trace_error: Estimate
+    eigenvalue_error: Estimate | None
+    step_error: Estimate | None
+    decrease: Estimate | None
+    floats: int
+
+
+class AuditTable(Sequence[AuditRow]):
+    """The rows of an audit; it shows itself as text, in a terminal with rich, and in a notebook.
+
+    Args:
+        rows: one per block and approximation.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+        >>> H = cv.hessian(model, torch.nn.MSELoss(), [(X, X[:, :2])])
+        >>> found = cv.analysis.audit(H, ["weight"], ["kfac", "diagonal"])
+        >>> len(found), found.approximations, found.row("weight", "kfac").floats
+        (2, ['kfac', 'diagonal'], 13)
+    """
+
+    HEADER = ("block", "approximation", "error", "best scale", "cosine", "trace", "step", "decrease", "floats")
+
+    def __init__(self, rows: Sequence[AuditRow]) -> None:
+        self._rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._rows[index]
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names of the blocks, in order."""
+        return list(dict.fromkeys(row.block for row in self._rows))
+
+    @property
+    def approximations(self) -> list[str]:
+        """Names of the approximations, in order."""
+        return list(dict.fromkeys(row.approximation for row in self._rows))
+
+    def row(self, block: str, approximation: str) -> AuditRow | None:
+        """The row of a block and an approximation, if there is one.
+
+        Args:
+            block: its name.
+            approximation: its name.
+
+        Returns:
+            The row, or None.
+        """
+        both = (row for row in self._rows if (row.block, row.approximation) == (block, approximation))
+        return next(both, None)
+
+    def median_error(self, approximation: str, blocks: Sequence[str] | None = None) -> float | None:
+        """The median of the best-scale errors of an approximation.
+
+        Args:
+            approximation: its name.
+            blocks: over these; None: all.
+
+        Returns:
+            The median, or None without such a row.
+        """
+        rows = [row for row in self._rows if row.approximation == approximation]
+        found = [row.best_scale_error for row in rows if blocks is None or row.block in blocks]
+        return statistics.median(found) if found else None
+
+    def recommendation(self) -> str:
+        """Which approximation to take, and what splitting weights into heads gains.
+
+        Returns:
+            A few sentences.
+        """
+        everywhere = [name for name in self.approximations if all(self.row(block, name) for block in self.blocks)]
+        cheap = [name for name in everywhere if self._floats(name) <= _CHEAP]
+        known = {name: error for name in cheap if (error := self.median_error(name)) is not None}
+        if not known:
+            return "No approximation stores few enough floats to be recommended."
+        best = min(known, key=lambda name: known[name])
+        said = [
+            f"Take {best}: its error is {known[best]:.2f} of the block's norm at the best scale (median over "
+            f"{len(self.blocks)} blocks), with {self._floats(best):.2g} floats per weight."
+        ]
+        if "diagonal" in known and best != "diagonal":
+            said.append(f"The diagonal, as in Adam, has {known['diagonal']:.2f}.")
+        said += [sentence for name in ("kronecker:1", "kfac") if (sentence := self._splitting(name)) is not None]
+        return " ".join(said)
+
+    def _floats(self, name: str) -> float:
+        """Floats per weight, over all blocks that have the approximation."""
+        rows = [row for row in self._rows if row.approximation == name]
+        sizes = {row.block: row.floats for row in self._rows if row.approximation == "diagonal"}
+        weights = sum(sizes.get(row.block, 0) for row in rows)
+        return sum(row.floats for row in rows) / weights if weights else math.inf
+
+    def _splitting(self, name: str) -> str | None:
+        blocks = [row.block for row in self._rows if row.approximation == f"{name}/heads"]
+        split, whole = self.median_error(f"{name}/heads"), self.median_error(name, blocks)
+        if split is None or whole is None:
+            return None
+        gains = "helps" if split < whole - 0.005 else "costs" if split > whole + 0.005 else "changes nothing"
+        return f"One {name} per head instead of one per weight {gains}: {split:.2f} against {whole:.2f}."
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text."""
+
+        def short(number: Estimate | None) -> str:
+            if number is None:
+                return "-"
+            return f"{number.value:.3g}" if number.exact else f"{number.value:.3g} ± {number.stderr:.1g}"
+
+        return [
+            (
+                row.block,
+                row.approximation,
+                *map(short, (row.error, row.best_scale_error, row.cosine, row.trace_error, row.step_error)),
+                short(row.decrease),
+                f"{row.floats:,}",
+            )
+            for row in self._rows
+        ]
+
+    def __str__(self) -> str:
+        lines = [self.HEADER, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
+
+    __repr__ = __str__
+
+    def __rich__(self) -> object:
+        from rich.table import Table
+
+        table = Table(*self.HEADER)
+        for line in self.cells():
+            table.add_row(*line)
+        return table
+
+
+def standins(block: str, wanted: Sequence[Standin]) -> Iterator[tuple[str, Callable[[GradientSource], LinearOperator]]]:
+    """The approximations of a block, by name, and what makes each."""
+    for one in wanted:
+        if isinstance(one, str):
+            yield one, lambda source, name=one: approximation(source, name)  # type: ignore[misc]
+        elif isinstance(one, LinearOperator):
+            yield getattr(one, "name", type(one).__name__), lambda source, found=one: _fitting(found, source)  # type: ignore[misc]
+        elif isinstance(one, Mapping):
+            found = one.get(block)
+            if found is not None:
+                name = getattr(found, "name", type(found).__name__)
+                yield name, lambda source, known=found: _fitting(known, source)  # type: ignore[misc]
+        else:
+            raise DtypeError(
+                "approximations", f"got {type(one).__name__}, expected a name, an operator or a dictionary"
+            )
+
+
+def _fitting(operator: LinearOperator, source: GradientSource) -> LinearOperator:
+    size = source.shape[0] * source.shape[1]
+    if operator.shape != (size, size):
+        raise ShapeError(
+            "approximations", f"an operator {operator.shape} is no approximation of {source.name!r}, {size} x {size}"
+        )
+    return operator
+
+
+def floats_of(operator: LinearOperator) -> int:
+    """What an approximation stores; of any other operator, its entries."""
+    return operator.floats if isinstance(operator, Approximation) else operator.shape[0] * operator.shape[1]

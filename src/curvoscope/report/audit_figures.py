@@ -1,0 +1,92 @@
+"""Figures of an audit: error against stored floats, one panel per kind of block; error through the depth."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from curvoscope.analysis.audit_table import AuditTable
+from curvoscope.blocks import layer_and_role
+from curvoscope.report.style import COLOURS, blank, entitle, open_box, plain
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+_TEXT, _HEADING = 8, 11
+_COLUMNS = 4
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h", "<", ">", "d")
+_SHOWN = ("diagonal", "input", "kfac", "ekfac", "shampoo", "kronecker:1")  # through the depth
+
+
+def role_of(block: str) -> str:
+    """The kind of a block: its role in its layer, or its name."""
+    where = layer_and_role(block)
+    return block if where is None else where[1]
+
+
+def error_figure(found: AuditTable, sizes: Mapping[str, int], title: str) -> "matplotlib.figure.Figure":
+    """The error at the best scale against floats per weight: medians over the layers, bars from least to most."""
+    roles: dict[str, list[str]] = {}
+    for block in found.blocks:
+        roles.setdefault(role_of(block), []).append(block)
+    columns = min(_COLUMNS, len(roles))
+    rows = -(-len(roles) // columns)
+    figure = blank(2.6 * columns + 2.0, 2.3 * rows + 0.6)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for axes, (role, blocks) in zip(grid, roles.items(), strict=False):
+        for place, name in enumerate(found.approximations):
+            known = [row for block in blocks if (row := found.row(block, name)) is not None]
+            if not known:
+                continue
+            errors = [float(row.best_scale_error) for row in known]
+            middle = statistics.median(errors)
+            style = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
+            bars = [[middle - min(errors)], [max(errors) - middle]]
+            floats = statistics.median(row.floats / sizes[row.block] for row in known)
+            axes.errorbar([floats], [middle], bars, label=plain(name), markersize=4.5, linestyle="", **style)
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1.05)
+        axes.set_title(plain(role), size=_HEADING, loc="left")
+        axes.tick_params(labelsize=_TEXT)
+        open_box(axes, grid=True)
+    for axes in grid[len(roles) :]:
+        axes.set_visible(False)
+    figure.supxlabel("stored floats per weight", size=_HEADING)
+    figure.supylabel("|H - sA| / |H|", size=_HEADING)
+    labels = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside right upper", fontsize=_TEXT, frameon=False)
+    entitle(figure, title, _HEADING, letters=10)
+    return figure
+
+
+def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
+    """The error at the best scale through the layers, one panel per approximation, one line per role."""
+    layers = layers_of_blocks(found.blocks)
+    names = [name for name in _SHOWN if name in found.approximations]
+    figure = blank(3.0 * len(names) + 1.6, 3.2)
+    grid = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    roles = list(dict.fromkeys(role_of(block) for block in found.blocks if layer_and_role(block) is not None))
+    for axes, name in zip(grid, names, strict=True):
+        for place, role in enumerate(roles):
+            points = [
+                (layers.index(where[0]), row.best_scale_error)
+                for row in found
+                if row.approximation == name and (where := layer_and_role(row.block)) is not None and where[1] == role
+            ]
+            style = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
+            values, errors = [float(error) for _, error in points], [error.stderr for _, error in points]
+            places = [layer for layer, _ in points]
+            axes.errorbar(places, values, errors, label=plain(role), markersize=3.5, linewidth=1.0, **style)
+        axes.set_ylim(0, 1.05)
+        axes.set_xlabel("layer", size=_TEXT)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_title(plain(name), size=_HEADING, loc="left")
+        axes.tick_params(labelsize=_TEXT)
+        open_box(axes, grid=True)
+    grid[0].set_ylabel("|H - sA| / |H|", size=_HEADING)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize=_TEXT, frameon=False)
+    return figure
+
+
+def layers_of_blocks(blocks: Sequence[str]) -> list[str]:
+    """The layers that the blocks are in, in order."""
+    return list(dict.fromkeys(where[0] for block in blocks if (where := layer_and_role(block)) is not None))

@@ -1,0 +1,179 @@
+"""The audit: the identity behind it, exact and sampled numbers, and what it says."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import curvoscope as cv
+from curvoscope.analysis import audit as module_of_audit
+from curvoscope.analysis.audit import DEFAULT
+from curvoscope.approximations import source_of
+from curvoscope.approximations.names import approximation
+from curvoscope.operators import Single
+from reference import normal
+
+r = normal(7)
+X, LABELS = r(10, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 2])
+MODEL = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+LOSS = nn.CrossEntropyLoss()
+DATA = [(X, LABELS)]
+H = cv.hessian(MODEL, LOSS, DATA)
+NAME = "0.weight"
+TRUTH = H.outer[NAME].dense()
+NAMES = ["diagonal", "neurons", "kfac", "ekfac", "shampoo", "kronecker:1", "kronecker:3"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return cv.analysis.audit(H, [NAME], NAMES)
+
+
+def test_every_number_is_that_of_the_dense_matrices(rows):
+    source = source_of(H, NAME)
+    damping = 0.1 * float(TRUTH.trace()) / len(TRUTH)
+    eye = torch.eye(len(TRUTH), dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(TRUTH)
+    root = vectors * values.clamp_min(0).sqrt()
+    right = torch.linalg.solve(TRUTH + damping * eye, root)
+    for row, name in zip(rows, NAMES, strict=True):
+        A = approximation(source, name)
+        dense = A.dense()
+        inner = (dense * TRUTH).sum() / (dense.norm() * TRUTH.norm())
+        assert (row.block, row.approximation, row.floats) == (NAME, name, A.floats)
+        assert row.error == pytest.approx(float((TRUTH - dense).norm() / TRUTH.norm()), rel=1e-9)
+        assert row.cosine == pytest.approx(float(inner), rel=1e-9)
+        assert row.best_scale_error == pytest.approx(math.sqrt(1 - float(inner) ** 2), rel=1e-6)
+        assert row.trace_error == pytest.approx(abs(float(dense.trace() / TRUTH.trace()) - 1), abs=1e-9)
+        largest = torch.linalg.eigvalsh(dense)[-1]
+        assert row.eigenvalue_error == pytest.approx(abs(float(largest / values[-1]) - 1), abs=1e-9)
+        if row.step_error is None:
+            assert float(torch.linalg.eigvalsh(dense)[0]) + damping <= 0
+            continue
+        step = torch.linalg.solve(dense + damping * eye, root)
+        assert row.step_error == pytest.approx(float((step - right).norm() / right.norm()), rel=1e-6)
+        gains = [float((s * root).sum() - ((TRUTH + damping * eye) @ s * s).sum() / 2) for s in (step, right)]
+        assert row.decrease == pytest.approx(gains[0] / gains[1], rel=1e-6)
+        assert all(number.exact for number in row if isinstance(number, cv.Estimate))
+
+
+def test_the_identity_of_three_separate_numbers(rows):
+    """|H - A|² = |H|² - 2 <H, A> + |A|², with <H, A> a sum over gradients."""
+    source = source_of(H, NAME)
+    for row in rows:
+        A = approximation(source, row.approximation)
+        inner = sum(float(A.quadratic(part).sum()) for part in source.parts)
+        square = float(H.outer[NAME].frobenius_norm(matvecs=20)) ** 2
+        found = square - 2 * inner + float(A.frobenius_norm()) ** 2
+        assert row.error == pytest.approx(math.sqrt(max(found, 0) / square), abs=1e-7)
+
+
+def test_a_block_too_large_to_be_formed(rows, monkeypatch):
+    import sys
+
+    monkeypatch.setattr(sys.modules[module_of_audit.__module__], "_DENSE", 0)
+    for row, formed in zip(cv.analysis.audit(H, [NAME], NAMES), rows, strict=True):
+        assert row.error == pytest.approx(formed.error, abs=1e-7)
+        assert row.cosine == pytest.approx(formed.cosine, abs=1e-9)
+        assert row.trace_error == pytest.approx(formed.trace_error, abs=1e-9)
+        assert row.step_error is None
+
+
+def test_operators_and_the_total():
+    dense = TRUTH + 0.1 * torch.eye(20, dtype=torch.float64)
+    operator = cv.KroneckerSum((20, 1), (20, 1), [Single(dense, torch.ones(1, 1).double(), symmetric=True)], dense)
+    (row,) = cv.analysis.audit(H, [NAME], [operator])
+    assert row.error == pytest.approx(0.1 * math.sqrt(20) / float(TRUTH.norm()), rel=1e-9)
+    assert row.approximation == "KroneckerSum" and row.floats == 400
+    (row,) = cv.analysis.audit(H, [NAME], ["kfac"], part="total")
+    total, A = H.total[NAME].dense(), approximation(H, "kfac", NAME).dense()
+    assert row.error == pytest.approx(float((total - A).norm() / total.norm()), rel=1e-9)
+
+
+def test_defaults_are_the_weights_of_linear_layers():
+    found = cv.analysis.audit(H)
+    assert found.blocks == ["0.weight", "2.weight"]
+    assert set(found.approximations) == {name for name in DEFAULT if "heads" not in name}
+    text = found.recommendation()
+    assert text.startswith("Take ") and "The diagonal, as in Adam, has" in text
+    best = text.split()[1].rstrip(":")
+    cheap = [name for name in found.approximations if found.row(NAME, name).floats < 4 * 20]
+    assert found.median_error(best) == min(found.median_error(name) for name in cheap)
+    assert "0.weight  " in str(found) and found.__rich__().row_count == len(found)
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    return cv.sweep(MODEL, LOSS, DATA, samples=512, keep=["*weight"])
+
+
+def test_samples_agree_with_what_is_exact(sweep):
+    """Approximations of many samples are nearly those of all gradients; errors are within five standard errors."""
+    found = cv.analysis.audit(sweep, [NAME], ["diagonal", "neurons", "kfac"])
+    exact = cv.analysis.audit(H, [NAME], ["diagonal", "neurons", "kfac"])
+    for row, truth in zip(found, exact, strict=True):
+        assert row.floats == truth.floats and row.error.method == "sweep" and row.step_error is None
+        made = [approximation(chunk[NAME].halves()[0], row.approximation).dense() for chunk in sweep.kept]
+        if row.approximation == "kfac":
+            square = sum(float((TRUTH - dense).square().sum()) for dense in made) / len(made)
+            assert abs(row.error**2 - square / float(TRUTH.square().sum())) < 10 * row.error.stderr * (row.error + 0.1)
+        else:
+            assert abs(row.error - truth.error) < 5 * row.error.stderr
+            assert row.trace_error == pytest.approx(0, abs=1e-9)
+
+
+def test_an_observer_has_the_same_rows(sweep):
+    observer = cv.analysis.SampledAudit(["kfac", "diagonal"])
+    cv.sweep(MODEL, LOSS, DATA, samples=512, observe=observer)
+    kept = cv.analysis.audit(sweep, [NAME], ["kfac", "diagonal"])
+    seen = observer.table()
+    for row in kept:
+        other = seen.row(NAME, row.approximation)
+        assert other.error == pytest.approx(row.error) and other.error.stderr == pytest.approx(row.error.stderr)
+
+
+def test_several_weights_as_one(sweep):
+    both = ("0.weight", "2.weight")
+    (row,) = cv.analysis.audit(H, [both], ["layers"])
+    error = cv.analysis.block_diagonal_error(H, both)
+    whole = H.outer.dense()
+    places = [H.outer.ranges[name] for name in both]
+    joint = torch.cat([torch.cat([whole[i, j] for j in places], 1) for i in places])
+    kept = torch.block_diag(*(H.outer[name].dense() for name in both))
+    assert error == pytest.approx(float((joint - kept).norm() / joint.norm()), rel=1e-9)
+    assert row.error == pytest.approx(error, rel=1e-9)
+    low, high = cv.analysis.block_diagonal_error(sweep, both).interval(0.9999)
+    assert low < error < high
+    (sampled,) = cv.analysis.audit(sweep, [both], ["layers"])
+    low, high = sampled.error.interval(0.9999)
+    assert low < error < high
+
+
+@pytest.mark.slow
+def test_error_bars_cover():
+    """95 % intervals of the errors and cosines of concrete approximations contain them in 92 to 98 % of all cases."""
+    names, inside, count = ["diagonal", "kfac", "shampoo", "input"], 0, 0
+    blocks = cv.blocks_of(MODEL).select(NAME)
+    exact = {name: approximation(H, name, NAME).dense() for name in names}
+    for seed in range(60):
+        found = cv.sweep(MODEL, LOSS, DATA, blocks, samples=128, seed=seed, keep=[NAME])
+        rows = cv.analysis.audit(found, [NAME], names)
+        for row in rows:
+            halves = [chunk[NAME].halves()[0] for chunk in found.kept]
+            made = [approximation(half, row.approximation).dense() for half in halves]
+            if row.approximation == "diagonal":
+                made = [exact["diagonal"]]
+            square = sum(float((TRUTH - dense).square().sum()) for dense in made) / len(made)
+            inner, size = (
+                sum(float(x) for x in some) / len(made)
+                for some in ([(dense * TRUTH).sum() for dense in made], [dense.square().sum() for dense in made])
+            )
+            truths = {
+                "error": math.sqrt(square) / float(TRUTH.norm()),
+                "cosine": inner / (math.sqrt(size) * float(TRUTH.norm())),
+            }
+            for name, truth in truths.items():
+                low, high = getattr(row, name).interval(0.95)
+                inside, count = inside + (low <= truth <= high), count + 1
+    assert 0.92 <= inside / count <= 0.98

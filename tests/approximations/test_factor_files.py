@@ -1,0 +1,122 @@
+"""Factors as kronfluence and bergson write them, by their documented layouts, audited like any other approximation."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvoscope as cv
+from curvoscope.approximations import read_factors
+from curvoscope.errors import ModelError, ShapeError
+from curvoscope.families.loading import CorruptFileError, NotAModelError
+from reference import normal
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+r = normal(5)
+MODEL = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+X, LABELS = r(6, 3), torch.tensor([0, 1, 1, 0, 1, 0])
+H = cv.hessian(MODEL, nn.CrossEntropyLoss(), [(X, LABELS)])
+LAYERS = ("0", "2")
+
+
+def factors():
+    """Sums over tokens and per-row squares of every layer, from the gradients of the package: (inputs, outputs)."""
+    sources = {name: cv.approximations.source_of(H, f"{name}.weight") for name in LAYERS}
+    return {name: source.token_moments[:2] for name, source in sources.items()}
+
+
+def eigenvectors(matrices):
+    return {name: torch.linalg.eigh(matrix).eigenvectors.contiguous() for name, matrix in matrices.items()}
+
+
+def corrected(inputs, outputs):
+    """lambda (p, a): the squares of the gradients in the eigenbasis, summed over the rows."""
+    found = {}
+    for name in LAYERS:
+        gradients = torch.cat(list(cv.approximations.source_of(H, f"{name}.weight").gradients()))  # (n, p, a)
+        found[name] = (outputs[name].T @ gradients @ inputs[name]).square().sum(0)
+    return found
+
+
+def kronfluence(folder):
+    inputs, outputs = ({name: pair[side] for name, pair in factors().items()} for side in range(2))
+    left, right = eigenvectors(inputs), eigenvectors(outputs)
+    tensors = {
+        "activation_covariance": {name: 2.0 * matrix for name, matrix in inputs.items()},
+        "gradient_covariance": {name: 2.0 * matrix for name, matrix in outputs.items()},
+        "activation_eigenvectors": left,
+        "gradient_eigenvectors": right,
+        "lambda_matrix": {name: 3.0 * values for name, values in corrected(left, right).items()},
+        **{f"num_{name}_covariance_processed": counts(2) for name in ("activation", "gradient")},
+        "num_lambda_processed": counts(3),
+    }
+    for name, content in tensors.items():
+        save_file(content, folder / f"{name}.safetensors")
+
+
+def counts(number):
+    return {name: torch.tensor([number]) for name in LAYERS}
+
+
+def bergson(folder):
+    """In two shards, each with half of the rows."""
+    inputs, outputs = ({name: pair[side] for name, pair in factors().items()} for side in range(2))
+    left, right = eigenvectors(inputs), eigenvectors(outputs)
+    stores = {
+        "activation_sharded": {name: 2.0 * matrix for name, matrix in inputs.items()},
+        "gradient_sharded": {name: 2.0 * matrix for name, matrix in outputs.items()},
+        "eigen_activation_sharded": left,
+        "eigen_gradient_sharded": right,
+        "eigenvalue_correction_sharded": {name: 2.0 * values for name, values in corrected(left, right).items()},
+    }
+    for name, content in stores.items():
+        (folder / name).mkdir()
+        for shard in range(2):
+            rows = {key: tensor.tensor_split(2)[shard].contiguous() for key, tensor in content.items()}
+            save_file(rows, folder / name / f"shard_{shard}.safetensors")
+    torch.save(torch.tensor(2), folder / "total_processed.pt")
+
+
+@pytest.mark.parametrize("write", [kronfluence, bergson])
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+def test_they_are_the_package_s_own(write, kind, tmp_path):
+    write(tmp_path)
+    found = read_factors(tmp_path, MODEL, kind=kind)
+    assert list(found) == ["0.weight", "2.weight"]
+    for name, operator in found.items():
+        own = cv.approximations.approximation(H, kind, name).dense()
+        scale = len(X) if kind == "kfac" else 1  # our KFAC divides by the tokens
+        assert torch.allclose(operator.dense(), own * scale, atol=1e-12)
+    rows = cv.analysis.audit(H, list(found), [found, kind])
+    for read, own in zip(rows[::2], rows[1::2], strict=True):
+        assert read.approximation == own.approximation == kind
+        assert read.best_scale_error == pytest.approx(own.best_scale_error, abs=1e-9)
+
+
+def test_factors_of_another_model(tmp_path):
+    kronfluence(tmp_path)
+    wider = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 5, bias=False))
+    with pytest.raises(ShapeError, match=r"layer '2' is 4 -> 5, its factors are for 4 -> 2"):
+        read_factors(tmp_path, wider)
+    with pytest.raises(ModelError, match="no linear layer '2'"):
+        read_factors(tmp_path, nn.Sequential(nn.Linear(3, 4, bias=False)))
+
+
+def test_folders_that_cannot_be_read(tmp_path):
+    with pytest.raises(NotAModelError, match="no factors of kronfluence or bergson"):
+        read_factors(tmp_path, MODEL)
+    kronfluence(tmp_path)
+    (tmp_path / "lambda_matrix.safetensors").unlink()
+    with pytest.raises(NotAModelError, match="lambda_matrix"):
+        read_factors(tmp_path, MODEL)
+    (tmp_path / "activation_covariance.safetensors").write_bytes(b"cut")
+    with pytest.raises(CorruptFileError, match="activation_covariance"):
+        read_factors(tmp_path, MODEL, kind="kfac")
+
+
+def test_a_bias_and_a_part_of_a_layer(tmp_path):
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0).double()
+    matrix = r(5, 5)
+    save_file({"self_attn.out_proj": matrix @ matrix.T}, tmp_path / "activation_covariance.safetensors")
+    save_file({"self_attn.out_proj": torch.eye(4).double()}, tmp_path / "gradient_covariance.safetensors")
+    found = read_factors(tmp_path, model, kind="kfac")["h.0.attn.O"]
+    assert torch.allclose(found.dense(), torch.kron((matrix @ matrix.T)[:4, :4], torch.eye(4).double()))
