@@ -21,8 +21,8 @@ and this page is made of its results, `benchmarks/sensitivity.json`.
 SmolLM2-135M-Instruct predicts the next token of the package's own text, in three sequences of 32 tokens; the ledger has
 all weights of layers 1, 10, 19 and 28, or the heads of these layers. Its file stores weights with 4 bits, so rounding
 starts from rounded weights. all-MiniLM-L6-v2 tells which halves of 24 tokens belong to one passage, in four batches of
-four passages, with a contrastive loss; the ledger has all weights of its six layers. These probes are small. ± is the standard error over sequences, or over batches for the contrastive loss; from so few of them
-it is itself uncertain.
+four passages, with a contrastive loss; the ledger has all weights of its six layers. These probes are small. ± is the
+standard error over sequences, or over batches for the contrastive loss; from so few of them it is itself uncertain.
 
 ## Which score ranks the tensors?
 
