@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 import curvoscope as cv
 from benchmarks.measure import in_turns
-from curvoscope.analysis import allocate, menu, recipes, scores, sensitivity, surgeon
+from curvoscope.analysis import allocate, menu, recipes, scores, sensitivity
 from curvoscope.analysis.changes import Change
 from curvoscope.analysis.ledger import mean_over_units
 from curvoscope.analysis.sensitivity import expanded
-from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.blocks import Blocks
 from curvoscope.families import text
 from curvoscope.families.loading import load
@@ -79,15 +78,13 @@ def smol(folder: Path) -> Parts:
     model.config.use_cache = False
     words = tokenizer(path)
     assert words is not None
-    rows = text.cut(torch.tensor(words.encode(text.corpus())), 19, 32)
-    data, others = ([{"input_ids": some, "labels": some}] for some in (rows[:3], rows[3:]))
+    rows = text.cut(torch.tensor(words.encode(text.corpus())), 3, 32)
+    data = [{"input_ids": rows, "labels": rows}]
     blocks = cv.blocks_of(model).select(*(f"h.{i}.{role}" for i in LAYERS for role in ("attn.[QKVO]", "mlp.*")))
     heads = cv.blocks_of(model).select(*(f"h.{i}.attn.O" for i in LAYERS)).per_head()
     loss = CrossEntropy(shift=True)
     yield "int4, groups of 64", lambda: _recipe(model, loss, data, blocks, partial(recipes.int4, group=GROUP))
     yield "one head removed", lambda: _recipe(model, loss, data, heads, recipes.drop_heads)
-    yield "repair", lambda: _repair(model, loss, data, others, blocks)
-    yield "int3, groups of 64", lambda: _recipe(model, loss, data, blocks, partial(recipes.int3, group=GROUP))
 
 
 def contrast(outputs: Any, targets: Tensor) -> Tensor:
@@ -109,12 +106,10 @@ def minilm(folder: Path) -> Parts:
     data, others = batches[:4], batches[4:]
     loss = cv.losses.Contrastive(contrast)
     blocks = cv.blocks_of(model).select("h.*.attn.[QKVO]", "h.*.mlp.up", "h.*.mlp.down")
-    heads = cv.blocks_of(model).select("h.*.attn.O").per_head()
     changes: dict[str, Change] = {name: partial(getattr(recipes, name), group=GROUP) for name in BITS}
     yield "int3, groups of 64", lambda: _recipe(model, loss, data, blocks, changes["int3"])
     yield "int4, groups of 64", lambda: _recipe(model, loss, data, blocks, changes["int4"])
     yield "allocation", lambda: _allocation(model, loss, data, others, blocks, changes)
-    yield "one head removed", lambda: _recipe(model, loss, data, heads, recipes.drop_heads)
     yield "half of the weights pruned", lambda: _recipe(model, loss, data, blocks, recipes.prune)
 
 
@@ -123,12 +118,16 @@ def _estimate(value: cv.Estimate) -> list[float]:
 
 
 def _recipe(model: nn.Module, loss: Any, data: Any, blocks: Blocks, change: Change) -> Found:
-    """A change: predicted and measured as a whole, and block by block beside the scores that others use."""
+    """A change: predicted and measured as a whole; and how well scores rank the changes of single blocks."""
     ledger = sensitivity(model, loss, data, change, blocks=blocks, scales=SCALES)
-    others = scores(model, loss, data, change, blocks=blocks)
     lengths = torch.tensor([d / r for d, r in zip(ledger.norms, ledger.relatives, strict=True)])
     matrix = ledger.pairs.matrix
+    measured = torch.tensor([float(row.measured or 0.0) for row in ledger.rows])
+    others = scores(model, loss, data, change, blocks=blocks)
+    ranked = {"first order": [float(row.first) for row in ledger.rows]}
+    ranked |= {score: [values[name] for name in ledger.names] for score, values in others.items()}
     return {
+        "blocks": len(ledger.rows),
         "size": float(torch.tensor(ledger.norms).norm() / lengths.norm()),
         "predicted": _estimate(ledger.predicted),
         "measured": _estimate(ledger.measured),
@@ -137,12 +136,7 @@ def _recipe(model: nn.Module, loss: Any, data: Any, blocks: Blocks, change: Chan
         "single": float(matrix.diagonal().sum()),
         "interactions": float(matrix.sum() - matrix.diagonal().sum()),
         "rank correlation": _estimate(ledger.rank_correlation),
-        "rows": {
-            "measured": [float(row.measured or 0.0) for row in ledger.rows],
-            "second order": [float(row.alone or 0.0) for row in ledger.rows],
-            "first order": [float(row.first) for row in ledger.rows],
-        }
-        | {score: [values[name] for name in ledger.names] for score, values in others.items() if score != "gradient"},
+        "ranks": {score: spearman(torch.tensor(values), measured) for score, values in ranked.items()},
     }
 
 
@@ -153,11 +147,9 @@ def _allocation(
     bits = {name: BITS[name] + 16 / GROUP for name in BITS}
     costs = menu(model, loss, data, {name: (changes[name], bits[name]) for name in BITS}, blocks=blocks)
     known = {name: scores(model, loss, data, changes[name], blocks=blocks) for name in BITS}
-    curved = costs.without_gradient()
     choices = {
-        "½ d·Hd with interactions": allocate(curved, BUDGET).formats,
-        "½ d·Hd without interactions": allocate(curved.without_interactions(), BUDGET).formats,
         "g·d + ½ d·Hd with interactions": allocate(costs, BUDGET).formats,
+        "g·d + ½ d·Hd without interactions": allocate(costs.without_interactions(), BUDGET).formats,
     }
     for score in ("fisher", "inputs"):
         if all(len(one[score]) == len(blocks) for one in known.values()):
@@ -179,67 +171,6 @@ def _allocation(
             }
         )
     return found
-
-
-# ---- repair
-
-
-def _repair(model: nn.Module, loss: Any, data: Any, others: Any, blocks: Blocks) -> list[Found]:
-    """Half of the weights of single blocks pruned; the others repaired by three curvatures, measured on other text."""
-    found = []
-    for name in ("h.19.attn.V", "h.28.attn.O"):
-        block = blocks[name]
-        one = Blocks([block])
-        W = block.gather(dict(model.named_parameters())).detach()
-        gone = W.abs() <= W.abs().median()
-        delta = torch.where(gone, -W, 0.0)
-        H = cv.hessian(model, loss, data, one, method="autodiff")
-        inputs, cotangents = _moments(model, data[0], block)
-        p = block.shape[1]
-        curvatures = {
-            "inputs, as in GPTQ": KroneckerProduct("inputs", inputs, torch.eye(p)),
-            "KFAC": KroneckerProduct("kfac", inputs, cotangents),
-            "exact Gauss-Newton": H.outer[name],
-        }
-        changes = {"not repaired": delta}
-        for kind, operator in curvatures.items():
-            changes[kind] = surgeon({name: operator}, name, delta, gone, tolerance=1e-3, iterations=15).delta
-        moved = torch.stack(list(changes.values()))
-        for where, batch in (("same text", data), ("other text", others)):
-            losses = _after(model, loss, batch, one, moved)
-            for kind, change in zip(changes, losses, strict=True):
-                found.append({"block": name, "repaired by": kind, "measured on": where, "change": _estimate(change)})
-    return found
-
-
-def _after(model: nn.Module, loss: Any, batches: Any, blocks: Blocks, vectors: Tensor) -> list[cv.Estimate]:
-    """The change of the loss after each change (n, R) of the one block."""
-    (block,) = blocks.values()
-    found = []
-    for vector in vectors:
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        block.scatter(block.gather(state) + vector, state)
-        found.append(cv.analysis.measured_change(model, loss, batches, state, blocks=blocks))
-    return found
-
-
-def _moments(model: Any, batch: Mapping[str, Tensor], block: Any) -> tuple[Tensor, Tensor]:
-    """Means of x x^T over tokens and of the output's cotangents for labels that the model draws: KFAC's two factors."""
-    (piece,) = block.pieces
-    module = model.get_submodule(piece.parameter.rpartition(".")[0])
-    seen: list[Tensor] = []
-    with module.register_forward_hook(lambda one, x, y: seen.extend((x[0].detach(), y))):
-        logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
-    inputs, output = seen
-    drawn = torch.distributions.Categorical(logits=logits.detach())
-    torch.manual_seed(0)
-    right = torch.zeros(output.shape[-1], output.shape[-1])
-    for _ in range(8):
-        value = nn.functional.cross_entropy(logits, drawn.sample(), reduction="sum")
-        (cotangent,) = torch.autograd.grad(value, output, retain_graph=True)
-        right += cotangent.flatten(0, 1).T @ cotangent.flatten(0, 1) / 8
-    X = inputs.flatten(0, 1)
-    return X.T @ X / len(X), right / len(logits)
 
 
 def run(folder: Path, models: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Repairing a weight after some of its entries are changed: the update of Optimal Brain Surgeon, with any curvature."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ _TRACE_PRODUCTS = 16
 Nearest = Callable[[int, Tensor], Tensor]  # the number of an input and its weights (p,) -> the rounded weights
 
 
-class Curvature(Protocol):
+class CurvatureByBlock(Protocol):
     """Blocks of curvature by name: `H`, `H.outer`, or {name: operator}."""
 
     def __getitem__(self, name: str, /) -> LinearOperator: ...
@@ -53,7 +53,7 @@ class Repair:
 
 
 def surgeon(
-    H: Curvature | Mapping[str, LinearOperator],
+    H: CurvatureByBlock,
     block: str,
     delta: Tensor,
     fixed: Tensor | None = None,
@@ -152,7 +152,7 @@ def _half(vector: Tensor, product: Tensor) -> float:
 
 
 def round_and_repair(
-    H: Curvature | Mapping[str, LinearOperator],
+    H: CurvatureByBlock,
     block: str,
     W: Tensor,
     nearest: Nearest,

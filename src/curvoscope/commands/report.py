@@ -9,12 +9,8 @@ from curvoscope.database import RUNS, application_of
 from curvoscope.report.contents import ReportError
 
 DOCUMENTS = (
-    "table.json",
-    "audit.json",
-    "spectrum.json",
-    "sensitivity.json",
-    watch_report.DOCUMENT,
-    reproduce_report.DOCUMENT,
+    *("table.json", "audit.json", "spectrum.json", "sensitivity.json"),
+    *(watch_report.DOCUMENT, reproduce_report.DOCUMENT),
 )
 
 
