@@ -176,13 +176,16 @@ def test_targets_of_a_file(tmp_path):
 
 
 def test_what_an_encoder_decoder_is_to_write(tmp_path):
-    """The labels are those of the file, and the decoder reads the text before them as ever."""
+    """The decoder is to write the text of the file, which it reads as in training; before other targets it reads what
+    it read without them."""
     zoo.save("BartForConditionalGeneration", tmp_path / "model")
     (tmp_path / "targets.txt").write_text("eeeeee tttttt")
     plain = subject_of(request(tmp_path / "model"))
     subject = subject_of(request(tmp_path / "model", targets=str(tmp_path / "targets.txt")))
     assert torch.equal(subject.batch["input_ids"], plain.batch["input_ids"])
-    assert subject.batch["decoder_input_ids"][:, 1:].tolist() == plain.batch["labels"][:, :-1].tolist()
+    assert set(subject.batch) == {"input_ids", "labels"}
+    drawn = subject_of(request(tmp_path / "model", targets="sampled")).batch
+    assert drawn["decoder_input_ids"][:, 1:].tolist() == plain.batch["labels"][:, :-1].tolist()
     assert len(subject.batch["labels"].unique()) == 3 and subject.batch["labels"].shape == (2, 6)
     (tmp_path / "targets.txt").write_text("short")
     with pytest.raises(TextError, match=r"^targets: .* has 5 tokens, expected 12"):

@@ -100,11 +100,13 @@ def _additions(request: Request, loaded: Loaded) -> Data:
 
 def _with_targets(draft: Draft, request: Request, task: Task) -> Data:
     """The draft with the targets that are asked for; without a wish its own ones, or random ones."""
-    asked, generator = request.targets, torch.Generator().manual_seed(request.seed)
+    asked, generator, own = request.targets, torch.Generator().manual_seed(request.seed), draft.labels
+    if task in BOTH_SIDES and asked in (RANDOM, SAMPLED) and own is not None:  # the decoder reads the text all the same
+        draft.inputs["decoder_input_ids"] = _shifted(draft.model, own)
     if task not in (Task.CAUSAL, Task.MASKED) or asked == SAMPLED:
         outputs = _outputs(draft)
-    if asked is None and draft.labels is not None:
-        labels, line, fact = draft.labels, "", "text"
+    if asked is None and own is not None:
+        labels, line, fact = own, "", "text"
     elif asked in (None, RANDOM):
         labels, line, fact = draft.form.random(generator), "Targets are random and contain nothing to learn.", RANDOM
     elif asked == SAMPLED:
@@ -112,11 +114,8 @@ def _with_targets(draft: Draft, request: Request, task: Task) -> Data:
         line, fact = "Targets are drawn from the model's own predictions.", SAMPLED
     else:
         labels, line, fact = _read(draft, Path(asked), task), f"Targets are those of {asked}.", asked
-    own = draft.labels
-    if own is not None and labels is not own:
+    if own is not None:
         labels = torch.where(own == IGNORED, own, labels)
-        if task in BOTH_SIDES:  # the decoder reads the text, whatever it is to predict
-            draft.inputs["decoder_input_ids"] = _shifted(draft.model, own)
     about = [f"{draft.form.noun} on {draft.of}.", *([line] if line else [])]
     batch: Any = {**draft.inputs, "labels": labels}
     if isinstance(draft.model, SpanScores):  # which takes no labels
@@ -161,7 +160,9 @@ def _tried(model: nn.Module) -> Iterator[None]:
 
 
 def _decodes(draft: Draft) -> bool:
-    return draft.labels is not None and bool(getattr(getattr(draft.model, "config", None), "is_encoder_decoder", False))
+    """Whether the model makes the inputs of its decoder of the labels."""
+    both = bool(getattr(getattr(draft.model, "config", None), "is_encoder_decoder", False))
+    return both and draft.labels is not None and "decoder_input_ids" not in draft.inputs
 
 
 # ---- what heads predict
