@@ -24,6 +24,7 @@ from curvoscope.commands.subject import Request, subject_of
 from curvoscope.sweep import Sweep
 
 LENGTH, SAMPLES, LAYERS = 128, 64, 22
+GROWTH = 3.5  # memory of one layer more, in units of its weights in bfloat16
 SAMPLE = ("h.0.attn.Q", "h.2.mlp.down", "h.5.attn.V", "h.8.mlp.up", "h.11.attn.K")
 LIMITS = {
     "gradients": 120,
@@ -160,7 +161,8 @@ def _by_curvlinops(model: Any, batches: list[Any], name: str, products: float) -
 def billion(layers: int = LAYERS) -> dict[str, object]:
     """A Llama of 1.1 billion parameters, stored in bfloat16: 22 layers, d = 2048, 4 heads of keys and values.
 
-    With fewer layers, `peak_gib_of_22_layers` is predicted: what is held besides the weights does not grow with depth.
+    With fewer layers, `peak_gib_of_22_layers` is predicted: each one more takes its weights in bfloat16, their copy in
+    float32, and what its activations take, about a sixth of that.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -187,7 +189,7 @@ def billion(layers: int = LAYERS) -> dict[str, object]:
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     return {
         "layers": layers,
-        "peak_gib_of_22_layers": peak_gib() + (LAYERS - layers) * layer / 2**30,
+        "peak_gib_of_22_layers": peak_gib() + (LAYERS - layers) * GROWTH * layer / 2**30,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "blocks": len(sweep.names),
         "seconds": seconds,
