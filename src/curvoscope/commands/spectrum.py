@@ -68,8 +68,8 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
         following = [*list(chosen)[1:], "the whole Hessian"]
         for label, spectrum in zip(following, spectra(H, options.matvecs, request.seed), strict=True):
             found.append(spectrum)
-            if first is not None:
-                console.print(Text(model_tables.spectrum_line(spectrum)), soft_wrap=True)
+            if first is not None and not as_json:
+                print(model_tables.spectrum_line(spectrum))  # a rich console would write into the bar
             step(label)
         loss = H.loss
         del H  # its graphs and copies of the weights make room for those of the whole
