@@ -100,7 +100,7 @@ class TestErrors:
     def test_two_runs_in_one_directory(self, tmp_path):
         for name in report.DOCUMENTS[:2]:
             (tmp_path / name).write_text("{}")
-        with pytest.raises(ReportError, match=r"holds table.json and spectrum.json; give one of the files"):
+        with pytest.raises(ReportError, match=r"holds table.json and audit.json; give one of the files"):
             report.run(tmp_path)
 
     def test_a_reproduction_that_did_not_finish(self, tmp_path):
