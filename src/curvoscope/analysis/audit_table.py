@@ -137,9 +137,9 @@ class AuditTable(Sequence[AuditRow]):
         said += [sentence for name in ("kronecker:1", "kfac") if (sentence := self._splitting(name)) is not None]
         return " ".join(said)
 
-    def _floats(self, name: str) -> float:
-        """Floats per weight, over all blocks that have the approximation."""
-        rows = [row for row in self._rows if row.approximation == name]
+    def _floats(self, name: str, blocks: Sequence[str] | None = None) -> float:
+        """Floats per weight, over all blocks that have the approximation, or over some."""
+        rows = [row for row in self._rows if row.approximation == name and (blocks is None or row.block in blocks)]
         sizes = {row.block: row.floats for row in self._rows if row.approximation == "diagonal"}
         weights = sum(sizes.get(row.block, 0) for row in rows)
         return sum(row.floats for row in rows) / weights if weights else math.inf
@@ -147,8 +147,8 @@ class AuditTable(Sequence[AuditRow]):
     def _splitting(self, name: str) -> str | None:
         blocks = [row.block for row in self._rows if row.approximation == f"{name}/heads"]
         split, whole = self.median_error(f"{name}/heads"), self.median_error(name, blocks)
-        if split is None or whole is None:
-            return None
+        if split is None or whole is None or self._floats(f"{name}/heads") == self._floats(name, blocks):
+            return None  # there is one head
         gains = "helps" if split < whole - 0.005 else "costs" if split > whole + 0.005 else "changes nothing"
         return f"One {name} per head instead of one per weight {gains}: {split:.2f} against {whole:.2f}."
 
