@@ -20,7 +20,7 @@ import curvoscope as cv
 from benchmarks.measure import in_turns
 from curvoscope.analysis import allocate, menu, recipes, scores, sensitivity
 from curvoscope.analysis.changes import Change
-from curvoscope.analysis.ledger import mean_over_units
+from curvoscope.analysis.ledger import mean_over_units, spearman
 from curvoscope.analysis.sensitivity import expanded
 from curvoscope.blocks import Blocks
 from curvoscope.families import text
