@@ -81,23 +81,6 @@ def functional(found: dict[str, Any]) -> Iterator[Row]:
         yield f"largest relative error, L = {errors['length']}", worst, *[""] * 5, f"{errors['peak_gib']:.3g}"
 
 
-def solved(found: dict[str, Any]) -> Iterator[Row]:
-    """Damped solves with Gauss-Newton blocks, plain and preconditioned, compared with curvlinops' CG."""
-    one = found.get("solve")
-    if not one:
-        return
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
-    for name, block in one["blocks"].items():
-        task = f"solve with `{name}`, {block['rows']:,} rows{apart}"
-        peer = block["curvlinops"]
-        yield task, f"curvlinops' CG, {peer['iterations']} iterations", faster(peer["seconds"] / block["seconds"])
-        for kind in ("diagonal", "kfac", "ekfac"):
-            products, plain = block[kind]["products"], block["plain"]["products"]
-            made = f"{block[kind]['made'] / block['seconds']:.2g} plain solves to make it"
-            told = _bold(f"{products} products instead of {plain}", products > plain)
-            yield f"the same, preconditioned by `{kind}`", "our plain CG", f"{told}; {made}"
-
-
 def swept(found: dict[str, Any]) -> Iterator[Row]:
     """All blocks of GPT-2 small by a sweep, compared with products, ours and curvlinops', to the same error."""
     one = found.get("sweep")
