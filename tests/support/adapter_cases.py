@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from family_cases import shaken
+from reference import relative
 
 D, HEADS, WIDTH, WORDS, LENGTH, RANK = 6, 2, 5, 7, 3, 2
 
@@ -149,3 +150,13 @@ def gradient(model, loss, batches, blocks):
     parameters = {name: one for name, one in model.named_parameters() if name in blocks.parameters}
     found = torch.autograd.grad(loss(model(inputs), targets), list(parameters.values()))
     return blocks.gather(dict(zip(parameters, found, strict=True)))
+
+
+def assert_parts(H, R, tolerance=1e-9):
+    """Every pair of blocks of both parts of H against the products of R, relative to its largest entry."""
+    for part in ("outer", "functional"):
+        dense = getattr(R, part).dense()
+        for i, row in enumerate(H.names):
+            for column in H.names[i:]:
+                here = dense[R.total.ranges[row], R.total.ranges[column]]
+                assert relative(getattr(H, part)[row, column].dense(), here, dense) < tolerance, (part, row, column)
