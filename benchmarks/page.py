@@ -32,6 +32,8 @@ same model, whose seconds are in the second column. *Passes*: the gradient at al
 are rebuilt. The last row compares products and entries of diagonals with autodiff in float64."""
 _SWEPT = """The Gauss-Newton part of every block of GPT-2 small (124 million parameters, random weights, one sequence of
 128 tokens, float32, two threads) by `cv.sweep`. Products are timed on five blocks of different depths."""
+_AUDITED = """The audit of all linear blocks of a GPT-2 with 6 layers of width 256 (random weights, one sequence of 128
+tokens, float32, two threads), while its sweep runs. The aim is three times the sweep alone."""
 _OVERHEADS = """What an answer costs beside its products: the model of the next section."""
 _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
 products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
@@ -69,6 +71,7 @@ SECTIONS = (
     Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer),
     Section("Functional parts of a whole GPT-2", _FUNCTIONAL, _PARTS, tables.functional),
     Section("The whole model at once", _SWEPT, _AGAINST, tables.swept),
+    Section("Approximations against the curvature", _AUDITED, _AGAINST, tables.audited),
     Section("Estimates beside their products", _OVERHEADS, _AGAINST, tables.overheads),
     *(
         Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind))

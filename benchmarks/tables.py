@@ -69,6 +69,25 @@ def one_layer(found: dict[str, Any]) -> Iterator[Row]:
         yield size.replace("=", " = "), f"{unit:.2g}", *cells, f"{layer['peak_gib']:.3g}"
 
 
+def audited(found: dict[str, Any]) -> Iterator[Row]:
+    """The audit of all linear blocks, by samples and exact."""
+    one = found.get("audit", {})
+    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
+    if sampled := one.get("sampled"):
+        ratio, most = sampled["audit_over_sweep"], sampled["limits"]["audit_over_sweep"]
+        task = f"{sampled['approximations']} approximations of {sampled['blocks']} blocks, {sampled['samples']} samples"
+        took = _bold(f"{ratio:.2g} times as long", ratio > most)
+        yield (
+            task + apart,
+            f"the sweep alone, {sampled['sweep_seconds']:.2g} s",
+            f"{took}; peak {sampled['peak_gib']:.2g} GiB",
+        )
+    if exact := one.get("exact, d = 64"):
+        count = f"{exact['approximations']} approximations of {exact['blocks']} blocks"
+        task = f"exact: {count} of the addition network, d = 64"
+        yield task + apart, "", f"{exact['seconds']:.2g} s"
+
+
 def functional(found: dict[str, Any]) -> Iterator[Row]:
     """Exact functional parts of all layers of GPT-2 small, in gradients, and their errors."""
     one = found.get("functional", {})

@@ -142,6 +142,7 @@ NAMES = {
     "BertForMaskedLM": bert("bert"),
     "BertModel": bert(""),
     "BertForSequenceClassification": bert("bert"),
+    "BertForQuestionAnswering": bert("bert"),
     **{f"{name}ForMaskedLM": bert("roberta") for name in ("Roberta", "XLMRoberta", "Camembert")},
     "RobertaForTokenClassification": bert("roberta"),
     "ElectraForMaskedLM": bert("electra"),
