@@ -61,7 +61,8 @@ class Watched:
         """Operands of all calls and the outputs, with the entries of a block moved."""
         old = None if block is None else block.gather(self._parameters).clone()
         if block is not None:
-            block.scatter(old + 0.1, self._parameters)
+            # not by one number: a norm takes a shift of all features away
+            block.scatter(old + torch.linspace(0.1, 0.2, len(old)).to(old), self._parameters)
         self.attention.calls.clear()
         with torch.no_grad():
             found = self.model(**self._inputs)
