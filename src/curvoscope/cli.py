@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 from curvoscope import __version__
 from curvoscope.errors import CurvoscopeError
-from curvoscope.families.tasks import Task
+from curvoscope.families.tasks import ModelTask
 
 app = typer.Typer(
     name="curvoscope",
@@ -94,7 +94,7 @@ Length = Annotated[
     int | None, typer.Option(help="Tokens per sequence of text, or samples of a waveform. (default: 64, 16000)")
 ]
 TaskOption = Annotated[
-    Task | None, typer.Option(help="What the model in a folder predicts. (default: what its class is made for)")
+    ModelTask | None, typer.Option(help="What the model in a folder predicts. (default: what its class is made for)")
 ]
 Targets = Annotated[
     str | None,

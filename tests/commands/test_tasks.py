@@ -11,7 +11,7 @@ from curvoscope.commands.subject import Request, subject_of
 from curvoscope.curvature import hessian
 from curvoscope.errors import CurvoscopeError, RangeError, ShapeError
 from curvoscope.families.loading import MissingWeightsError, UnknownArchitectureError
-from curvoscope.families.tasks import Task
+from curvoscope.families.tasks import ModelTask
 from curvoscope.families.text import TextError, corpus
 from model_folders import characters, saved
 from reference import normal, relative
@@ -19,19 +19,19 @@ from reference import normal, relative
 transformers = pytest.importorskip("transformers")
 
 TASKS = {  # the class, the task that the folder tells, and the targets that the model itself computes its loss with
-    "GPT2LMHeadModel": Task.CAUSAL,
-    "BertForMaskedLM": Task.MASKED,
-    "T5ForConditionalGeneration": Task.SEQ2SEQ,
-    "WhisperForConditionalGeneration": Task.SPEECH_TO_TEXT,
-    "BertForSequenceClassification": Task.SEQUENCE_CLASSIFICATION,
-    "RobertaForTokenClassification": Task.TOKEN_CLASSIFICATION,
-    "BertForQuestionAnswering": Task.QUESTION_ANSWERING,
-    "ViTForImageClassification": Task.IMAGE_CLASSIFICATION,
-    "Wav2Vec2ForSequenceClassification": Task.AUDIO_CLASSIFICATION,
-    "ASTForAudioClassification": Task.AUDIO_CLASSIFICATION,
-    "WhisperForAudioClassification": Task.AUDIO_CLASSIFICATION,
+    "GPT2LMHeadModel": ModelTask.CAUSAL,
+    "BertForMaskedLM": ModelTask.MASKED,
+    "T5ForConditionalGeneration": ModelTask.SEQ2SEQ,
+    "WhisperForConditionalGeneration": ModelTask.SPEECH_TO_TEXT,
+    "BertForSequenceClassification": ModelTask.SEQUENCE_CLASSIFICATION,
+    "RobertaForTokenClassification": ModelTask.TOKEN_CLASSIFICATION,
+    "BertForQuestionAnswering": ModelTask.QUESTION_ANSWERING,
+    "ViTForImageClassification": ModelTask.IMAGE_CLASSIFICATION,
+    "Wav2Vec2ForSequenceClassification": ModelTask.AUDIO_CLASSIFICATION,
+    "ASTForAudioClassification": ModelTask.AUDIO_CLASSIFICATION,
+    "WhisperForAudioClassification": ModelTask.AUDIO_CLASSIFICATION,
 }
-OF_THE_TEXT = {Task.CAUSAL, Task.MASKED, Task.SEQ2SEQ, Task.SPEECH_TO_TEXT}
+OF_THE_TEXT = {ModelTask.CAUSAL, ModelTask.MASKED, ModelTask.SEQ2SEQ, ModelTask.SPEECH_TO_TEXT}
 LENGTHS = {"Wav2Vec2ForSequenceClassification": 60, "ViTForImageClassification": None}
 LENGTHS |= {"ASTForAudioClassification": None, "WhisperForAudioClassification": None}
 

@@ -75,7 +75,7 @@ def read_factors(
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _FactorLayer:
     """Factors of one layer: of the inputs (a, a), of the outputs (p, p), and eigenvalues (p, a) in their basis."""
 
     inputs: Tensor
@@ -117,18 +117,18 @@ class _Layer:
 Reader = Callable[..., Tensors]
 
 
-def _covariances(read: Reader) -> dict[str, _Layer]:
+def _covariances(read: Reader) -> dict[str, _FactorLayer]:
     inputs, outputs = read("activation_covariance", "activation"), read("gradient_covariance", "gradient")
-    return {name: _Layer(_symmetric(inputs[name]), _symmetric(outputs[name])) for name in inputs}
+    return {name: _FactorLayer(_symmetric(inputs[name]), _symmetric(outputs[name])) for name in inputs}
 
 
-def _corrected(read: Reader) -> dict[str, _Layer]:
+def _corrected(read: Reader) -> dict[str, _FactorLayer]:
     inputs, outputs = (
         read("activation_eigenvectors", "eigen_activation"),
         read("gradient_eigenvectors", "eigen_gradient"),
     )
     values = read("lambda_matrix", "eigenvalue_correction")
-    return {name: _Layer(inputs[name], outputs[name], values[name]) for name in values}
+    return {name: _FactorLayer(inputs[name], outputs[name], values[name]) for name in values}
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from curvoscope.errors import RangeError
 from curvoscope.families import loading, text
 from curvoscope.families.loading import Loaded, UnknownArchitectureError
 from curvoscope.families.readouts import MEAN, EmbeddingScores, SpanScores, embedded, pooling_of
-from curvoscope.families.tasks import BOTH_SIDES, Task
+from curvoscope.families.tasks import BOTH_SIDES, ModelTask
 from curvoscope.families.text import IGNORED
 from curvoscope.families.tokenizer import tokenizer
 from curvoscope.losses import CrossEntropy, Objective
@@ -24,7 +24,7 @@ from curvoscope.papers import tasks
 
 _TEXTS, _IMAGES = 8, 32
 _TOKENS, _WAVE = 64, 16_000  # of a text; of a waveform: a second of sound
-_OF_THE_TEXT = (Task.CAUSAL, Task.MASKED, *BOTH_SIDES)
+_OF_THE_TEXT = (ModelTask.CAUSAL, ModelTask.MASKED, *BOTH_SIDES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +58,13 @@ def data_for(request: Request, loaded: Loaded, folder: Path | None) -> Data:
     _check(request, loaded)
     if loaded.task == ADDITION:
         return _additions(request, loaded)
-    task = Task(loaded.task)
+    task = ModelTask(loaded.task)
     with torch.no_grad():
-        if task is Task.IMAGE_CLASSIFICATION:
+        if task is ModelTask.IMAGE_CLASSIFICATION:
             draft = _images(request, loaded)
-        elif task is Task.AUDIO_CLASSIFICATION:
+        elif task is ModelTask.AUDIO_CLASSIFICATION:
             draft = _sounds(request, loaded)
-        elif task is Task.EMBEDDING:
+        elif task is ModelTask.EMBEDDING:
             return _embeddings(request, loaded, folder)
         else:
             draft = _texts(request, loaded, task, folder)
@@ -75,13 +75,13 @@ def _check(request: Request, loaded: Loaded) -> None:
     """Raise for options that the task has no use for."""
     task = loaded.task
     unread = {
-        "text": task in (ADDITION, Task.IMAGE_CLASSIFICATION, Task.AUDIO_CLASSIFICATION),
-        "length": task in (ADDITION, Task.IMAGE_CLASSIFICATION),
+        "text": task in (ADDITION, ModelTask.IMAGE_CLASSIFICATION, ModelTask.AUDIO_CLASSIFICATION),
+        "length": task in (ADDITION, ModelTask.IMAGE_CLASSIFICATION),
     }
     for option, is_unread in unread.items():
         if is_unread and getattr(request, option) is not None:
             raise RangeError(option, f"is for language models; {request.model} reads no text, leave it out")
-    if request.targets is not None and task in (ADDITION, Task.EMBEDDING):
+    if request.targets is not None and task in (ADDITION, ModelTask.EMBEDDING):
         raise RangeError("targets", f"got {request.targets}, but {task} has targets of its own; leave it out")
     if request.sequences is not None and request.sequences < 1:
         raise RangeError("sequences", f"got {request.sequences}, expected at least 1")
@@ -98,12 +98,12 @@ def _additions(request: Request, loaded: Loaded) -> Data:
 # ---- targets
 
 
-def _with_targets(draft: Draft, request: Request, task: Task) -> Data:
+def _with_targets(draft: Draft, request: Request, task: ModelTask) -> Data:
     """The draft with the targets that are asked for; without a wish its own ones, or random ones."""
     asked, generator, own = request.targets, torch.Generator().manual_seed(request.seed), draft.labels
     if task in BOTH_SIDES and asked in (RANDOM, SAMPLED) and own is not None:  # the decoder reads the text all the same
         draft.inputs["decoder_input_ids"] = _shifted(draft.model, own)
-    if task not in (Task.CAUSAL, Task.MASKED) or asked == SAMPLED:
+    if task not in (ModelTask.CAUSAL, ModelTask.MASKED) or asked == SAMPLED:
         outputs = _outputs(draft)
     if asked is None and own is not None:
         labels, line, fact = own, "", "text"
@@ -123,7 +123,7 @@ def _with_targets(draft: Draft, request: Request, task: Task) -> Data:
     return Data(draft.model, draft.form.loss, batch, about, draft.facts | {"targets": fact})
 
 
-def _read(draft: Draft, path: Path, task: Task) -> Tensor:
+def _read(draft: Draft, path: Path, task: ModelTask) -> Tensor:
     if draft.read is not None:
         return draft.read(path)
     if task in _OF_THE_TEXT:
@@ -235,7 +235,7 @@ def _sound_shape(model: nn.Module, asked: int | None) -> tuple[str, tuple[int, .
 # ---- texts
 
 
-class _Reader:
+class _TextReader:
     """Texts as sequences of a model's tokens: the package's corpus, or the file that the request names."""
 
     def __init__(self, request: Request, loaded: Loaded, folder: Path | None) -> None:
@@ -249,7 +249,7 @@ class _Reader:
             raise RangeError("length", f"got {self.length}, the model reads at most {context} tokens")
         self._name = "the package's corpus" if request.text is None else request.text
         source = text.corpus() if request.text is None else text.read(Path(request.text))
-        self.vocabulary, self._masked = inner.vocab_size, loaded.task == Task.MASKED
+        self.vocabulary, self._masked = inner.vocab_size, loaded.task == ModelTask.MASKED
         self._tokenizer = None if folder is None else tokenizer(folder)
         self._encoded = self._encode(source)
         about = self._encoded.about
@@ -283,34 +283,34 @@ class _Reader:
         return text.cut(tokens, self.rows, self.length)
 
 
-def _texts(request: Request, loaded: Loaded, task: Task, folder: Path | None) -> Draft:
-    reader, model = _Reader(request, loaded, folder), loaded.model
+def _texts(request: Request, loaded: Loaded, task: ModelTask, folder: Path | None) -> Draft:
+    reader, model = _TextReader(request, loaded, folder), loaded.model
     rows, length = reader.rows, reader.length
     if task in BOTH_SIDES:
         return _decoded(reader, model, task, request.seed)
     tokens = reader.tokens()
     inputs = {"input_ids": tokens}
-    if task is Task.CAUSAL:
+    if task is ModelTask.CAUSAL:
         form: TargetForm = Classes((rows, length), reader.vocabulary, "the next token", shift=True)
         return Draft(model, inputs, form, reader.of, reader.facts, tokens)
-    if task is Task.MASKED:
+    if task is ModelTask.MASKED:
         form = Classes((rows, length), reader.vocabulary, "15 % hidden tokens")
         hidden, labels = text.hide(tokens, reader.mask, request.seed)
         facts = reader.facts | {"hidden": int((labels != IGNORED).sum())}
         return Draft(model, {"input_ids": hidden}, form, reader.of, facts, labels)
-    if task is Task.QUESTION_ANSWERING:
+    if task is ModelTask.QUESTION_ANSWERING:
         return Draft(SpanScores(model), inputs, Spans(rows, length), reader.of, reader.facts)
     config: Any = model.config
-    if task is Task.SEQUENCE_CLASSIFICATION and config.pad_token_id is None:
+    if task is ModelTask.SEQUENCE_CLASSIFICATION and config.pad_token_id is None:
         config.pad_token_id = -1  # a decoder looks for the last token that is no padding; all are none
-    shape = (rows,) if task is Task.SEQUENCE_CLASSIFICATION else (rows, length)
+    shape = (rows,) if task is ModelTask.SEQUENCE_CLASSIFICATION else (rows, length)
     return Draft(model, inputs, _of_head(model, shape), reader.of, reader.facts)
 
 
-def _decoded(reader: _Reader, model: nn.Module, task: Task, seed: int) -> Draft:
+def _decoded(reader: _TextReader, model: nn.Module, task: ModelTask, seed: int) -> Draft:
     """An encoder reads a text, or sound, and a decoder predicts a text."""
     form = Classes((reader.rows, reader.length), reader.vocabulary, f"the {reader.length} tokens that follow")
-    if task is Task.SEQ2SEQ:
+    if task is ModelTask.SEQ2SEQ:
         first, second = reader.pairs()
         return Draft(model, {"input_ids": first}, form, reader.of, reader.facts, second, reader.targets)
     name, shape = _sound_shape(model, None)
@@ -326,7 +326,7 @@ def _embeddings(request: Request, loaded: Loaded, folder: Path | None) -> Data:
     model = loaded.model
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise UnknownArchitectureError("task", f"embedding is for models of text; {type(model).__name__} reads none")
-    reader, pooling = _Reader(request, loaded, folder), MEAN if folder is None else pooling_of(folder)
+    reader, pooling = _TextReader(request, loaded, folder), MEAN if folder is None else pooling_of(folder)
     if reader.rows < 2:
         raise RangeError("sequences", f"got {reader.rows}, expected at least 2: each text is compared with the others")
     first, second = reader.pairs()

@@ -10,7 +10,7 @@ from torch import nn
 
 from curvoscope.errors import RangeError
 from curvoscope.families.loading import Loaded, NotAModelError, transformers
-from curvoscope.families.tasks import Task
+from curvoscope.families.tasks import ModelTask
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Config:
     """A model that can be made from a seed: what it is, and the arguments of transformers' classes."""
 
     about: str
-    task: Task
+    task: ModelTask
     model: str
     config: str
     options: Mapping[str, Any]
@@ -31,35 +31,35 @@ _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 CONFIGS: dict[str, Config] = {
     "gpt2-tiny": Config(
         "GPT-2, 2 layers, width 32, bytes",
-        Task.CAUSAL,
+        ModelTask.CAUSAL,
         "GPT2LMHeadModel",
         "GPT2Config",
         {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 128, "vocab_size": 256, "initializer_range": 0.1},
     ),
     "gpt2-small": Config(
         "GPT-2 with its 124 million parameters",
-        Task.CAUSAL,
+        ModelTask.CAUSAL,
         "GPT2LMHeadModel",
         "GPT2Config",
         {},
     ),
     "llama-tiny": Config(
         "Llama, 2 layers, width 32, two key heads, bytes",
-        Task.CAUSAL,
+        ModelTask.CAUSAL,
         "LlamaForCausalLM",
         "LlamaConfig",
         _SMALL | {"intermediate_size": 88, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128},
     ),
     "bert-tiny": Config(
         "BERT, 2 layers, width 32, bytes and a mask",
-        Task.MASKED,
+        ModelTask.MASKED,
         "BertForMaskedLM",
         "BertConfig",
         _SMALL | _NO_DROPOUT | {"intermediate_size": 128, "vocab_size": 257, "max_position_embeddings": 128},
     ),
     "vit-tiny": Config(
         "ViT, 2 layers, width 32, 16 x 16 pixels, 10 classes",
-        Task.IMAGE_CLASSIFICATION,
+        ModelTask.IMAGE_CLASSIFICATION,
         "ViTForImageClassification",
         "ViTConfig",
         _SMALL | _NO_DROPOUT | {"intermediate_size": 128, "image_size": 16, "patch_size": 4, "num_labels": 10},

@@ -16,17 +16,17 @@ from torch import nn
 
 from curvoscope import checks
 from curvoscope.errors import CurvoscopeError, RangeError
-from curvoscope.families.tasks import HEADS_OF_BODIES, Task, bodies_of, classes_of
+from curvoscope.families.tasks import HEADS_OF_BODIES, ModelTask, bodies_of, classes_of
 
 GGUF = ".gguf"
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_SHARDS = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 _ENDINGS = {  # of classes that transformers does not have
-    "ForCausalLM": Task.CAUSAL,
-    "LMHeadModel": Task.CAUSAL,
-    "ForMaskedLM": Task.MASKED,
-    "ForImageClassification": Task.IMAGE_CLASSIFICATION,
+    "ForCausalLM": ModelTask.CAUSAL,
+    "LMHeadModel": ModelTask.CAUSAL,
+    "ForMaskedLM": ModelTask.MASKED,
+    "ForImageClassification": ModelTask.IMAGE_CLASSIFICATION,
 }
 CURE = "load it in Python and give cv.hessian(model, loss_fn, batches) batches of your own"
 _FLOATING = ("F64", "F32", "F16", "BF16")
@@ -67,7 +67,7 @@ class MissingPackageError(CurvoscopeError, ImportError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and what it predicts: a `Task`, or "addition".
+    """A model in evaluation mode, and what it predicts: a `ModelTask`, or "addition".
 
     `unused`: tensors of the folder that the model has no place for. `saved_from`: the classes that the folder says it
     was saved from, if the model is of none of them.
@@ -89,11 +89,11 @@ def load(path: Path, dtype: torch.dtype = torch.float32, task: str | None = None
     Args:
         path: the folder.
         dtype: of the weights, whatever the files have.
-        task: what it predicts, a `Task`; None: what the class predicts that the folder was saved from.
+        task: what it predicts, a `ModelTask`; None: what the class predicts that the folder was saved from.
     """
     chosen = None if task is None else task_of(task)
     if path.is_file() and path.suffix == GGUF:
-        if chosen not in (None, Task.CAUSAL):
+        if chosen not in (None, ModelTask.CAUSAL):
             raise RangeError("task", f"got {task}, but a GGUF file holds a causal model; leave it out")
         return _load_gguf(path, dtype)
     if not path.is_dir():
@@ -105,9 +105,9 @@ def load(path: Path, dtype: torch.dtype = torch.float32, task: str | None = None
     return _load(path, configuration, dtype, files[0].suffix == ".safetensors", chosen)
 
 
-def task_of(name: str) -> Task:
+def task_of(name: str) -> ModelTask:
     """The task of that name."""
-    return Task(checks.choice("task", name, tuple(map(str, Task))))
+    return ModelTask(checks.choice("task", name, tuple(map(str, ModelTask))))
 
 
 def transformers() -> Any:
@@ -210,7 +210,7 @@ def _check_pickle(file: Path) -> int:
 # ---- the model
 
 
-def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: bool, task: Task | None) -> Loaded:
+def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: bool, task: ModelTask | None) -> Loaded:
     package = transformers()
     local = {"local_files_only": True, "trust_remote_code": False}  # nothing from the hub
     name = configuration.get("model_type", "nothing")
@@ -224,7 +224,7 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
         raise CorruptFileError("model", f"{path / 'config.json'}: {_one_line(error)}") from error
     found_task, model_class = _class(package, path, config, task)
     options: dict[str, Any] = {}
-    if found_task is Task.EMBEDDING and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+    if found_task is ModelTask.EMBEDDING and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         options["add_pooling_layer"] = False  # the embedding is made of the states
     with quiet(package):
         try:
@@ -249,7 +249,7 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
             keys = sorted(key if isinstance(key, str) else key[0] for key in found[reason])
             what = "has no" if reason == "missing_keys" else "has another shape of"
             origin = "" if name in saved_from else f", and the folder was saved from {_some(saved_from) or 'no class'}"
-            able = task is None and origin and classes_of(package, config)[Task.EMBEDDING]
+            able = task is None and origin and classes_of(package, config)[ModelTask.EMBEDDING]
             cure = "; --task embedding reads it without a head" if able else ""
             raise MissingWeightsError(
                 "model", f"{path} {what} {_some(keys)}: they would be random in {name}{origin}{cure}"
@@ -279,17 +279,17 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> Loaded:
             )
         except Exception as error:  # whatever transformers does not like
             raise LoadingError("model", f"{path}: {_one_line(error)}") from error
-    return Loaded(model.eval(), Task.CAUSAL)
+    return Loaded(model.eval(), ModelTask.CAUSAL)
 
 
-def _class(package: Any, path: Path, config: Any, task: Task | None) -> tuple[Task, Any]:
+def _class(package: Any, path: Path, config: Any, task: ModelTask | None) -> tuple[ModelTask, Any]:
     """The class of a task; without one, the class in `architectures`, or if that has no head, its family's class."""
     known = classes_of(package, config)
     names = [str(name) for name in config.architectures or ()]
     if task is not None:
         return task, _class_for(path, config, task, known, names)
     for name in names:
-        for one in (one for one in known if one is not Task.EMBEDDING):
+        for one in (one for one in known if one is not ModelTask.EMBEDDING):
             found = next((each for each in known[one] if each.__name__ == name), None)
             if found is not None:
                 return one, found
@@ -298,7 +298,7 @@ def _class(package: Any, path: Path, config: Any, task: Task | None) -> tuple[Ta
     several = len(getattr(config, "sub_configs", ())) > 1  # such as CLIP, which no single head goes on
     able = [one for one in HEADS_OF_BODIES if known[one]]
     if any(hasattr(package, name) for name in names) and (several or not bodies & set(names)):
-        embeds = not several and any(one.__name__ in names for one in known[Task.EMBEDDING])
+        embeds = not several and any(one.__name__ in names for one in known[ModelTask.EMBEDDING])
         cure = "give --task embedding, or " if embeds else ""
         raise UnknownArchitectureError(
             "model", f"{path} is {_some(names)}, which this command has no data for; {cure}{CURE}"
@@ -313,7 +313,9 @@ def _class(package: Any, path: Path, config: Any, task: Task | None) -> tuple[Ta
     return chosen[0], known[chosen[0]][0]
 
 
-def _class_for(path: Path, config: Any, task: Task, known: dict[Task, list[Any]], names: Sequence[str]) -> Any:
+def _class_for(
+    path: Path, config: Any, task: ModelTask, known: dict[ModelTask, list[Any]], names: Sequence[str]
+) -> Any:
     """The class for a task: the one that the folder was saved from, if it is one of them."""
     if not known[task]:
         able = ", ".join(one for one in known if known[one]) or "none"

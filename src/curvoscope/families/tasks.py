@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Task(StrEnum):
+class ModelTask(StrEnum):
     """What a model predicts.
 
     The first that fits counts: BART is among the masked models as well, and an encoder has a causal variant.
@@ -23,35 +23,35 @@ class Task(StrEnum):
 
 
 _TABLES = {
-    Task.SEQ2SEQ: ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",),
-    Task.SPEECH_TO_TEXT: ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",),
-    Task.MASKED: ("MODEL_FOR_MASKED_LM_MAPPING",),
-    Task.CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING",),
-    Task.IMAGE_CLASSIFICATION: ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",),
-    Task.AUDIO_CLASSIFICATION: ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",),
-    Task.SEQUENCE_CLASSIFICATION: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",),
-    Task.TOKEN_CLASSIFICATION: ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",),
-    Task.QUESTION_ANSWERING: ("MODEL_FOR_QUESTION_ANSWERING_MAPPING",),
-    Task.EMBEDDING: ("MODEL_FOR_TEXT_ENCODING_MAPPING", "MODEL_MAPPING"),
+    ModelTask.SEQ2SEQ: ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",),
+    ModelTask.SPEECH_TO_TEXT: ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",),
+    ModelTask.MASKED: ("MODEL_FOR_MASKED_LM_MAPPING",),
+    ModelTask.CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING",),
+    ModelTask.IMAGE_CLASSIFICATION: ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",),
+    ModelTask.AUDIO_CLASSIFICATION: ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",),
+    ModelTask.SEQUENCE_CLASSIFICATION: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",),
+    ModelTask.TOKEN_CLASSIFICATION: ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",),
+    ModelTask.QUESTION_ANSWERING: ("MODEL_FOR_QUESTION_ANSWERING_MAPPING",),
+    ModelTask.EMBEDDING: ("MODEL_FOR_TEXT_ENCODING_MAPPING", "MODEL_MAPPING"),
 }
 _BODIES = ("MODEL_MAPPING", "MODEL_FOR_PRETRAINING_MAPPING")
-BOTH_SIDES = (Task.SEQ2SEQ, Task.SPEECH_TO_TEXT)  # an encoder and a decoder
-HEADS_OF_BODIES = (*BOTH_SIDES, Task.MASKED, Task.CAUSAL, Task.IMAGE_CLASSIFICATION)
+BOTH_SIDES = (ModelTask.SEQ2SEQ, ModelTask.SPEECH_TO_TEXT)  # an encoder and a decoder
+HEADS_OF_BODIES = (*BOTH_SIDES, ModelTask.MASKED, ModelTask.CAUSAL, ModelTask.IMAGE_CLASSIFICATION)
 CLASSIFICATIONS = (
-    Task.IMAGE_CLASSIFICATION,
-    Task.AUDIO_CLASSIFICATION,
-    Task.SEQUENCE_CLASSIFICATION,
-    Task.TOKEN_CLASSIFICATION,
+    ModelTask.IMAGE_CLASSIFICATION,
+    ModelTask.AUDIO_CLASSIFICATION,
+    ModelTask.SEQUENCE_CLASSIFICATION,
+    ModelTask.TOKEN_CLASSIFICATION,
 )
 
 
-def classes_of(package: Any, config: Any) -> dict[Task, list[Any]]:
+def classes_of(package: Any, config: Any) -> dict[ModelTask, list[Any]]:
     """The classes of transformers for a configuration, by task."""
     found = {
         task: [one for table in tables for one in _classes(package, table, config)] for task, tables in _TABLES.items()
     }
     if getattr(config, "is_encoder_decoder", False):
-        found[Task.EMBEDDING] = _classes(package, "MODEL_FOR_TEXT_ENCODING_MAPPING", config)
+        found[ModelTask.EMBEDDING] = _classes(package, "MODEL_FOR_TEXT_ENCODING_MAPPING", config)
     else:  # a language model that reads sound or images as well
         found |= {task: [] for task in BOTH_SIDES}
     return found
