@@ -148,7 +148,19 @@ def _interruptible() -> Iterator[threading.Event]:
 
 def _table(records: list[Record]) -> Table:
     table = Table(title="curvature on the probe", title_justify="left")
-    for heading in ("step", "loss", "λ max", "2/lr", "critical", "|g|", "g·Hg/g·g", "λ min", "trace", "functional"):
+    for heading in (
+        "step",
+        "loss",
+        "λ max",
+        "2/lr",
+        "critical",
+        "|g|",
+        "g·Hg/g·g",
+        "δ·Hδ/δ·δ",
+        "λ min",
+        "trace",
+        "functional",
+    ):
         table.add_column(heading, justify="right")
     for one in records:
         more = one.details
@@ -159,6 +171,7 @@ def _table(records: list[Record]) -> Table:
             one.critical_sharpness,
             one.gradient_norm,
             one.gradient_curvature,
+            None if one.update is None else one.update.sharpness,
             None if more is None else more.smallest_eigenvalue,
             None if more is None else more.trace,
             None if more is None else more.functional_share,

@@ -9,7 +9,14 @@ from curvoscope.commands.document import pictures, write_run
 from curvoscope.commands.watch_run import MOMENTUM
 from curvoscope.report import answers
 from curvoscope.report.contents import ReportError
-from curvoscope.report.training_figures import block_map, detailed, trace_figure, training_figure
+from curvoscope.report.training_figures import (
+    block_map,
+    detailed,
+    stepped,
+    trace_figure,
+    training_figure,
+    updates_figure,
+)
 from curvoscope.report.training_sections import records_of
 from curvoscope.training import Incident, Record, RunStore
 
@@ -66,6 +73,8 @@ def run_facts(
 
 def _draw(records: Sequence[Record]) -> dict[str, bytes]:
     figures = pictures("watch", training_figure(records))
+    if stepped(records):
+        figures |= pictures("updates", updates_figure(records))
     known = detailed(records)
     if known:
         figures |= pictures("trace", trace_figure(records))

@@ -79,6 +79,11 @@ CAPTIONS = {
         "Trace and smallest eigenvalue of the Hessian during training, with 95 % intervals.",
         "Two panels against the step; all numbers are in the table of measurements.",
     ),
+    "updates": (
+        "The optimizer's own steps: change of the loss on the probe, measured and to second order, curvature along the "
+        "step beside λ max and the edge, and the part of each block in it.",
+        "Two panels against the step and a heat map of the blocks; the last step is in the table of the step by block.",
+    ),
     "blocks": (
         "Frobenius norms of the parts of each diagonal block during training.",
         "Heat maps of the outer and of the functional part, one row per block, one column per measurement; the last "

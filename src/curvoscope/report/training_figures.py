@@ -1,4 +1,4 @@
-"""Figures of a monitored training run: its course, and what is measured more seldom (trace, λ min, norms)."""
+"""Figures of a monitored training run: its course, its steps, what is measured more seldom (trace, λ min, norms)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +10,7 @@ from curvoscope.estimate import Estimate
 from curvoscope.report import style
 from curvoscope.report.style import Axes, Figure
 from curvoscope.training.records import Details, Record
+from curvoscope.training.updates import Update
 
 _TEXT, _HEADING, _LARGE = 9, 10, 11
 ROUNDING = 1e-7  # of the largest norm: models are trained in float32
@@ -89,9 +90,18 @@ def _of_rows(record: Record, layer: str, quantity: str) -> float | None:
     return found
 
 
+def _of_step(quantity: str) -> Number:
+    return lambda record: None if record.update is None else getattr(record.update, quantity)
+
+
 def detailed(records: Sequence[Record]) -> list[tuple[int, Details]]:
     """The steps whose details were measured."""
     return [(one.step, one.details) for one in records if one.details is not None]
+
+
+def stepped(records: Sequence[Record]) -> list[tuple[int, Update]]:
+    """The measurements at which a step of the optimizer was recorded."""
+    return [(one.step, one.update) for one in records if one.update is not None]
 
 
 def trace_figure(records: Sequence[Record]) -> Figure:
@@ -135,14 +145,62 @@ def block_map(records: Sequence[Record]) -> Figure:
         colors = colormaps["viridis"].with_extremes(under=style.ZERO)
         image = axes.imshow(np.maximum(table, 1e-300), cmap=colors, norm=scale, aspect="auto", interpolation="nearest")
         axes.set_title(f"{part} part", size=_LARGE, loc="left")
-        places = np.unique(np.linspace(0, len(known) - 1, min(6, len(known))).round().astype(int))
-        axes.set_xticks(places, [str(known[place][0]) for place in places], size=_TEXT)
+        _steps_below(axes, [step for step, _ in known])
         axes.set_yticks(range(len(names)), [style.plain(name) for name in names], size=_TEXT)
-        axes.tick_params(length=0)
-        axes.set_xlabel("step", size=_TEXT + 1)
     style.colour_bar(image, grid, "$\\|H_{bb}\\|_F$", _LARGE, _TEXT, aspect=25)
     figure.suptitle("Norms of the diagonal blocks (grey: zero to rounding)", size=_LARGE + 1)
     return figure
+
+
+def updates_figure(records: Sequence[Record]) -> Figure:
+    """The optimizer's steps: predicted and measured change of the loss, the curvature met, each block's part of it."""
+    known = stepped(records)
+    if not known:
+        raise EmptyError("records", "no step of an optimizer was recorded; call watch(optimizer)")
+    names = list(known[-1][1].blocks)
+    figure = style.blank(9.6, 3.6 + 0.24 * len(names))
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 0.6 + 0.24 * len(names)))
+    change, sharpness, parts = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
+    _line(change, records, _of_step("change"), "measured", style.BLACK)
+    _line(change, records, _of_step("predicted"), "second order", style.BLUE, style.DASHED)
+    change.axhline(0, color="#666666", linewidth=0.8, linestyle=":")
+    _line(sharpness, records, lambda one: one.largest_eigenvalue.value, "$\\lambda_{max}$", style.GREY)
+    _line(sharpness, records, _of_step("sharpness"), "met by the step", style.BLUE)
+    _line(sharpness, records, lambda one: one.edge, "edge 2/lr", style.ORANGE, style.DASHED)
+    sharpness.set_yscale("symlog", linthresh=max(1e-3, min(abs(update.sharpness) for _, update in known)))
+    for axes, title in ((change, "change of the loss by the step"), (sharpness, "curvature along the step")):
+        axes.set_title(title, size=_HEADING)
+        axes.tick_params(labelsize=_TEXT)
+        axes.set_xlabel("step", size=_TEXT + 1)
+        axes.legend(fontsize=_TEXT, framealpha=0.8, edgecolor="none")
+        style.open_box(axes)
+    _shares_map(parts, known, names)
+    last = known[-1][1]
+    figure.suptitle(
+        f"The last step changed the loss by {last.change:.3g} (second order: {last.predicted:.3g})", size=_LARGE + 1
+    )
+    return figure
+
+
+def _shares_map(axes: Axes, known: Sequence[tuple[int, Update]], names: Sequence[str]) -> None:
+    from matplotlib import colors
+
+    table = np.array([[update.blocks[name].curvature / update.length**2 for _, update in known] for name in names])
+    largest = float(np.abs(table).max()) or 1.0
+    scale = colors.SymLogNorm(largest / 100, vmin=-largest, vmax=largest)
+    image = axes.imshow(table, cmap="RdBu_r", norm=scale, aspect="auto", interpolation="nearest")
+    axes.set_title("part of each block in the curvature along the step (blue: negative)", size=_HEADING)
+    _steps_below(axes, [step for step, _ in known])
+    axes.set_yticks(range(len(names)), [style.plain(name) for name in names], size=_TEXT)
+    style.colour_bar(image, axes, "$\\delta_b (H\\delta)_b/|\\delta|^2$", _HEADING, _TEXT, aspect=25)
+
+
+def _steps_below(axes: Axes, steps: Sequence[int]) -> None:
+    """At most six steps below the columns of a heat map."""
+    places = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).round().astype(int))
+    axes.set_xticks(places, [str(steps[place]) for place in places], size=_TEXT)
+    axes.tick_params(length=0)
+    axes.set_xlabel("step", size=_TEXT + 1)
 
 
 def _known(records: Sequence[Record]) -> list[tuple[int, Details]]:

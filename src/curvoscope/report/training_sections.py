@@ -6,16 +6,18 @@ from typing import Any
 from curvoscope.report import cells
 from curvoscope.report.contents import Cell, ReportError, ReportFigure, Section, Table
 from curvoscope.report.documents import Training
-from curvoscope.report.training_figures import ROUNDING
+from curvoscope.report.training_figures import ROUNDING, stepped
 from curvoscope.training.records import Record
+from curvoscope.training.updates import BlockUpdate
 
 _SHOWN = 40  # measurements beyond which their table is folded
 
 
 def training(found: Training, figures: Callable[..., list[ReportFigure]]) -> Iterator[Section]:
-    """Measurements against the edge, blocks, attention, and what kept the monitor from measuring."""
+    """Measurements, the optimizer's step, blocks, attention, and what kept the monitor from measuring."""
     records = records_of(found.records)
     yield Section("Sharpness and the edge", tables=[_measurements(records)], figures=figures("watch", "trace"))
+    yield Section("The optimizer's step", tables=_steps(records), figures=figures("updates"))
     yield Section("Blocks", tables=_blocks(records), figures=figures("blocks"))
     attention = [
         (Cell(layer), *(cells.short(value) for value in (before.entropy, now.entropy, before.variance, now.variance)))
@@ -63,6 +65,33 @@ def _measurements(records: Sequence[Record]) -> Table:
     columns = ("step", "loss", "λ max", "2/lr", "λ max·lr/2", "critical", "|g|", "λ min", "trace", "functional")
     caption = "Measurements on the probe: ± error in percent; above 1, λ max·lr/2 is beyond the edge"
     return Table(caption, columns, 1, rows, folded=len(rows) > _SHOWN)
+
+
+def _steps(records: Sequence[Record]) -> list[Table]:
+    """The last step that was recorded, by block and by head: one whose blocks were also measured alone, if there is."""
+    known = stepped(records)
+    if not known:
+        return []
+    alone = [(step, update) for step, update in known if all(one.change is not None for one in update.blocks.values())]
+    step, update = (alone or known)[-1]
+    rows = [(Cell(name), *_contribution(one), cells.short(one.change)) for name, one in update.blocks.items()]
+    whole = (update.length, update.slope, update.curvature, update.functional, update.sharpness, update.predicted)
+    rows.append((Cell("whole step"), *(cells.short(value) for value in (*whole, None, update.change))))
+    columns = ("length", "slope", "curvature", "functional", "sharpness", "second order")
+    caption = (
+        f"The step that led to step {step}: slope g·δ, curvature δ·Hδ and its functional part, both after the step, "
+        "and the change of the loss to second order, g·δ - δ·Hδ/2; alone: if only this block had moved"
+    )
+    tables = [Table(caption, ("block", *columns, "alone, second order", "measured"), 1, rows)]
+    heads = [(Cell(name), *_contribution(one)[:-1]) for name, one in update.heads.items()]
+    if heads:
+        tables.append(Table("The same by head", ("head", *columns), 1, heads, folded=len(heads) > _SHOWN))
+    return tables
+
+
+def _contribution(one: BlockUpdate) -> tuple[Cell, ...]:
+    numbers = (one.length, one.slope, one.curvature, one.functional, one.sharpness, one.predicted, one.predicted_alone)
+    return tuple(cells.short(number) for number in numbers)
 
 
 def _blocks(records: Sequence[Record]) -> list[Table]:

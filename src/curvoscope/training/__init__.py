@@ -6,10 +6,12 @@ from curvoscope.training.monitor import CurvatureMonitor
 from curvoscope.training.optimizer import BlockCurvature
 from curvoscope.training.records import BlockNorms, Details, Incident, Record
 from curvoscope.training.runs import RunStore, StoredRun
+from curvoscope.training.updates import BlockUpdate, Update
 
 __all__ = [
     "BlockCurvature",
     "BlockNorms",
+    "BlockUpdate",
     "CurvatureMonitor",
     "Details",
     "GaussNewton",
@@ -17,6 +19,7 @@ __all__ = [
     "Record",
     "RunStore",
     "StoredRun",
+    "Update",
     "lightning_callback",
     "trainer_callback",
 ]

@@ -27,6 +27,7 @@ from curvoscope.training.pace import Clock, Pace
 from curvoscope.training.records import Details, Incident, Record
 from curvoscope.training.runs import StoredRun
 from curvoscope.training.steps import WatchedOptimizer
+from curvoscope.training.updates import alone, update_of
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class CurvatureMonitor:
         probe: the data to measure on, as the batches of `cv.hessian`: a list that stays the same.
         every: the least number of steps from one measurement to the next.
         budget: the share of the time, from the first step on, that measurements may take. A third of it is for λ_max,
-            the gradient, the critical sharpness and attention; the rest for the `Details`, which take many products and
+            the gradient, the optimizer's step and attention; the rest for the `Details`, which take many products and
             so are measured less often. The first measurement is made at once, so the bound holds only after enough
             training time. 1: no bound.
         matvecs: products with the Hessian for each number of the details.
@@ -167,7 +168,8 @@ class CurvatureMonitor:
         Args:
             loss, lr: as in `step`.
             details: whether to measure the details, too.
-            move: the optimizer's last step (P,), over the blocks in their order; None: no critical sharpness.
+            move: the optimizer's last step (P,), over the blocks in their order; None: neither critical sharpness nor
+                `Update`.
 
         Returns:
             The record.
@@ -185,13 +187,17 @@ class CurvatureMonitor:
             norm, along = quantities.gradient_curvature(H, surface.gradient())
             critical = quantities.critical_sharpness(surface, move, lr) if move is not None and lr else None
             attention = quantities.attention_summaries(self._attention, surface.engine)
+            update = None if move is None else update_of(surface, move)
         if details:
             with self.pace.measuring(self.pace.costly, self._steps), self._looking():
                 bottom, known["bottom"] = quantities.smallest(H, known.get("bottom"), self._matvecs, seed)
                 ends = torch.stack([known["top"], known["bottom"]], 1)
                 found = quantities.details(H, top, bottom, ends, self._matvecs, seed)
+                update = None if move is None or update is None else alone(surface, move, update)
         seconds = self.pace.clock() - start
-        record = Record(self._steps, loss, lr, surface.loss, top, norm, along, critical, attention, found, seconds)
+        record = Record(
+            self._steps, loss, lr, surface.loss, top, norm, along, critical, attention, found, seconds, update
+        )
         self.records.append(record)
         if self.paused:
             self.paused = False

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from curvoscope.analysis.propagation import AttentionSummary
 from curvoscope.estimate import Estimate
+from curvoscope.training.updates import Update
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Record:
         attention: entropy and spread of the rows, per layer.
         details: what is measured less often; None if it was not.
         seconds: the duration of the measurement.
+        update: what the optimizer's last step did to the probe's loss, by block; None if no step was recorded.
 
     Example:
         >>> import torch
@@ -121,6 +123,7 @@ class Record:
     attention: dict[str, AttentionSummary]
     details: Details | None
     seconds: float
+    update: Update | None = None
 
     @property
     def edge(self) -> float | None:
@@ -148,6 +151,11 @@ class Record:
             found |= {(name, ""): getattr(self.details, name) for name in (*numbers, "functional_share")}
             for block, norms in self.details.blocks.items():
                 found |= {("outer_norm", block): norms.outer, ("functional_norm", block): norms.functional}
+        if self.update is not None:
+            whole = ("change", "predicted", "sharpness", "functional")
+            found |= {(f"update_{name}", ""): getattr(self.update, name) for name in whole}
+            for name, one in (self.update.blocks | self.update.heads).items():
+                found |= {("update_curvature", name): one.curvature, ("update_predicted", name): one.predicted}
         for (quantity, of), number in found.items():
             if number is not None and math.isfinite(number):
                 yield RecordedValue(
@@ -179,6 +187,8 @@ class Record:
                 for name, norms in blocks.items()
             }
             known["details"] = Details(**details)
+        if known.get("update") is not None:  # records of earlier versions have none
+            known["update"] = Update.from_facts(known["update"])
         return cls(**known)
 
 
