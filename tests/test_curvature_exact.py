@@ -313,12 +313,12 @@ class TestFallingBack:
     def test_more_products_than_it_saves(self, monkeypatch):
         model = GPT(2)  # S couples the 5 tokens behind h.0.attn, h.0.mlp; width 4
         for saved, exact in ((0, 0), (1, 3), (64, 4)):
-            monkeypatch.setattr("curvoscope.closed.layers.DEFAULT_MATVECS", saved)
+            monkeypatch.setattr("curvoscope.closed.plan.DEFAULT_MATVECS", saved)
             H = hessian(model, CrossEntropy(), [tokens()])
             assert (
                 sum(H.method_of(f"h.{i}.{name}") == "exact" for i in (0, 1) for name in ("attn.Q", "mlp.up")) == exact
             )
-        monkeypatch.setattr("curvoscope.closed.layers.DEFAULT_MATVECS", 0)
+        monkeypatch.setattr("curvoscope.closed.plan.DEFAULT_MATVECS", 0)
         H = hessian(model, CrossEntropy(), [tokens()], _attention(model), method="exact")
         assert H.method_of("h.0.attn.Q") == "exact"  # where it is asked for there is no limit
 

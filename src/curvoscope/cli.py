@@ -3,14 +3,17 @@
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from curvoscope import __version__
 from curvoscope.errors import CurvoscopeError
-from curvoscope.families.tasks import ModelTask
+from curvoscope.model_options import NormPlacement, Seed, of_model
+
+if TYPE_CHECKING:
+    from curvoscope.commands.request import Request
 
 app = typer.Typer(
     name="curvoscope",
@@ -20,29 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Seed = Annotated[int, typer.Option(help="Seed for all random numbers.")]
+BlockPatterns = Annotated[
+    list[str] | None, typer.Option(help="Shell pattern for block names, such as '*.attn.[QKV]'; repeatable.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
-
-
-class NormPlacement(StrEnum):
-    """The position of LayerNorm."""
-
-    none = "none"
-    pre = "pre"
-
-
-class AttentionKind(StrEnum):
-    """The function from scores to attention weights."""
-
-    softmax = "softmax"
-    linear = "linear"
-
-
-class Dtype(StrEnum):
-    """The precision of the computation."""
-
-    float64 = "float64"
-    float32 = "float32"
 
 
 class Method(StrEnum):
@@ -67,45 +51,6 @@ class PartsOption(StrEnum):
     all = "all"
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A local Hugging Face folder (config.json and safetensors), or addition, gpt2-tiny, gpt2-small, "
-        "llama-tiny, bert-tiny or vit-tiny (random weights).",
-        metavar="MODEL",
-    ),
-]
-WidthOption = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
-NormOption = Annotated[
-    NormPlacement | None,
-    typer.Option(help="addition only: LayerNorm: none, or before each branch. (default: none)"),
-]
-AttentionOption = Annotated[
-    AttentionKind | None, typer.Option(help="addition only: attention weights. (default: softmax)")
-]
-BlockPatterns = Annotated[
-    list[str] | None, typer.Option(help="Shell pattern for block names, such as '*.attn.[QKV]'; repeatable.")
-]
-Text = Annotated[Path | None, typer.Option(help="Text file to use instead of the package's own corpus.")]
-Sequences = Annotated[
-    int | None, typer.Option(help="Sequences in the batch. (default: 64 additions, 8 of text, 32 images)")
-]
-Length = Annotated[
-    int | None, typer.Option(help="Tokens per sequence of text, or samples of a waveform. (default: 64, 16000)")
-]
-TaskOption = Annotated[
-    ModelTask | None, typer.Option(help="What the model in a folder predicts. (default: what its class is made for)")
-]
-Targets = Annotated[
-    str | None,
-    typer.Option(
-        help='"random", "sampled" from the model\'s own predictions, or a file: one line of class numbers per '
-        "sequence, or the text that an encoder-decoder is to write. (default: from the text; random for classes)"
-    ),
-]
-Precision = Annotated[Dtype | None, typer.Option(help="Precision. (default: float64 for addition, float32 otherwise)")]
-
-
 class WithNames(TyperCommand):
     """A command whose help ends with the names of the figures, imported on demand."""
 
@@ -115,10 +60,6 @@ class WithNames(TyperCommand):
 
         self.epilog = f"NAME: all, {', '.join(NAMES)}"
         super().format_help(ctx, formatter)
-
-
-def _path(text: Path | None) -> str | None:
-    return None if text is None else str(text)
 
 
 def _version(asked: bool) -> bool:
@@ -138,18 +79,10 @@ def _options(
 
 
 @app.command()
+@of_model()
 def analyze(
-    model: Model = "addition",
-    seed: Seed = 0,
-    d: WidthOption = None,
-    norm: NormOption = None,
-    attention: AttentionOption = None,
+    request: "Request",
     blocks: BlockPatterns = None,
-    text: Text = None,
-    sequences: Sequences = None,
-    length: Length = None,
-    task: TaskOption = None,
-    targets: Targets = None,
     method: Annotated[
         Method, typer.Option(help="Closed forms (exact), products (autodiff), or the better one per block (auto).")
     ] = Method.auto,
@@ -176,7 +109,6 @@ def analyze(
     fast: Annotated[
         bool, typer.Option("--fast", help="Sweep only: leave out the largest eigenvalue of the whole Hessian.")
     ] = False,
-    dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and table.json.")] = Path(
         "curvoscope-analyze"
     ),
@@ -187,30 +119,17 @@ def analyze(
     The default, addition, is the paper's single-block GPT-2 on five-digit addition.
     """
     from curvoscope.commands import analyze as command
-    from curvoscope.commands.subject import Request
 
-    request = Request(
-        model, seed, _path(text), sequences, length, dtype, d, norm, attention, task and str(task), targets
-    )
     options = command.AnalyzeOptions(tuple(blocks or ()), method, split, tolerance, matvecs, parts, fast or None)
     command.run(request, options, out, as_json)
 
 
 @app.command()
+@of_model()
 def spectrum(
-    model: Model = "addition",
-    seed: Seed = 0,
-    d: WidthOption = None,
-    norm: NormOption = None,
-    attention: AttentionOption = None,
+    request: "Request",
     blocks: BlockPatterns = None,
-    text: Text = None,
-    sequences: Sequences = None,
-    length: Length = None,
-    task: TaskOption = None,
-    targets: Targets = None,
     matvecs: Annotated[int, typer.Option(help="Products per density (64 Lanczos steps per probe).")] = 256,
-    dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and spectrum.json.")] = Path(
         "curvoscope-spectrum"
     ),
@@ -221,21 +140,14 @@ def spectrum(
     The default, addition, is the paper's single-block GPT-2 on five-digit addition.
     """
     from curvoscope.commands import spectrum as command
-    from curvoscope.commands.subject import Request
 
-    request = Request(
-        model, seed, _path(text), sequences, length, dtype, d, norm, attention, task and str(task), targets
-    )
     command.run(request, command.SpectrumOptions(tuple(blocks or ()), matvecs), out, as_json)
 
 
 @app.command()
+@of_model()
 def audit(
-    model: Model = "addition",
-    seed: Seed = 0,
-    d: WidthOption = None,
-    norm: NormOption = None,
-    attention: AttentionOption = None,
+    request: "Request",
     blocks: BlockPatterns = None,
     approximations: Annotated[
         list[str] | None,
@@ -245,10 +157,6 @@ def audit(
         int | None,
         typer.Option(help="Samples of a sweep. (default: exact if the model is small, otherwise 128)"),
     ] = None,
-    text: Text = None,
-    sequences: Sequences = None,
-    length: Length = None,
-    dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and audit.json.")] = Path(
         "curvoscope-audit"
     ),
@@ -259,15 +167,14 @@ def audit(
     The default, addition, is the paper's single-block GPT-2 on five-digit addition.
     """
     from curvoscope.commands import audit as command
-    from curvoscope.commands.subject import Request
 
-    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
     command.run(request, command.AuditOptions(tuple(blocks or ()), tuple(approximations or ()), samples), out, as_json)
 
 
 @app.command()
+@of_model(required=True)
 def sensitivity(
-    model: Model,
+    request: "Request",
     changed: Annotated[
         str | None, typer.Argument(help="A local Hugging Face folder with the changed weights.", metavar="CHANGED")
     ] = None,
@@ -288,14 +195,6 @@ def sensitivity(
         bool, typer.Option("--no-pairs", help="Leave out interactions and single blocks: two products in all.")
     ] = False,
     blocks: BlockPatterns = None,
-    seed: Seed = 0,
-    d: WidthOption = None,
-    norm: NormOption = None,
-    attention: AttentionOption = None,
-    text: Text = None,
-    sequences: Sequences = None,
-    length: Length = None,
-    dtype: Precision = None,
     out: Annotated[Path, typer.Option(help="Directory for the figures, the report and sensitivity.json.")] = Path(
         "curvoscope-sensitivity"
     ),
@@ -303,9 +202,7 @@ def sensitivity(
 ) -> None:
     """Predict and measure what a change of MODEL's weights costs, by block and by pair of blocks."""
     from curvoscope.commands import sensitivity as command
-    from curvoscope.commands.subject import Request
 
-    request = Request(model, seed, _path(text), sequences, length, dtype, d, norm, attention)
     options = command.SensitivityOptions(
         changed, recipe, group, asymmetric, prune, drop_heads, tuple(blocks or ()), no_pairs, budget
     )

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth_of
 from curvoscope import curvature
 from curvoscope.autodiff import engine
+from curvoscope.autodiff.graph import unless_unbatched
 from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, blocks_of
 from curvoscope.errors import BlockNameError
 from reference import normal, relative
@@ -227,6 +228,11 @@ class TestWays:
         together = getattr(H, part) @ columns
         monkeypatch.setattr(engine, "_AT_ONCE", -1)
         assert relative(getattr(H, part) @ columns, together) < 1e-13
+
+    def test_a_lack_of_memory_is_not_taken_for_an_operation_that_cannot_be_batched(self):
+        assert unless_unbatched(lambda: torch.func.vmap(float)(torch.ones(2))) is None
+        with pytest.raises(RuntimeError, match="allocate"):
+            unless_unbatched(lambda: torch.empty(2**58, dtype=torch.uint8))
 
     def test_any_callable_gives_what_the_closed_form_does(self):
         _, dense, (model, _, inputs, targets, _) = _case("gpt")

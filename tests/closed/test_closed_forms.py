@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from autodiff_cases import GPT, cross_entropy, tokens
-from curvoscope.closed.layers import LayerRecorder, layers_of
-from curvoscope.closed.rebuilding import fitting, rebuild, shaken
+from curvoscope.closed.layers import layers_of
+from curvoscope.closed.passes import LayerRecorder, shaken
+from curvoscope.closed.rebuilding import fitting, rebuild
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import ModelError
 from family_cases import CASES, LENGTH

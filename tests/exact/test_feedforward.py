@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from torch.func import grad, vmap
 
 import curvoscope as cv
+import layer_cases as layers
 from curvoscope.errors import (
     BlockNameError,
     DtypeError,
@@ -20,21 +21,7 @@ from curvoscope.errors import (
 )
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from layer_cases import (
-    PRIMITIVES,
-    REFUSED,
-    TOLERANCE,
-    assert_blocks,
-    assert_close,
-    assert_contractions,
-    assert_forward_and_jacobian,
-    assert_identities,
-    assert_input_refused,
-    assert_products,
-    assert_products_without_cores,
-    largest,
-    parts,
-)
+from layer_cases import PRIMITIVES, REFUSED, TOLERANCE, largest, parts
 from layer_cases import FeedForwardCase as Case
 from layer_cases import feedforward_cases as cases
 from loss_cases import LOSSES
@@ -48,12 +35,12 @@ class TestActivations:
     def test_derivatives(self, name):
         h = torch.linspace(-6, 6, 241, dtype=torch.float64) + 1e-3
         value, first, second = ACTIVATIONS[name](h)
-        assert_close(value, PRIMITIVES[name](h), 1)
-        assert_close(first, vmap(grad(PRIMITIVES[name]))(h), 1)
+        layers.assert_close(value, PRIMITIVES[name](h), 1)
+        layers.assert_close(first, vmap(grad(PRIMITIVES[name]))(h), 1)
         if name == "relu":
             assert second is None
         else:
-            assert_close(second, vmap(grad(grad(PRIMITIVES[name])))(h), 1)
+            layers.assert_close(second, vmap(grad(grad(PRIMITIVES[name])))(h), 1)
 
     @pytest.mark.parametrize(
         ("name", "first", "second"), [("gelu", 1.1289, 0.7979), ("gelu_tanh", 1.1290, 0.7979), ("silu", 1.0998, 0.5)]
@@ -84,7 +71,7 @@ class TestAgainstAutodiff:
         for name, values in case.parameters.items():
             assert H.shapes[name] == (tuple(values.shape) if values.ndim == 2 else (1, len(values)))
         assert H.shapes["X"] == (case.X[..., 0].numel(), case.X.shape[-1])
-        assert_blocks(H, truth, largest(truth))
+        layers.assert_blocks(H, truth, largest(truth))
 
     @settings(max_examples=12)
     @given(options=cases)
@@ -97,14 +84,14 @@ class TestAgainstAutodiff:
             names = [name for name in case.parameters if biases or name.startswith("W")]
             assert H.names == (names if "wrt_input" in options else [*names, "X"])
             for row, column in itertools.product(H.names, repeat=2):
-                assert_close(H[row, column].dense(), truth.hessian[row, column], largest(truth))
+                layers.assert_close(H[row, column].dense(), truth.hessian[row, column], largest(truth))
 
     @settings(max_examples=20)
     @given(options=cases)
     def test_products(self, options):
         case = Case(**options)
         truth = case.truth()
-        assert_products(case, case.hessian(), truth, largest(truth))
+        layers.assert_products(case, case.hessian(), truth, largest(truth))
 
     @settings(max_examples=12)
     @given(options=cases)
@@ -116,21 +103,21 @@ class TestAgainstAutodiff:
                 block, dense = part[row, column], blocks[row, column]
                 size = largest(truth) * dense.numel()
                 # the norm of a block that is zero by cancellation comes from its square, to half the digits
-                assert_contractions(block, dense, size, row == column, norm=1e-7)
+                layers.assert_contractions(block, dense, size, row == column, norm=1e-7)
                 assert abs(block.frobenius_norm() ** 2 - dense.square().sum()) <= TOLERANCE * size**2
 
     @settings(max_examples=20)
     @given(options=cases)
     def test_forward_pass_and_jacobian(self, options):
         case = Case(**options)
-        assert_forward_and_jacobian(case, case.truth())
+        layers.assert_forward_and_jacobian(case, case.truth())
 
     @pytest.mark.parametrize("gated", [False, True])
     @pytest.mark.parametrize("kind", LOSSES)
     def test_products_with_blocks_whose_cores_are_not_kept(self, kind, gated, monkeypatch):
         case = Case((3, 4, 2), (2, 2), "silu", kind, gated)
         truth = case.truth()
-        assert_products_without_cores(case, case.hessian(), truth, largest(truth), monkeypatch)
+        layers.assert_products_without_cores(case, case.hessian(), truth, largest(truth), monkeypatch)
 
 
 class TestStructure:
@@ -139,7 +126,7 @@ class TestStructure:
     def test_exact_identities(self, options):
         case = Case(**options)
         H = case.hessian()
-        assert_identities(H)
+        layers.assert_identities(H)
         for row, column in itertools.combinations_with_replacement(H.names, 2):
             if "b2" in (row, column) or row == column == "W2":
                 assert not H.functional[row, column].dense().any()
@@ -184,7 +171,7 @@ class TestStructure:
         zero = torch.zeros(7, dtype=torch.float64)
         direction = torch.cat([(W["W1"] * D).flatten(), W["b1"] * D, -(D[:, None] * W["W2"]).flatten(), zero])
         expected = torch.cat([-(g1 * D).flatten(), -gb * D, (D[:, None] * g2).flatten(), zero])
-        assert_close(case.hessian(wrt_input=False) @ direction, expected)
+        layers.assert_close(case.hessian(wrt_input=False) @ direction, expected)
 
     def test_bias_is_a_constant_feature(self):
         """x -> [x, 1] and W1 -> [W1; b1]: the blocks of b1 are the last rows of the wider W1."""
@@ -193,8 +180,8 @@ class TestStructure:
         wide = cv.exact.FeedForward(torch.cat([W["W1"], W["b1"][None]]), None, W["W2"], W["b2"], "silu")
         H = wide.hessian(torch.cat([case.X, torch.ones(6, 1, dtype=torch.float64)], 1), case.loss)
         block = H["W1"].dense()
-        assert_close(case.hessian()["W1", "b1"].dense(), block[:12, 12:])
-        assert_close(case.hessian()["b1"].dense(), block[12:, 12:])
+        layers.assert_close(case.hessian()["W1", "b1"].dense(), block[:12, 12:])
+        layers.assert_close(case.hessian()["b1"].dense(), block[12:, 12:])
 
     def test_tokens_do_not_mix(self):
         """The input's block is kept by token, so that a long input costs no square matrix."""
@@ -268,7 +255,7 @@ class TestErrors:
     )
     @pytest.mark.parametrize("method", ["__call__", "jacobian", "hessian"])
     def test_input(self, X, error, method):
-        assert_input_refused(cv.exact.FeedForward(self.W1, self.b1, self.W2, self.b2), method, X, error)
+        layers.assert_input_refused(cv.exact.FeedForward(self.W1, self.b1, self.W2, self.b2), method, X, error)
 
     def test_blocks_answer_to_their_names_in_a_network(self):
         H = cv.exact.FeedForward(self.W1, None, self.W2, self.b2, W_gate=self.W1).hessian(self.X, torch.sum)

@@ -7,20 +7,10 @@ import torch
 from hypothesis import given, settings
 
 import curvoscope as cv
+import layer_cases as layers
 from curvoscope.errors import DtypeError, EmptyError, LossError, MemoryLimitError, NonFiniteError, ShapeError
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from layer_cases import (
-    REFUSED,
-    assert_blocks,
-    assert_close,
-    assert_contractions,
-    assert_forward_and_jacobian,
-    assert_identities,
-    assert_input_refused,
-    assert_products,
-    assert_products_without_cores,
-    largest,
-)
+from layer_cases import REFUSED, largest
 from layer_cases import LinearCase as Case
 from layer_cases import linear_cases as cases
 from loss_cases import LOSSES
@@ -35,7 +25,7 @@ class TestAgainstAutodiff:
         H, truth = case.hessian(), case.truth()
         assert H.names == list(case.parameters)
         assert H.shapes == {name: tuple(weight.shape) for name, weight in case.parameters.items()}
-        assert_blocks(H, truth, largest(truth))
+        layers.assert_blocks(H, truth, largest(truth))
 
     @settings(max_examples=30, deadline=None)
     @given(options=cases)
@@ -43,20 +33,20 @@ class TestAgainstAutodiff:
         case = Case(**options)
         H, truth = case.hessian(wrt_input=True), case.truth(wrt_input=True)
         assert H.names[-1] == "X" and H.shapes["X"] == (case.X[..., 0].numel(), case.X.shape[-1])
-        assert_blocks(H, truth, largest(truth))
+        layers.assert_blocks(H, truth, largest(truth))
 
     @settings(max_examples=30, deadline=None)
     @given(options=cases)
     def test_products(self, options):
         case = Case(**options)
         H, truth = case.hessian(wrt_input=True), case.truth(wrt_input=True)
-        assert_products(case, H, truth, largest(truth))
+        layers.assert_products(case, H, truth, largest(truth))
 
     @settings(max_examples=30, deadline=None)
     @given(options=cases)
     def test_jacobian_and_forward_pass(self, options):
         case = Case(**options)
-        assert_forward_and_jacobian(case, case.truth(wrt_input=True))
+        layers.assert_forward_and_jacobian(case, case.truth(wrt_input=True))
 
     @settings(max_examples=30, deadline=None)
     @given(options=cases)
@@ -66,7 +56,7 @@ class TestAgainstAutodiff:
         for part, blocks in ((H.outer, truth.outer), (H.total, truth.hessian)):
             for row, column in itertools.combinations_with_replacement(H.names, 2):
                 dense = blocks[row, column]
-                assert_contractions(part[row, column], dense, 1e-8 + dense.abs().sum(), row == column)
+                layers.assert_contractions(part[row, column], dense, 1e-8 + dense.abs().sum(), row == column)
 
     @pytest.mark.parametrize("kind", LOSSES)
     def test_eigenvalues_with_fewer_tokens_than_inputs(self, kind):
@@ -74,14 +64,14 @@ class TestAgainstAutodiff:
         H, truth = case.hessian(), case.truth()
         for name in H.names:
             expected = torch.linalg.eigvalsh(truth.outer[name, name])
-            assert_close(H.outer[name].eigenvalues(), expected)
-            assert_close(H[name].eigenvalues(), expected)
+            layers.assert_close(H.outer[name].eigenvalues(), expected)
+            layers.assert_close(H[name].eigenvalues(), expected)
 
     @pytest.mark.parametrize("kind", LOSSES)
     def test_products_with_blocks_whose_cores_are_not_kept(self, kind, monkeypatch):
         case = Case([3, 4, 2, 3], (2, 3), kind)
         H, truth = case.hessian(wrt_input=True), case.truth(wrt_input=True)
-        assert_products_without_cores(case, H, truth, largest(truth), monkeypatch)
+        layers.assert_products_without_cores(case, H, truth, largest(truth), monkeypatch)
 
 
 class TestStructure:
@@ -94,7 +84,7 @@ class TestStructure:
         for name in H.names:
             assert H.functional[name].terms == ()
             assert torch.equal(H[name].dense(), H.outer[name].dense())
-        assert_identities(H)
+        layers.assert_identities(H)
 
     def test_blocks_are_kronecker_sums(self):
         for kind, terms in (("mse", Single), ("cross-entropy", Term), ("token", Term), ("batch", Term)):
@@ -121,7 +111,7 @@ class TestStructure:
             # vec of W^i = W_i^T: B^T B on the output's index, C Sigma C^T on the input's
             a, p = case.weights[i].shape
             printed = torch.kron(B.T @ B, C @ Sigma @ C.T).view(p, a, p, a).permute(1, 0, 3, 2)
-            assert_close(H[f"W{i + 1}"].dense().view(a, p, a, p), printed)
+            layers.assert_close(H[f"W{i + 1}"].dense().view(a, p, a, p), printed)
 
     def test_gauge(self):
         """F does not see W_1 -> W_1 E, W_2 -> E^-1 W_2: H (W_1 D, -D W_2) = (-g_1 D^T, D^T g_2)."""
@@ -131,7 +121,7 @@ class TestStructure:
         D = case.normal(40, 40)
         direction = torch.cat([(case.weights[0] @ D).flatten(), -(D @ case.weights[1]).flatten()])
         expected = torch.cat([-(g1 @ D.T).flatten(), (D.T @ g2).flatten()])
-        assert_close(case.hessian() @ direction, expected)
+        layers.assert_close(case.hessian() @ direction, expected)
 
     def test_two_layers_have_eigenvalue_pairs(self):
         """The functional part of two layers has eigenvalues +-sigma(B), d_1 times each, with B = X^T G."""
@@ -140,12 +130,12 @@ class TestStructure:
         values = torch.linalg.svdvals(case.X.T @ gradient).repeat_interleave(4)
         zeros = torch.zeros(3 * 4 + 4 * 5 - 2 * len(values), dtype=torch.float64)
         expected = torch.cat([values, -values, zeros]).sort().values
-        assert_close(case.hessian().functional.eigenvalues(), expected)
+        layers.assert_close(case.hessian().functional.eigenvalues(), expected)
 
     def test_one_layer_is_least_squares(self):
         case = Case([4, 3], (6,), "mse")
         expected = 2 / 18 * torch.kron(case.X.T @ case.X, torch.eye(3, dtype=torch.float64))
-        assert_close(case.hessian().dense(), expected)
+        layers.assert_close(case.hessian().dense(), expected)
 
     def test_dtype_is_kept(self):
         case = Case([3, 4, 2], (2, 5), "mse")
@@ -189,7 +179,7 @@ class TestErrors:
     )
     @pytest.mark.parametrize("method", ["__call__", "jacobian", "hessian"])
     def test_input(self, X, error, method):
-        assert_input_refused(cv.exact.LinearMLP([self.W]), method, X, error)
+        layers.assert_input_refused(cv.exact.LinearMLP([self.W]), method, X, error)
 
     def test_targets_and_losses(self):
         layer = cv.exact.LinearMLP([self.W])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from torch.func import grad, jacfwd, jacrev
 
 import curvoscope as cv
+import layer_cases as layers
 from curvoscope.errors import (
     DtypeError,
     EmptyError,
@@ -18,20 +19,7 @@ from curvoscope.errors import (
     ShapeError,
 )
 from curvoscope.operators.kronecker import KroneckerSum, Single, Term
-from layer_cases import (
-    NORMS,
-    REFUSED,
-    assert_blocks,
-    assert_close,
-    assert_contractions,
-    assert_forward_and_jacobian,
-    assert_identities,
-    assert_input_refused,
-    assert_products,
-    assert_products_without_cores,
-    normalised,
-    parts,
-)
+from layer_cases import NORMS, REFUSED, normalised, parts
 from layer_cases import NormCase as Case
 from layer_cases import norm_cases as cases
 from loss_cases import LOSSES
@@ -56,7 +44,7 @@ class TestAgainstAutodiff:
         d = len(case.parameters["gamma"])
         assert H.names == [*case.parameters, "X"]
         assert H.shapes == {**dict.fromkeys(case.parameters, (1, d)), "X": (case.X.numel() // d, d)}
-        assert_blocks(H, truth, case.scale(truth))
+        layers.assert_blocks(H, truth, case.scale(truth))
 
     @settings(max_examples=25)
     @given(options=cases)
@@ -66,14 +54,14 @@ class TestAgainstAutodiff:
         assert H.names == list(case.parameters)
         for row, column in itertools.product(H.names, repeat=2):
             assert H.functional[row, column].terms == ()
-            assert_close(H[row, column].dense(), truth.hessian[row, column], case.scale(truth))
+            layers.assert_close(H[row, column].dense(), truth.hessian[row, column], case.scale(truth))
 
     @settings(max_examples=25)
     @given(options=cases)
     def test_products(self, options):
         case = Case(**options)
         truth = case.truth()
-        assert_products(case, case.hessian(), truth, case.scale(truth))
+        layers.assert_products(case, case.hessian(), truth, case.scale(truth))
 
     @settings(max_examples=25)
     @given(options=cases)
@@ -83,19 +71,19 @@ class TestAgainstAutodiff:
         for part, blocks in parts(H, truth):
             for row, column in itertools.product(H.names, repeat=2):
                 dense = blocks[row, column]
-                assert_contractions(part[row, column], dense, case.scale(truth) * dense.numel(), row == column)
+                layers.assert_contractions(part[row, column], dense, case.scale(truth) * dense.numel(), row == column)
 
     @settings(max_examples=25)
     @given(options=cases)
     def test_forward_pass_and_jacobians(self, options):
         case = Case(**options)
-        assert_forward_and_jacobian(case, case.truth())
-        assert_close(case.layer.x_hat(case.X), normalised(case.X, case.centred, case.eps), 1)
+        layers.assert_forward_and_jacobian(case, case.truth())
+        layers.assert_close(case.layer.x_hat(case.X), normalised(case.X, case.centred, case.eps), 1)
         d = case.X.shape[-1]
         single = torch.stack(
             [jacrev(lambda x: case.network({**case.parameters, "X": x}))(x) for x in case.X.view(-1, d)]
         )
-        assert_close(case.layer.input_jacobian(case.X), single, 1 + single.abs().max())
+        layers.assert_close(case.layer.input_jacobian(case.X), single, 1 + single.abs().max())
 
     @settings(max_examples=40)
     @given(options=cases)
@@ -110,21 +98,21 @@ class TestAgainstAutodiff:
         pairs = zip(case.X.view(-1, d), gradient.view(-1, d), strict=True)
         expected = torch.stack([jacfwd(grad(weighted))(x, g) for x, g in pairs])
         found = case.layer.second_derivative(case.X, gradient)
-        assert_close(found, expected, expected.abs().max() + 10 / case.layer.sigma(case.X).min() ** 2)
+        layers.assert_close(found, expected, expected.abs().max() + 10 / case.layer.sigma(case.X).min() ** 2)
         assert torch.equal(found, found.mT)
 
     @pytest.mark.parametrize("kind", LOSSES)
     def test_products_with_blocks_whose_cores_are_not_kept(self, kind, monkeypatch):
         case = Case(4, (2, 3), "layer", kind)
         truth = case.truth()
-        assert_products_without_cores(case, case.hessian(), truth, case.scale(truth), monkeypatch)
+        layers.assert_products_without_cores(case, case.hessian(), truth, case.scale(truth), monkeypatch)
 
 
 class TestStructure:
     @settings(max_examples=40)
     @given(options=cases)
     def test_exact_identities(self, options):
-        assert_identities(Case(**options).hessian())
+        layers.assert_identities(Case(**options).hessian())
 
     @pytest.mark.parametrize("kind", ["mse", "cross-entropy", "batch"])
     def test_blocks_of_weights_are_kronecker_sums(self, kind):
@@ -155,7 +143,7 @@ class TestStructure:
         direction[weights:] = case.X.flatten()
         expected = torch.zeros_like(direction)
         expected[weights:] = -truth.gradient["X"].flatten()
-        assert_close(H @ direction, expected, case.scale(truth) * 10)
+        layers.assert_close(H @ direction, expected, case.scale(truth) * 10)
         J = case.layer.input_jacobian(case.X)
         assert (J @ case.X.view(-1, 6, 1)).abs().max() < 1e-13 * J.abs().max() * 10
         if case.centred:
@@ -173,10 +161,10 @@ class TestStructure:
         zeros = torch.zeros(4, 1 if norm == "layer" else 0, dtype=torch.float64)
         many = (1 / sigma).expand(-1, d - 1 - zeros.shape[1])
         expected = torch.cat([zeros, eps / sigma**3, many], 1).sort(-1).values
-        assert_close(torch.linalg.eigvalsh(layer.input_jacobian(X)), expected)
+        layers.assert_close(torch.linalg.eigvalsh(layer.input_jacobian(X)), expected)
         # the scale direction is annihilated up to eps
         x_hat = layer.x_hat(X)
-        assert_close((layer.input_jacobian(X) @ x_hat[..., None])[..., 0], eps / sigma**3 * x_hat, 1)
+        layers.assert_close((layer.input_jacobian(X) @ x_hat[..., None])[..., 0], eps / sigma**3 * x_hat, 1)
 
     def test_spectrum_of_the_contraction(self):
         """Without eps: 0 along 1, -a/(dσ²) d-3 times, and a 2 x 2 matrix in the plane of x̂ and P g."""
@@ -188,7 +176,7 @@ class TestStructure:
             b = torch.linalg.norm(gradient - gradient.mean() - a / d * x_hat)
             plane = torch.tensor([[0.0, b * d**0.5], [b * d**0.5, a]], dtype=torch.float64)
             expected = torch.cat([torch.zeros(1), a.expand(d - 3), torch.linalg.eigvalsh(plane)])
-            assert_close(found, (-expected / (d * sigma**2)).sort().values)
+            layers.assert_close(found, (-expected / (d * sigma**2)).sort().values)
 
     @pytest.mark.parametrize("eps", [1e-5, 0.3, 1.0, 30.0, 0.0])
     @pytest.mark.parametrize("d", [1, 2, 3, 4, 6])
@@ -201,9 +189,9 @@ class TestStructure:
             jacobians.append(jacrev(lambda v: normalised(v, centred, eps))(x))
             tensors.append(curvature_tensor(x, centred, eps))
         first, second, size = torch.stack(jacobians), torch.stack(tensors), layer.sigma(X) ** -2
-        assert_close(layer.jacobian_norm(X), torch.linalg.matrix_norm(first, 2), 1 / layer.sigma(X).min())
+        layers.assert_close(layer.jacobian_norm(X), torch.linalg.matrix_norm(first, 2), 1 / layer.sigma(X).min())
         flat = torch.linalg.matrix_norm(second.reshape(4, d * d, d), 2)
-        assert_close(layer.second_derivative_norm(X, flattened=True), flat, size.max())
+        layers.assert_close(layer.second_derivative_norm(X, flattened=True), flat, size.max())
         found = layer.second_derivative_norm(X)
         assert ((found - _largest_cube(second)).abs() <= 1e-6 * found + 1e-12 * size).all()
         assert (found <= layer.second_derivative_norm(X, flattened=True) * (1 + 1e-12)).all()
@@ -212,9 +200,9 @@ class TestStructure:
         X = rows(5, 50, 8)
         layer = _plain("layer", 8, 0.0)
         sigma = X.std(-1, correction=0)
-        assert_close(layer.jacobian_norm(X), 1 / sigma)
-        assert_close(layer.second_derivative_norm(X), 2 / (24**0.5 * sigma**2))
-        assert_close(layer.second_derivative_norm(X, flattened=True), (6 / 8) ** 0.5 / sigma**2)
+        layers.assert_close(layer.jacobian_norm(X), 1 / sigma)
+        layers.assert_close(layer.second_derivative_norm(X), 2 / (24**0.5 * sigma**2))
+        layers.assert_close(layer.second_derivative_norm(X, flattened=True), (6 / 8) ** 0.5 / sigma**2)
         for scale in (1e-3, 1.0, 1e3):
             layer = _plain("layer", 8, 1e-4)
             assert (layer.jacobian_norm(scale * X) <= 1e2).all()
@@ -227,10 +215,10 @@ class TestStructure:
         X = torch.full((2, 3), 0.1 if norm == "layer" else 0.0, dtype=torch.float64)
         assert torch.equal(layer.x_hat(X), torch.zeros_like(X))
         P = torch.eye(3, dtype=torch.float64) - (1 / 3 if norm == "layer" else 0.0)
-        assert_close(layer.input_jacobian(X), (P / 1e-2).expand(2, 3, 3))
+        layers.assert_close(layer.input_jacobian(X), (P / 1e-2).expand(2, 3, 3))
         assert not layer.second_derivative(X, rows(0, 2, 3)).any()
         assert not layer.second_derivative_norm(X).any()
-        assert_close(layer.jacobian_norm(X), torch.full((2,), 100.0, dtype=torch.float64))
+        layers.assert_close(layer.jacobian_norm(X), torch.full((2,), 100.0, dtype=torch.float64))
 
     def test_one_feature(self):
         """LayerNorm of one feature is constant: all curvature is that of beta."""
@@ -239,14 +227,14 @@ class TestStructure:
         assert torch.equal(case.layer(case.X), case.parameters["beta"].expand(4, 1))
         expected = torch.zeros(6, 6, dtype=torch.float64)
         expected[1, 1] = 2.0
-        assert_close(H.dense(), expected)
+        layers.assert_close(H.dense(), expected)
         assert not case.layer.jacobian_norm(case.X).any()
 
     def test_large_offsets_keep_their_digits(self):
         """A common offset that float64 holds exactly changes nothing."""
         X = (rows(6, 3, 4) * 2**20).round() / 2**20
         layer = _plain("layer", 4, 1e-5)
-        assert_close(layer.x_hat(X + 2**30), layer.x_hat(X))
+        layers.assert_close(layer.x_hat(X + 2**30), layer.x_hat(X))
 
     def test_dtype_is_kept(self):
         case = Case(4, (2, 3), "layer", "mse", eps=1.0)
@@ -301,7 +289,7 @@ class TestErrors:
     @pytest.mark.parametrize("method", ["__call__", "jacobian", "hessian", "sigma", "jacobian_norm"])
     @pytest.mark.parametrize("norm", [cv.exact.LayerNorm, cv.exact.RMSNorm])
     def test_input(self, norm, X, error, method):
-        assert_input_refused(norm(self.gamma), method, X, error)
+        layers.assert_input_refused(norm(self.gamma), method, X, error)
 
     @pytest.mark.parametrize("row", [0.0, 0.1, 1e-170])
     def test_variance_zero_without_eps(self, row):

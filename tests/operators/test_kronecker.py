@@ -9,8 +9,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.cores import Core, DenseCore, SumCore, TokenForm
-from curvoscope.operators.inner_products import merged
-from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.kronecker import KroneckerSum, merged
 from curvoscope.operators.terms import Single, Term
 from curvoscope.settings import current
 from matrices import within

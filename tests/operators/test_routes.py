@@ -7,7 +7,7 @@ import torch
 
 import curvoscope as cv
 from curvoscope import checks
-from curvoscope.operators import cores, inner_products
+from curvoscope.operators import cores, kronecker
 from curvoscope.operators.terms import Term
 from reference import normal
 
@@ -29,23 +29,23 @@ def test_all_routes_give_the_same_norm(activation, cross_entropy, pair):
     for part in (H.outer, H.functional, H.total):
         block = part[pair]
         expected = float(block.dense().square().sum())
-        terms = inner_products.merged(block.terms)
+        terms = kronecker.merged(block.terms)
         for budget in (10**9, 3000):  # with room for everything, and in many small chunks
             total = 0.0
             for i, x in enumerate(terms):
                 for j, y in enumerate(terms[i:], i):
                     weight = 1 if i == j else 2
                     if not (isinstance(x, Term) and isinstance(y, Term)):
-                        total += weight * math.ldexp(*inner_products.inner(x, y, budget))
+                        total += weight * math.ldexp(*kronecker.inner(x, y, budget))
                         continue
                     if x.axes != y.axes:
-                        total += weight * math.ldexp(*inner_products._crossed_inner(x, y, budget))
+                        total += weight * math.ldexp(*kronecker._crossed_inner(x, y, budget))
                         taken.add("crossed")
                         continue
-                    gram = math.ldexp(*inner_products._gram_inner(x, y, budget))
+                    gram = math.ldexp(*kronecker._gram_inner(x, y, budget))
                     if cores.inner_by_tokens_cost(x.core, y.core) < 2**60:
                         found = cores.inner_by_tokens(
-                            x.core, y.core, lambda a, b, x=x, y=y: inner_products._weights(x, y, a, b)
+                            x.core, y.core, lambda a, b, x=x, y=y: kronecker._weights(x, y, a, b)
                         )
                         by_tokens = math.ldexp(*found)
                         assert abs(by_tokens - gram) <= 1e-11 * abs(gram) + 1e-14
@@ -65,8 +65,8 @@ def test_cheapest_route_is_taken(sizes, expected, monkeypatch):
     layer = cv.exact.SelfAttention(r(d, k), r(d, k), r(d, 8))
     block = layer.hessian(r(N, L, d), cv.losses.MSE(r(N, L, 8))).outer["Q"]
     taken = []
-    monkeypatch.setattr(inner_products, "inner_by_tokens", lambda *a: taken.append("tokens") or (1.0, 0))
-    monkeypatch.setattr(inner_products, "_gram_inner", lambda *a: taken.append("gram") or (1.0, 0))
+    monkeypatch.setattr(kronecker, "inner_by_tokens", lambda *a: taken.append("tokens") or (1.0, 0))
+    monkeypatch.setattr(kronecker, "_gram_inner", lambda *a: taken.append("gram") or (1.0, 0))
     monkeypatch.setattr(type(block), "dense", lambda self: taken.append("entries") or torch.ones(1))
     block.frobenius_norm()
     assert taken == [expected]
@@ -91,4 +91,4 @@ def test_chunks_of_the_second_factor_cover_all_tokens_once(room):
     r = normal(1)
     layer, X = cv.exact.SelfAttention(r(3, 2), r(3, 2), r(3, 3)), r(3, 4, 3)
     (term,) = layer.hessian(X, cv.losses.MSE(r(3, 4, 3))).outer["Q"].terms
-    _assert_cover(inner_products._at_most(term, 2**30, room), 12, 4, room)
+    _assert_cover(kronecker._at_most(term, 2**30, room), 12, 4, room)

@@ -47,6 +47,11 @@ _SWIN = {
     "window_size": 2,
 } | {"num_labels": CLASSES}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 6, "output_router_logits": False}
+_LATENT = {  # DeepSeek's attention and experts
+    **{"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    **{"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4},
+    **{"num_key_value_heads": 2, "head_dim": 2},
+}
 _WAVES = _SIZES | {
     **{"vocab_size": WORDS, "num_labels": CLASSES, "conv_dim": [WIDTH, WIDTH], "conv_kernel": [4, 2]},
     **{"conv_stride": [3, 2], "num_conv_pos_embeddings": 3, "num_conv_pos_embedding_groups": 1},
@@ -137,24 +142,8 @@ ENTRIES: dict[str, Entry] = {
     "GptOssForCausalLM": Entry(
         "GptOssConfig", _DECODER | _EXPERTS | {"num_local_experts": 3, "sliding_window": 3}, "next token"
     ),
-    "DeepseekV2ForCausalLM": Entry(
-        "DeepseekV2Config",
-        _DECODER
-        | _EXPERTS
-        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-        | {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
-        | {"num_key_value_heads": 2, "head_dim": 2},
-        "next token",
-    ),
-    "DeepseekV3ForCausalLM": Entry(
-        "DeepseekV3Config",
-        _DECODER
-        | _EXPERTS
-        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-        | {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
-        | {"num_key_value_heads": 2, "head_dim": 2},
-        "next token",
-    ),
+    "DeepseekV2ForCausalLM": Entry("DeepseekV2Config", _DECODER | _EXPERTS | _LATENT, "next token"),
+    "DeepseekV3ForCausalLM": Entry("DeepseekV3Config", _DECODER | _EXPERTS | _LATENT, "next token"),
     "JambaForCausalLM": Entry(
         "JambaConfig",
         _DECODER

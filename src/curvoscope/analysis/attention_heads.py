@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.safety import undisturbed
 from curvoscope.autodiff.snapshot import device_of, keywords_for
-from curvoscope.closed.layers import LayerRecorder, layers_of
+from curvoscope.closed.layers import layers_of
+from curvoscope.closed.passes import LayerRecorder
 from curvoscope.closed.rebuilding import Reading, fitting, rebuild
 from curvoscope.estimate import Estimate
 from curvoscope.exact.attention.moments import Moments

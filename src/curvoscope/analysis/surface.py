@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.graph import unless_unbatched
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import ModelHessian, trainable
 from curvoscope.errors import DtypeError, LossError, NonFiniteError, RangeError, ShapeError
@@ -147,13 +148,10 @@ class Surface:
 
     def _values(self, displacements: Tensor, value: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
         if len(displacements) > 1 and self._can_batch:
-            try:
-                many = torch.func.vmap(value)(self.moved(displacements))
-                if self._is_checked or self._agrees(many[0], value(self.moved(displacements[0]))):
-                    self._is_checked = True
-                    return many
-            except (RuntimeError, NotImplementedError, ValueError):  # an operation that torch cannot batch
-                pass
+            many: Tensor | None = unless_unbatched(lambda: torch.func.vmap(value)(self.moved(displacements)))
+            if many is not None and (self._is_checked or self._agrees(many[0], value(self.moved(displacements[0])))):
+                self._is_checked = True
+                return many
             self._can_batch = False
         return torch.stack([value(self.moved(one)) for one in displacements])
 

@@ -15,6 +15,7 @@ from curvoscope.approximations.gradients import GradientFactors, GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import cotangents
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.graph import unless_unbatched
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import STORED, TRANSPOSED, Block
@@ -104,13 +105,11 @@ class _Row:
         pairs = [(F, g) for F, g in zip(self._cut, directions, strict=True) if F.requires_grad]
         cut, columns = [F for F, _ in pairs], [g for _, g in pairs]
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        try:
-            return torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options)
-        except (RuntimeError, NotImplementedError):  # an operation that torch cannot batch
-            each = [
-                torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))
-            ]
-            return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
+        many = unless_unbatched(lambda: torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options))
+        if many is not None:
+            return many
+        each = [torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))]
+        return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
 
 
 def sampled_source(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, Batches
-from curvoscope.autodiff.graph import Graph, Operation, unchecked
+from curvoscope.autodiff.graph import Graph, Operation, unchecked, unless_unbatched
 from curvoscope.autodiff.guard import check_products
 from curvoscope.autodiff.hooks import ActivationHook, Site, check_layer, layer_of
 from curvoscope.autodiff.kernels import kept_derivatives
@@ -232,14 +232,18 @@ class Autodiff:
         count = next(iter(vectors.values())).shape[0]
         if count > 1 and self._can_batch and graph.nbytes <= _AT_ONCE:
             step = min(_MOST_AT_ONCE, max(1, _WORKSPACE // max(1, graph.nbytes)))
-            found = []
-            try:
+
+            def together() -> Tensor:
+                found = []
                 for start in range(0, count, step):
                     some = {name: vector[start : start + step] for name, vector in vectors.items()}
                     found.append(self._multiplied(graph, part, rows, wanted, some, (min(step, count - start),)))
                 return torch.cat(found)
-            except (RuntimeError, NotImplementedError):  # an operation that torch cannot batch
-                self._can_batch = False
+
+            products = unless_unbatched(together)
+            if products is not None:
+                return products
+            self._can_batch = False
         singles = []
         for i in range(count):
             one = {name: vector[i] for name, vector in vectors.items()}

@@ -15,20 +15,21 @@ and some are wrong. `CHECKED` lists the operations for which a test of ours comp
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from curvoscope.errors import ModelError
+from curvoscope.errors import CurvoscopeError, ModelError
 
 Edges = list[GradientEdge | None]
 
 _NO_SECOND_DERIVATIVE = "torch::autograd::Error"
 _SAID_BY_TORCH = re.compile(r"derivative for .* is not implemented|ouble.?backwards? is not supported")
+_NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
 _OWN = "curvoscope."  # functions of this package: their tests are ours
 
 _saved_names: dict[type, list[str]] = {}
@@ -249,6 +250,20 @@ def _backward(
         ) from error
     products = iter(found)
     return [None if end is None else next(products) for end in inputs]
+
+
+Found = TypeVar("Found")
+
+
+def unless_unbatched(compute: Callable[[], Found]) -> Found | None:
+    """What `compute` returns; None if torch cannot batch one of its operations. Other errors, such as a lack of memory,
+    are raised."""
+    try:
+        return compute()
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, CurvoscopeError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error)):
+            raise
+        return None
 
 
 def _edges(tensors: Sequence[Tensor | None]) -> Edges:

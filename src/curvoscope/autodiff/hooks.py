@@ -20,6 +20,14 @@ class Site:
     path: str
     side: str = "output"
 
+    def hook(self, model: nn.Module) -> "ActivationHook":
+        """What takes down the tensor while the model runs."""
+        return ActivationHook(model, self)
+
+    def shape_hook(self, model: nn.Module) -> "ShapeHook":
+        """What takes down its shapes."""
+        return ShapeHook(model, self)
+
 
 def layer_of(model: nn.Module, paths: Mapping[str, str], block: Block) -> Site:
     """The output of the module at which the Hessian of `block` is split.

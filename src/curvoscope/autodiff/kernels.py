@@ -1,4 +1,4 @@
-"""Second derivatives that cost less, or are right where torch's are not: norms, activations, attention, weight norm.
+"""Second derivatives that cost less, or exist and are right where the model's own do not: what replaces its operations.
 
 **Layer norm**: a dozen operations instead of three dozen. For each token, with n features, x̂ = r (x - mean x),
 r = 1/sqrt(var x + eps) and the projection away from 1 and x̂
@@ -20,11 +20,22 @@ gx = f'(x) gy, whose derivatives are f'(x) and f''(x) gy; both are kept. Written
 they take some forty operations on the widest tensors of the network.
 
 **Attention**: torch's own is replaced by ours (`attention.sdpa`) when its scores would exceed the memory.
+
+**DoRA**: a layer computes x W' with the columns W'_j = m_j V_j / |V_j|, V = W + s A B. PEFT detaches the norms |V_j|
+from the graph: training costs less, and its gradient is not that of the loss. A Hessian is the second derivative of the
+loss, so that in our passes nothing is detached there.
+
+**Recurrences**: transformers' models of state spaces and RWKV call a fused kernel if its package is installed, or their
+own torch code otherwise; only that one has second derivatives.
 """
 
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -38,6 +49,9 @@ from curvoscope.attention.dot_product import sdpa
 _KINDS = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.Softsign, nn.LogSigmoid)
 _LIBRARY = "transformers.activations"  # every class there acts on each entry alone
 _MANY = 2**22  # scores from which our attention is the faster one, too
+
+_MODELS, _CHOOSING = "transformers.models.", "transformers.integrations.hub_kernels"
+_FLAGS = {"is_fast_path_available": False, "rwkv_cuda_kernel": None}  # of a model's file: whether there is a kernel
 
 _torch_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
@@ -247,6 +261,82 @@ class _WhereverCalled(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._replaced.get(func, func)(*args, **(kwargs or {}))
+
+
+# ---- DoRA
+
+
+@contextmanager
+def attached(model: nn.Module) -> Iterator[None]:
+    """Inside, the norms of the model's DoRA layers are part of the graph."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            kind = type(module)
+            if kind.__name__.startswith("Dora") and kind.__module__.startswith("peft."):
+                stack.enter_context(forward_replaced(module, partial(_run, module.forward)))
+        yield
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the module computes another function."""
+    own = {name: value for name, value in vars(module).items() if name == "forward"}
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        vars(module).update(own)
+
+
+def _run(forward: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    with _Attached():
+        return forward(*inputs, **keywords)
+
+
+class _Attached(TorchFunctionMode):
+    """`detach` does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function, or give back the tensor that was to be detached."""
+        return args[0] if func is torch.Tensor.detach else func(*args, **(kwargs or {}))
+
+
+# ---- recurrences
+
+
+_kernel_lock = threading.Lock()
+_kernels_inside: dict[tuple[str, str], tuple[Any, int]] = {}  # what was replaced, and how many are inside
+
+
+@contextmanager
+def torch_recurrences(model: nn.Module) -> Iterator[None]:
+    """Inside, the recurrent layers of a model of transformers run torch's operations only."""
+    names = {type(module).__module__ for module in model.modules()}
+    files = [sys.modules[name] for name in names if name.startswith(_MODELS) and name in sys.modules]
+    with _kernel_lock:
+        replaced = [(file, name) for file in files for name in vars(file) if _is_kernel(file, name)]
+        for file, name in replaced:
+            original, count = _kernels_inside.get((file.__name__, name), (getattr(file, name), 0))
+            _kernels_inside[file.__name__, name] = original, count + 1
+            setattr(file, name, _FLAGS[name] if name in _FLAGS else inspect.unwrap(original))
+    try:
+        yield
+    finally:
+        with _kernel_lock:
+            for file, name in replaced:
+                original, count = _kernels_inside.pop((file.__name__, name))
+                if count > 1:
+                    _kernels_inside[file.__name__, name] = original, count - 1
+                else:
+                    setattr(file, name, original)
+
+
+def _is_kernel(file: ModuleType, name: str) -> bool:
+    """Whether a name of a model's file stands for a kernel, or did before it was replaced."""
+    value = vars(file)[name]
+    chosen = isinstance(value, FunctionType) and value.__globals__.get("__name__") == _CHOOSING
+    return name in _FLAGS or (file.__name__, name) in _kernels_inside or (chosen and hasattr(value, "__wrapped__"))
 
 
 # ---- in a model

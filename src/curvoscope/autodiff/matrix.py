@@ -145,16 +145,15 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
         BlockMatrix.__init__(self, blocks.shapes, self._single, like)
 
     def _single(self, row: str, column: str) -> LinearOperator:
-        pair, known = (self._blocks[row], self._blocks[column]), self._known
-        block = AutodiffBlock(self._engine, self._part, *pair, self._stand_ins)
-        if known is None:
-            return block
+        first, second, known = self._blocks[row], self._blocks[column], self._known
 
         def choose() -> LinearOperator:
-            found = known(self._part, *pair)
-            return block if found is None else found
+            found = None if known is None else known(self._part, first, second)
+            return AutodiffBlock(self._engine, self._part, first, second, self._stand_ins) if found is None else found
 
-        return LazyBlock(choose, block.row_shape, block.column_shape, self.like, block.symmetric)
+        if known is None:
+            return choose()
+        return LazyBlock(choose, first.shape, second.shape, self.like, first == second)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         blocks = list(self._blocks.values())

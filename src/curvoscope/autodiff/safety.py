@@ -11,9 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from curvoscope.autodiff.detached import attached
-from curvoscope.autodiff.kernels import REPLACED, long_attention
-from curvoscope.autodiff.recurrent_kernels import torch_recurrences
+from curvoscope.autodiff.kernels import REPLACED, attached, long_attention, torch_recurrences
 from curvoscope.errors import ModelError
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]

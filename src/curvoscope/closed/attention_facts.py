@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvoscope.blocks import Block
-from curvoscope.exact.attention.maps import QueryKeyNorm, merge_heads, split_heads
+from curvoscope.exact.attention.layer import merge_heads, split_heads
+from curvoscope.exact.attention.query_key_norm import QueryKeyNorm
 from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.norms import Normalised
 from curvoscope.families.attention_calls import AttentionCall
-from curvoscope.families.tracing import DataFlow, Node, WeightProduct, shape_of
+from curvoscope.families.data_flow import DataFlow, Node, WeightProduct, shape_of
+from curvoscope.families.operands import operand
 
 _ROUNDING = 1000  # times epsilon: what counts as equal
 _NOTHING = 64  # times epsilon: what counts as nothing that is added to scores
@@ -191,7 +193,7 @@ def _edge(call: AttentionCall, role: str) -> GradientEdge:
 
 def _columns(flow: DataFlow, product: WeightProduct, block: Block) -> Tensor:
     """The outputs of a product that are the columns of a block, in their order."""
-    piece = flow.operand(product.weight)
+    piece = operand(flow, product.weight)
     if piece is None or product.is_convolution or any(one.parameter != product.parameter for one in block.pieces):
         raise UnknownAttentionError("its queries or keys are no product with a matrix")
     numbers = torch.zeros(piece.stored, dtype=torch.float64)

@@ -12,41 +12,30 @@ What needs no S is in closed form at any size; what does, if it costs less than 
 """
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from itertools import count
 from operator import add
 
 import torch
-from torch import Tensor
 
-from curvoscope import checks, losses
+from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.autodiff.graph import Graph
-from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.blocks import Block
 from curvoscope.closed.adapters import moved_block
-from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, LayerCosts, LayerRecorder, ModelLayer, OutputSize
-from curvoscope.closed.plan import Choice
-from curvoscope.closed.rebuilding import (
-    NOT_ONCE,
-    NOT_REACHED,
-    LayerAtBatch,
-    LayerPasses,
-    Rebuilt,
-    passes_of,
-    rebuilt_on,
-)
+from curvoscope.closed.layers import BlockPlace, ClosedFormLayers, ModelLayer, OutputSize
+from curvoscope.closed.passes import NOT_ONCE, NOT_REACHED, DownstreamLoss, LayerPasses, passes_of
+from curvoscope.closed.plan import Choice, LayerCosts
+from curvoscope.closed.rebuilding import LayerAtBatch, Rebuilt, rebuilt_on
 from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, rebuilt_latent, traced_layers
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 
 _MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
-_SMALL_GRAPH = 2**22  # bytes up to which many products are made at once
 _PRODUCTS_ONLY = "behind rotary positions, norms or capped scores its closed form gives products only"
 _KINDS = {"attn": "attention", "mlp": "feed-forward layer", "scale": "LayerScale", "cross": "cross-attention"}
 _NO_CURVATURE = ScalarCurvature(0.0)  # stands for S in what does not read it
@@ -277,18 +266,15 @@ class ClosedForms:
             return None
         if self.reason(row, part) is not None or self.reason(column, part) is not None:
             return None
-        weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
-        rows = first.moves(weights)
-        columns = rows if row == column else second.moves(weights)
         of_loss, of_layer = self._parts[part]
         ranks, own, known = self._engine.ranks, None, True
         with ranks.together():
             for per_head in (False, True):
                 hessians = self._of_layer(first.layer, of_loss, per_head)
-                known = not hessians or {*rows, *columns} <= set(hessians[0].names)
+                known = not hessians or {*first.weights, *second.weights} <= set(hessians[0].names)
                 if hessians and known:
                     matrices = (getattr(hessian, of_layer) for hessian in hessians)
-                    own = reduce(add, (moved_block(one, rows, columns, row == column) for one in matrices))
+                    own = reduce(add, (self._between(first, second, one) for one in matrices))
                     break
             if own is not None and of_layer != "outer":
                 own = self._with_gradient(own, first, second)
@@ -298,6 +284,14 @@ class ClosedForms:
             return None
         like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
         return RankSum(own, row.shape, column.shape, like, row == column, ranks)
+
+    def _between(self, first: BlockPlace, second: BlockPlace, matrix: BlockMatrix) -> LinearOperator:
+        """The block of two places, from the blocks of the layer's weights."""
+        if first.adapter is None and second.adapter is None:
+            return matrix[first.name, second.name]
+        weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
+        rows = first.moves(weights)
+        return moved_block(matrix, rows, rows if first is second else second.moves(weights), first is second)
 
     def _with_gradient(self, block: LinearOperator, row: BlockPlace, column: BlockPlace) -> LinearOperator:
         """The block, with what the gradient at a weight gives to that of the two factors of one adapter."""
@@ -341,42 +335,3 @@ class ClosedForms:
                 visit(number, DownstreamLoss(self._engine, layer, weight, batch))
 
         self._engine.walk(run)
-
-
-class DownstreamLoss:
-    """The loss of one micro-batch, times its weight, as a function of a layer's output F (N, L, m)."""
-
-    def __init__(self, engine: Autodiff, layer: ModelLayer, weight: float, batch: Batch) -> None:
-        self._weight = weight
-        weights, _ = engine.snapshot.leaves(layer.parameters)
-        with kept_derivatives(engine.model), LayerRecorder(engine.model, layer) as self._record:
-            outputs = engine.snapshot(weights, batch)
-        cut, gradient = engine.objective.gradient(outputs, batch.targets)
-        F = self._record.written
-        slope = torch.autograd.grad(cut, F, gradient, materialize_grads=True, retain_graph=True)
-        self.gradient = self._record.batched(slope[0])
-        self._graph = Graph({"F": F}, cut, gradient)
-        engine.vouch(self._graph)
-        self._together = self._graph.nbytes <= _SMALL_GRAPH
-
-    def coupled(self, part: str) -> int:
-        """How many tokens S couples."""
-        return losses.group_size(lambda direction: self.products(part, direction[None])[0], self.gradient)
-
-    def curvature(self, part: str) -> Curvature:
-        """The part of S, times the weight."""
-        return losses.curvature_of(partial(self.products, part), self.gradient, self.coupled(part))
-
-    def products(self, part: str, directions: Tensor) -> Tensor:
-        """The part of S, times the weight, times directions (n, N, L, m)."""
-        moved = torch.stack([self._record.unbatched(direction) for direction in directions])
-        if len(moved) > 1 and self._together:
-            try:
-                found = self._graph.product(part, {"F": moved}, ["F"], many=True).get("F", torch.zeros_like(moved))
-            except (RuntimeError, NotImplementedError):  # an operation that torch cannot batch
-                self._together = False
-                return self.products(part, directions)
-        else:
-            singles = [self._graph.product(part, {"F": one}, ["F"], many=False).get("F") for one in moved]
-            found = torch.stack([moved.new_zeros(moved.shape[1:]) if one is None else one for one in singles])
-        return self._weight * torch.stack([self._record.batched(product) for product in found])

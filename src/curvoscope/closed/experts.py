@@ -25,6 +25,14 @@ class StackedSite(Site):
     leaf: str = ""
     number: int = 0
 
+    def hook(self, model: nn.Module) -> ActivationHook:
+        """See `Site`."""
+        return StackedHook(model, self)
+
+    def shape_hook(self, model: nn.Module) -> ShapeHook:
+        """See `Site`."""
+        return StackedShapeHook(model, self)
+
 
 class StackedHook(ActivationHook):
     """Takes down the tensor at a stacked site while the model runs."""
@@ -94,13 +102,3 @@ class _Watch(TorchFunctionMode):
                     hook.note(args[0], found)
             self._slices = [(weight, hook) for weight, hook in self._slices if weight is not args[1]]
         return found
-
-
-def hook_at(model: nn.Module, site: Site) -> ActivationHook:
-    """What takes down the tensor at a site of either kind."""
-    return StackedHook(model, site) if isinstance(site, StackedSite) else ActivationHook(model, site)
-
-
-def shape_hook_at(model: nn.Module, site: Site) -> ShapeHook:
-    """What takes down the shapes at a site of either kind."""
-    return StackedShapeHook(model, site) if isinstance(site, StackedSite) else ShapeHook(model, site)

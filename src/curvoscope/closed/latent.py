@@ -18,12 +18,13 @@ from torch import Tensor
 
 from curvoscope.blocks import Block
 from curvoscope.closed.attention_facts import AttentionFacts, UnknownAttentionError, attention_facts, placed_keys
-from curvoscope.closed.layers import LayerRecord, ModelLayer
+from curvoscope.closed.layers import ModelLayer
+from curvoscope.closed.passes import LayerRecord
 from curvoscope.closed.rebuilding import Rebuilt
 from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.families.attention_calls import AttentionCall
-from curvoscope.families.tracing import DataFlow
+from curvoscope.families.data_flow import DataFlow
 from curvoscope.losses import LossAt
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.closed.closed_forms import ClosedForms, DownstreamLoss
+from curvoscope.closed.closed_forms import ClosedForms
+from curvoscope.closed.passes import DownstreamLoss
 from curvoscope.closed.rebuilding import Rebuilt
 from curvoscope.exact.attention.moments import Moments
 from curvoscope.exact.attention.self_attention import SelfAttention

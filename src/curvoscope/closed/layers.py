@@ -2,11 +2,6 @@
 
 A layer is what lies between the input of its first projection (Q, up) and the output of its last one (O, down), so
 the blocks say where it is. Two kinds of modules keep several projections in one module and are listed here.
-
-What a closed form of a layer costs follows from sizes. The loss Hessian S at its output takes one product through the
-tail of the network for each entry of F that it couples, and cores and norms of the blocks are made of it. It saves the
-products of the four usual questions (norm, trace, diagonal, extreme eigenvalues) to each block of the layer. Both are
-counted in floating-point operations; a byte that is moved counts as a few of them.
 """
 
 import inspect
@@ -20,11 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from curvoscope.autodiff.hooks import ActivationHook, Site
+from curvoscope.autodiff.hooks import Site
 from curvoscope.blocks import Block, Blocks, Piece, layer_and_role
 from curvoscope.closed.adapters import LayerAdapter
-from curvoscope.closed.experts import StackedSite, hook_at, shape_hook_at
-from curvoscope.estimate.products import DEFAULT_MATVECS
+from curvoscope.closed.experts import StackedSite
 from curvoscope.families.adapters import Adapter, adapters_of, weights_under
 from curvoscope.families.direct import is_direct
 from curvoscope.operators.contractions import Side
@@ -48,20 +42,7 @@ _WITHOUT = {  # roles that have no closed form
         "it makes latent vectors of queries or keys, a chain with a norm that has no closed form yet",
     ),
 }
-_ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
-_TOLD = (
-    "attention_mask",
-    "mask",
-    "attn_mask",
-    "key_padding_mask",
-    _ROTARY,
-)  # arguments of a call that say what is computed
-_QUESTIONS = 4
-_PER_WEIGHT = 8  # operations of a product for a weight and a token: two for each of four passes
-_PER_BYTE = 4  # operations that take as long as moving a byte
-_SCORES = 4  # matrices of the scores' size while a closed form of attention is made
-_KEPT_SCORES = 2  # those that it keeps: A, and the gradient at the scores
-_HIDDEN = 6  # vectors of the hidden units that a feed-forward layer keeps
+ROTARY = "position_embeddings"  # the argument with the tables of rotary positions
 _DIRECT = {  # weights without modules: input, output, and the stream that is added to the output
     "attn": (("norm1", "output"), ("norm2", "input"), ("norm1", "input")),
     "mlp": (("norm2", "output"), ("", "output"), ("norm2", "input")),
@@ -205,105 +186,6 @@ class OutputSize:
         )
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """The costs of one layer.
-
-    Args:
-        layer: the layer.
-        held: those of its blocks that the Hessian has, with their places.
-        size: of its largest output in a pass.
-        batches: number of micro-batches.
-        weights: numbers of weights behind the layer, and of those in the whole model.
-        product_bytes: what a product with the whole Hessian moves.
-        itemsize: bytes of a number.
-    """
-
-    layer: ModelLayer
-    held: Sequence[tuple[BlockPlace, Block]]
-    size: OutputSize
-    batches: int
-    weights: tuple[int, int]
-    product_bytes: int
-    itemsize: int
-
-    @property
-    def _tokens(self) -> int:
-        return self.batches * self.size.tokens
-
-    @property
-    def _heads(self) -> int:
-        return self.layer.blocks["Q"].heads or 1 if self.layer.attends else 1
-
-    @property
-    def _widest(self) -> int:
-        return max(max(block.shape) for block in self.layer.blocks.values())
-
-    # ---- from G alone
-
-    @property
-    def record_bytes(self) -> int:
-        """X and F of the passes that verify the layer, and G."""
-        return 4 * self._tokens * max(self.size.width, self.layer.input_width) * self.itemsize
-
-    @property
-    def gradient_bytes(self) -> int:
-        """What a closed form takes that needs G and no S."""
-        numbers = 0
-        if self.layer.attends:
-            scores = self._heads * self.size.length
-            numbers = scores * (_SCORES * self.size.tokens + _KEPT_SCORES * self._tokens)
-        else:
-            numbers = _HIDDEN * self._tokens * self._widest
-        return numbers * self.itemsize + self.record_bytes
-
-    # ---- with S
-
-    def products(self, coupled: int) -> int:
-        """Products that S takes when it couples so many tokens."""
-        return coupled * self.size.width
-
-    def curvature_bytes(self, coupled: int) -> int:
-        """What S and the cores made of it take, for all tokens."""
-        width = self._widest if coupled > 1 else self.size.width
-        return 2 * self._tokens * coupled * width**2 * self.itemsize
-
-    @property
-    def products_saved(self) -> int:
-        """Those of the usual questions to the blocks of the Hessian."""
-        return _QUESTIONS * sum(min(block.size, DEFAULT_MATVECS) for _, block in self.held)
-
-    @property
-    def saved(self) -> float:
-        """What those cost, in operations."""
-        own = sum(block.size for block in self.layer.blocks.values())
-        return self.products_saved * self._product(self.weights[0] + own)
-
-    def closed(self, coupled: int) -> float:
-        """What a closed form costs, in operations: the products for S, the cores and the norms."""
-        summands = self._tokens * coupled
-        made = 0
-        for place, block in self.held:
-            for name in place.weights:
-                core = self._core_width(name, block if place.adapter is None else self.layer.weight(name))
-                made += 2 * summands * core * self.size.width * (core + self.size.width)
-            core = core if place.adapter is None else block.shape[1]
-            made += 2 * min((summands * core) ** 2, summands * block.size**2)
-        moved = _PER_BYTE * self.curvature_bytes(coupled)
-        return self.products(coupled) * self._product(self.weights[0]) + made + moved
-
-    def _product(self, weights: int) -> float:
-        """One product through so many weights, in operations."""
-        moved = self.product_bytes * weights / max(1, self.weights[1])
-        return _PER_WEIGHT * weights * self._tokens + _PER_BYTE * moved
-
-    def _core_width(self, name: str, block: Block) -> int:
-        """The cores of a block are square: of the outputs of its weight, or of the inputs for the keys of each head."""
-        if name.removeprefix("b_")[0] != "K":
-            return block.shape[1]
-        return block.shape[0] * (1 if "." in name else self._heads)
-
-
 class ClosedFormLayers:
     """The layers of a model that may have a closed form, and which blocks they hold."""
 
@@ -352,7 +234,7 @@ class ClosedFormLayers:
     def measuring(self) -> Iterator[None]:
         """Inside, every pass of the model adds to `sizes`: no pass is made for them, and no tensor is kept."""
         with ExitStack() as stack:
-            hooks = {layer.name: shape_hook_at(self._model, layer.output) for layer in self.all}
+            hooks = {layer.name: layer.output.shape_hook(self._model) for layer in self.all}
             for hook in hooks.values():
                 stack.enter_context(hook)
             turned: set[str] = set()
@@ -367,7 +249,7 @@ class ClosedFormLayers:
                     self.sizes[layer.name] = self.sizes[layer.name].joined(size)
 
             def note(layer: str, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-                if _arguments(module, inputs, keywords).get(_ROTARY) is not None:
+                if arguments_of(module, inputs, keywords).get(ROTARY) is not None:
                     turned.add(layer)
 
             handles: list[RemovableHandle] = [
@@ -433,7 +315,7 @@ def _layer(
     if len(read.stored) == len(written.stored) == 3 and ".mlp.experts." in name:
         sites = (_slice(read, "input"), _slice(written, "output"))
         return ModelLayer(name, group, *sites, None, first, False, beside)
-    if is_direct(owner):
+    if first == last and is_direct(owner):
         at, out, added = (Site(f"{first}.{path}".strip("."), side) for path, side in _DIRECT[kind])
         return ModelLayer(
             name, group, at, out, added if kind == "mlp" or getattr(owner, "residual", True) else None, first
@@ -469,102 +351,7 @@ def _owner(block: Block) -> str:
     return block.pieces[0].parameter.rpartition(".")[0]
 
 
-def _arguments(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """What a module is called with, by name."""
     bound = inspect.signature(module.forward).bind_partial(*inputs, **keywords).arguments
     return {**bound, **bound.get("kwargs", {})}
-
-
-@dataclass(frozen=True)
-class LayerRecord:
-    """What one pass of the model tells of a layer, without its graph.
-
-    X and F (N, L, .); `size`: the largest entry of the tensor that holds F; `arguments`: masks and rotary tables that
-    `module` was called with; `with_keys`: it was called with keys of their own, as `nn.MultiheadAttention` is; `memory`
-    (N, L', .): what cross-attention makes its keys of.
-    """
-
-    X: Tensor
-    F: Tensor
-    size: float
-    module: nn.Module
-    arguments: Mapping[str, Any]
-    with_keys: bool
-    memory: Tensor | None = None
-
-    @property
-    def rotary(self) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines, if the module was called with some."""
-        given = self.arguments.get(_ROTARY)
-        return given if isinstance(given, tuple) and len(given) == 2 else None
-
-
-class LayerRecorder:
-    """Hooks that note what passes through a layer while the model runs inside."""
-
-    def __init__(self, model: nn.Module, layer: ModelLayer) -> None:
-        self.layer, self._module = layer, model.get_submodule(layer.caller)
-        self._read, self._written = hook_at(model, layer.input), hook_at(model, layer.output)
-        self._added = None if layer.added is None else ActivationHook(model, layer.added)
-        self._memory = None if layer.memory is None else hook_at(model, layer.memory)
-        self._taps = [tap for tap in (self._read, self._written, self._added, self._memory) if tap is not None]
-        self._arguments: dict[str, Any] = {}
-        self._key: Any = None
-        self._with_keys = False
-
-    def __enter__(self) -> "LayerRecorder":
-        self._stack = ExitStack()
-        for tap in self._taps:
-            self._stack.enter_context(tap)
-        handle = self._module.register_forward_pre_hook(self._call, with_kwargs=True)
-        self._stack.callback(handle.remove)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def _call(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given = _arguments(module, inputs, keywords)
-        self._arguments, self._with_keys = {name: given[name] for name in _TOLD if name in given}, "key" in given
-        self._key = given.get("key")
-
-    @property
-    def once(self) -> bool:
-        """Whether the layer ran exactly once, from tensor to tensor."""
-        return all(tap.once for tap in self._taps)
-
-    @property
-    def record(self) -> LayerRecord:
-        """What the last pass told."""
-        written = self.written.detach()
-        return LayerRecord(
-            self.batched(self._read.tensor.detach()),
-            self.batched(written if self._added is None else written - self._added.tensor.detach()),
-            float(written.abs().max()),
-            self._module,
-            self._arguments,
-            self._with_keys,
-            self._seen_memory(),
-        )
-
-    def _seen_memory(self) -> Tensor | None:
-        if self.layer.kind != "cross" and self._memory is None:
-            return None
-        memory = self._key if self._memory is None else self._memory.tensor
-        return self.batched(memory.detach()) if isinstance(memory, Tensor) else None
-
-    @property
-    def written(self) -> Tensor:
-        """The tensor that holds F, in the model's own shape, with its graph."""
-        return self._written.tensor
-
-    def batched(self, values: Tensor) -> Tensor:
-        """From the model's shape to (N, L, .)."""
-        if self.layer.tokens_first and values.ndim == 3:
-            return values.transpose(0, 1)
-        return values.reshape(-1, *values.shape[-2:]) if values.ndim > 1 else values[None, None]
-
-    def unbatched(self, values: Tensor) -> Tensor:
-        """Back from (N, L, m) to the shape of `written`."""
-        shape = self.written.shape
-        return values.transpose(0, 1) if self.layer.tokens_first and len(shape) == 3 else values.reshape(shape)

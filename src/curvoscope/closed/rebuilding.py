@@ -5,29 +5,22 @@ tried: a layer counts as rebuilt when it gives the module's output to rounding, 
 zeros and coincidences in the weights hide nothing.
 
 Attention that is in none of these ways is read off the graph of a forward pass: see `traced`.
-
-The same passes of the model serve all layers: for every micro-batch one forward and one backward pass give X, F and
-G = dl/dF at each of them, and one forward pass gives X and F at shaken weights. No second derivative is needed.
 """
 
 import copy
 import math
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvoscope.autodiff.batches import Batch
-from curvoscope.autodiff.engine import Autodiff
-from curvoscope.autodiff.hooks import check_gradients
 from curvoscope.closed.crossing import cross_mask, joined, mask_of, with_memory
-from curvoscope.closed.layers import LayerRecord, LayerRecorder, ModelLayer
-from curvoscope.errors import CurvoscopeError, ModelError
+from curvoscope.closed.layers import ModelLayer
+from curvoscope.closed.passes import LayerPasses, LayerRecord, shaken
+from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.exact.attention.layer import Pass
@@ -39,11 +32,6 @@ from curvoscope.exact.tokenwise import TokenwiseLayer
 from curvoscope.losses import LossAt
 from curvoscope.operators.block_matrix import BlockHessian
 
-NOT_ONCE = "it does not run exactly once in a pass, from tensor to tensor"
-NOT_REACHED = (
-    "a batch sends no token to this expert, or its experts run together: Hugging Face's models take "
-    "model.set_experts_implementation('eager')"
-)
 _LOW_PRECISION = 1e-4  # relative error below which a layer is the right one, computed in less than double precision
 _CAUSES = {  # by the roles of further blocks
     **dict.fromkeys(("q_norm", "k_norm"), "normalises queries and keys"),
@@ -292,120 +280,6 @@ def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask.bool(), -math.inf)
-
-
-# ---- passes that serve all layers
-
-
-@dataclass(frozen=True)
-class LayerPass:
-    """One micro-batch at a layer: what passes through at the model's own weights and at shaken ones, and the loss and
-    G (N, L, m) at its output, times the weight of the micro-batch. An expert may see no token at shaken weights."""
-
-    own: LayerRecord
-    moved: LayerRecord | None
-    value: float
-    gradient: Tensor
-
-
-@dataclass
-class LayerPasses:
-    """All micro-batches at a layer, or a reason why the layer cannot be cut out of the model."""
-
-    reason: str | None = None
-    passes: list[LayerPass] = field(default_factory=list)
-
-
-def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, LayerPasses]:
-    """Run the model on all micro-batches, for all the layers at once: what is found, by their names."""
-    found = {layer.name: LayerPasses() for layer in layers}
-    moved: dict[str, Tensor] = {}  # the shaken weights: as large as the model, so made once
-
-    def visit(weight: float, batch: Batch) -> None:
-        moved.update({} if moved else shaken(engine.snapshot.weights))
-        before = {name: at.reason for name, at in found.items()}
-        with torch.no_grad():
-            records, _, _ = recorded(engine, moved, batch, found, layers)
-        for layer in (layer for layer in layers if layer.routed):
-            found[layer.name].reason = before[layer.name]
-        left = [layer for layer in layers if layer.name in records or layer.routed]
-        if left:
-            _add_passes(engine, left, weight, batch, records, found)
-
-    engine.walk(visit)
-    return found
-
-
-def recorded(
-    engine: Autodiff,
-    weights: Mapping[str, Tensor],
-    batch: Batch,
-    found: Mapping[str, LayerPasses],
-    layers: Sequence[ModelLayer],
-) -> tuple[dict[str, LayerRecord], dict[str, LayerRecorder], Any]:
-    """Records and recorders of the layers that ran once, and the outputs."""
-    with ExitStack() as stack:
-        recorders = {
-            layer.name: stack.enter_context(LayerRecorder(engine.model, layer))
-            for layer in layers
-            if found[layer.name].reason is None
-        }
-        outputs = engine.snapshot(weights, batch)
-    for name, recorder in recorders.items():
-        if not recorder.once:
-            found[name].reason = NOT_ONCE if not recorder.layer.routed else NOT_REACHED
-    recorders = {name: recorder for name, recorder in recorders.items() if recorder.once}
-    return {name: recorder.record for name, recorder in recorders.items()}, recorders, outputs
-
-
-def _add_passes(
-    engine: Autodiff,
-    layers: Sequence[ModelLayer],
-    weight: float,
-    batch: Batch,
-    moved: Mapping[str, LayerRecord],
-    found: Mapping[str, LayerPasses],
-) -> None:
-    """Add a micro-batch: G at all layers by one backward pass. On the first one, weights must act through F alone."""
-    weights, leaves = engine.snapshot.leaves(sorted({name for layer in layers for name in layer.parameters}))
-    own, recorders, outputs = recorded(engine, weights, batch, found, layers)
-    layers = [layer for layer in layers if layer.name in own]
-    if not layers:
-        return
-    value = weight * float(engine.objective(outputs, batch.targets).detach())
-    ends = list(zip(*engine.objective.gradient(outputs, batch.targets), strict=True))
-    cut, back = [F for F, _ in ends if F.requires_grad], [G.detach() for F, G in ends if F.requires_grad]
-    first = not any(found[layer.name].passes for layer in layers)
-    written = [recorders[layer.name].written for layer in layers]
-    wanted = [*written, *(leaves.values() if first else ())]
-    gradients = torch.autograd.grad(cut, wanted, back, retain_graph=first, materialize_grads=True)
-    whole = dict(zip(leaves, gradients[len(layers) :], strict=True)) if first else {}
-    for layer, F, G in zip(layers, written, gradients, strict=False):
-        at, recorder = found[layer.name], recorders[layer.name]
-        if first:
-            its = [leaves[name] for name in layer.parameters]
-            found_through = torch.autograd.grad(F, its, G, retain_graph=True, materialize_grads=True)
-            through = dict(zip(layer.parameters, found_through, strict=True))
-            names = [block.pieces[0].parameter for block in layer.all_blocks]
-            both = ([block.gather(one) for block in layer.all_blocks] for one in (whole, through))
-            try:
-                check_gradients(layer.output, names, *both)
-            except ModelError as problem:
-                at.reason = str(problem)
-        at.passes.append(LayerPass(own[layer.name], moved.get(layer.name), value, weight * recorder.batched(G)))
-
-
-def shaken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights moved by random amounts of about half their size, zeros as well; each always by the same."""
-    moved = {}
-    for name, weight in weights.items():
-        moved[name] = weight.detach()
-        if weight.is_floating_point() and weight.numel():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype).to(weight.device)
-            size = weight.detach().square().mean().sqrt() + weight.shape[-1] ** -0.5 if weight.ndim else 0.1
-            moved[name] = weight.detach() + 0.5 * size * noise
-    return moved
 
 
 @dataclass(frozen=True)

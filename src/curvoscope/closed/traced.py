@@ -18,17 +18,15 @@ from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.closed.attention_facts import AttentionFacts, UnknownAttentionError, attention_facts, call_of
 from curvoscope.closed.latent import LatentFacts, latent_facts, rebuild_latent
-from curvoscope.closed.layers import LayerRecord, ModelLayer
+from curvoscope.closed.layers import ModelLayer
+from curvoscope.closed.passes import LayerPasses, LayerRecord, recorded, shaken
 from curvoscope.closed.rebuilding import (
     ROUNDING,
     LayerAtBatch,
-    LayerPasses,
     Rebuilt,
     attention_at,
     deviation,
     head_width,
-    recorded,
-    shaken,
     unfit,
     unlike,
     weights_by_role,
@@ -37,7 +35,8 @@ from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.families.adapters import adapters_of, without_adapters
 from curvoscope.families.attention_calls import AttentionCall, attention_calls
-from curvoscope.families.tracing import DataFlow, data_flow
+from curvoscope.families.data_flow import DataFlow
+from curvoscope.families.tracing import data_flow
 
 
 @dataclass(frozen=True)

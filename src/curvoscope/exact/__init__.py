@@ -1,7 +1,7 @@
 """Closed forms: the exact Hessian of single layers, of Transformer blocks and of stacks of them."""
 
 from curvoscope.exact import bounds
-from curvoscope.exact.attention.maps import QueryKeyNorm
+from curvoscope.exact.attention.query_key_norm import QueryKeyNorm
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.backpropagation import LowRank, OutputCurvature, backpropagate, low_rank
 from curvoscope.exact.block import Stack, TransformerBlock

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.exact.attention.cores import Answered, Response, Scores, rotated
-from curvoscope.exact.attention.moments import Covariance
+from curvoscope.exact.attention.cores import Answered, Scores
+from curvoscope.exact.attention.moments import Covariance, Response, rotated
 from curvoscope.losses import Curvature, PairCurvature, Port, through
 from curvoscope.losses.curvatures import ProjectedCurvature, seen_through
 from curvoscope.operators.cores import Core, TokenForm

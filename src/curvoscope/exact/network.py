@@ -26,8 +26,7 @@ from curvoscope.losses import PairCurvature
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Entries, Slot, Tiles
 from curvoscope.operators.compositions import Product
-from curvoscope.operators.inner_products import merged
-from curvoscope.operators.kronecker import KroneckerSum
+from curvoscope.operators.kronecker import KroneckerSum, merged
 
 
 class Network:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from curvoscope.autodiff.detached import forward_replaced
+from curvoscope.autodiff.kernels import forward_replaced
 from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece
 
 _PEFT = {  # where PEFT keeps the parts of an adapter, and what they are called here

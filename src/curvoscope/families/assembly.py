@@ -7,17 +7,15 @@ else than its path says, becomes one block per parameter.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat, layer_and_role
+from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
 from curvoscope.errors import EmptyError, ModelError
 from curvoscope.families.adapters import Adapter, stand_ins, with_adapters
-from curvoscope.families.recognition import Recognition
-from curvoscope.families.stacks import common_path
 from curvoscope.families.wiring import norm_roles
 
 Paths = Mapping[str, tuple[str, ...]]
@@ -29,8 +27,8 @@ HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "n_key_value_heads")
 _NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 _ATTENDING = re.compile("attn|attention|query|qkv|q_proj")
-_BEFORE, _LAYERS, _AFTER, _END = range(4)
-_STAGES = {"final_norm": _AFTER, "unembed": _END, "b_unembed": _END}
+BEFORE, LAYERS, AFTER, END = range(4)  # where a block stands in the order of the model
+STAGES = {"final_norm": AFTER, "unembed": END, "b_unembed": END}
 
 
 def paths(**where: str) -> Paths:
@@ -69,7 +67,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class FoundLayer:
     """A layer: its path, the stack that it belongs to and its number there."""
 
     path: str
@@ -77,26 +75,21 @@ class _Layer:
 
     @property
     def number(self) -> int:
+        """The last number in its path."""
         return next((int(part) for part in reversed(self.path.split(".")) if part.isdigit()), 0)
 
     @property
     def stack(self) -> str:
+        """Its path without that number."""
         return re.sub(r"(^|\.)\d+((\.[^.\d][^.]*)*)$", r"\2", self.path).lstrip(".")
 
 
 def assemble(model: nn.Module, families: Sequence[Family], adapters: Sequence[Adapter]) -> Blocks:
     """The blocks of a model; each layer by the first family that fits it."""
-    return with_adapters(_Assembly(model, adapters).blocks(families), adapters)
+    return with_adapters(Assembly(model, adapters).blocks(families), adapters)
 
 
-def assemble_recognised(
-    model: nn.Module, found: Recognition, adapters: Sequence[Adapter], recurrences: Sequence[Family] = ()
-) -> Blocks:
-    """The blocks of a model whose roles are known from a forward pass, those of `recurrences` from their tables."""
-    return with_adapters(_Assembly(model, adapters).recognised(found, recurrences), adapters)
-
-
-class _Assembly:
+class Assembly:
     """Claims parameters for blocks. Names and paths in here are bare, without those of wrappers."""
 
     def __init__(self, model: nn.Module, adapters: Sequence[Adapter]) -> None:
@@ -124,53 +117,23 @@ class _Assembly:
 
     def blocks(self, families: Sequence[Family]) -> Blocks:
         """Layers first, then what stands around them, then the rest; sorted into the order of the model."""
-        layers = self._layers(families)
-        stacks = list(dict.fromkeys(layer.stack for layer in layers))
-        for layer in layers:
-            self._add_layer(layer, _prefix(layer.stack, stacks))
-        self._add_outside(layers, stacks)
+        layers = self._add_layers(families)
+        self._add_outside(layers)
         self._add_rest(layers)
-        return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
+        return self._sorted()
 
-    def recognised(self, found: Recognition, recurrences: Sequence[Family]) -> Blocks:
-        """The roles that were found, recurrent layers by their tables, then the rest, with notes; in the order of the
-        model."""
-        members = {home: [self._bare[name] for name in names] for home, names in found.layer_parameters.items()}
-        begin = {home: min(self._position[name] for name in names) for home, names in members.items()}
-        paths = {home: common_path([name.split(".")[:-1] for name in names]) for home, names in members.items()}
-        order = {role: i for i, role in enumerate(LAYER_ROLES)}
-        for name in sorted(found.roles, key=lambda one: order.get((layer_and_role(one) or ("", ""))[1], len(order))):
-            role, home = found.roles[name], found.homes.get(name)
-            self._claimed |= {self._bare[piece.parameter] for piece in role.pieces}
-            block = role.block(name, self._block(*role.pieces).tied)
-            first = min(self._position[self._bare[piece.parameter]] for piece in role.pieces)
-            stage = _stage(name.removeprefix(found.fronts.get(name, "")))
-            self._add(name, block, (stage, first) if home is None else (_LAYERS, begin[home]))
-        recurrent = self._add_recurrent(recurrences, around=not found.roles)
-        start = min([*begin.values(), *(self._begin(layer.path) for layer in recurrent)], default=0)
-        for name, parameter in self._parameters.items():
-            if name in self._claimed:
-                continue
-            actual, position = self._actual[name], self._position[name]
-            piece = Piece.whole(actual, parameter.shape, flat(parameter.ndim))
-            inside = (one for one, path in paths.items() if path and name.split(".")[: len(path)] == path)
-            home = next(inside, None)
-            place = (_BEFORE if position < start else _AFTER, position) if home is None else (_LAYERS, begin[home])
-            block = replace(self._block(piece), note=found.notes.get(actual, ""))
-            self._add(f"{actual} (parameter)" if actual in self._blocks else actual, block, place)
-        return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
-
-    def _add_recurrent(self, families: Sequence[Family], around: bool) -> list[_Layer]:
-        """Layers without attention; what stands around them as well, if there are no others."""
+    def _add_layers(self, families: Sequence[Family]) -> list[FoundLayer]:
+        """All layers that one of the families fits."""
         layers = self._layers(families)
-        stacks = list(dict.fromkeys(layer.stack for layer in layers))
+        stacks = _stacks(layers)
         for layer in layers:
             self._add_layer(layer, _prefix(layer.stack, stacks))
-        if around:
-            self._add_outside(layers, stacks)
         return layers
 
-    def _layers(self, families: Sequence[Family]) -> list[_Layer]:
+    def _sorted(self) -> Blocks:
+        return Blocks(self._blocks[name] for name in sorted(self._blocks, key=self._place.__getitem__))
+
+    def _layers(self, families: Sequence[Family]) -> list[FoundLayer]:
         found: dict[str, Family] = {}
         for family in families:
             ends = [path + kind for path in family.first for kind in _WEIGHTS]
@@ -182,7 +145,7 @@ class _Assembly:
                 fits = self._has_recurrence if family.needs else self._has_attention
                 if fits(family, path) and family.accepts(self._around(name)):
                     found[path] = family
-        layers = [_Layer(path, family) for path, family in found.items() if not self._is_aside(path)]
+        layers = [FoundLayer(path, family) for path, family in found.items() if not self._is_aside(path)]
         return sorted(layers, key=lambda layer: self._begin(layer.path))
 
     def _is_aside(self, path: str) -> bool:
@@ -218,7 +181,7 @@ class _Assembly:
     def _shape(self, name: str, key: str) -> tuple[int, int]:
         return Piece.whole(name, self._parameters[name].shape, self._layout(name, key)).shape
 
-    def _add_layer(self, layer: _Layer, prefix: str) -> None:
+    def _add_layer(self, layer: FoundLayer, prefix: str) -> None:
         made: dict[str, Block] = {}
         family = layer.family
         cuts = self._cuts(family, layer.path)  # before any part is claimed
@@ -230,7 +193,7 @@ class _Assembly:
             self._read(key, (path,), layer.path, made)
         modules = self._around(query)
         for key in (key for key in LAYER_ROLES if key in made):
-            place = (_LAYERS, self._begin(layer.path))
+            place = (LAYERS, self._begin(layer.path))
             self._add(f"{prefix}h.{layer.number}.{key}", _with_heads(key, made[key], modules, layer.family), place)
 
     def _cuts(self, family: Family, scope: str) -> dict[str, Sequence[tuple[str, int]]]:
@@ -243,24 +206,26 @@ class _Assembly:
 
         return {key: cut(shape) for key, cut in family.fused.items()}
 
-    def _norms(self, layer: _Layer, query: str) -> Iterator[tuple[str, str]]:
-        """Which norm of a layer is at which path: by the order in which the layer's module runs them; where that cannot
-        be read, by their paths, but for those that stand for two."""
+    def _norms(self, layer: FoundLayer, query: str) -> Iterator[tuple[str, str]]:
+        """Which norm of a layer is at which path: what the table says or, if a path may stand for two norms, what the
+        order tells in which the layer's module runs them. Where that cannot be read, such a path has no name."""
         table = [(key, path) for key, paths in layer.family.layer.items() if "norm" in key for path in paths]
-        if layer.family.needs:
+        different = dict.fromkeys(path for _, path in table)
+        if len(different) == len(table):
             yield from table
             return
         inside = query.removeprefix(layer.path).strip(".").split(".")
         roles = norm_roles(self._module(query, len(inside)), inside[0], inside[-2]) if len(inside) > 2 else None
-        for path in dict.fromkeys(path for _, path in table):
+        for path in different:
             keys: list[str | None] = [key for key, other in table if other == path]
             if roles is not None and "." not in path:
                 keys = [roles.get(path)]
             if len(keys) == 1 and keys[0] is not None:
                 yield keys[0], path
 
-    def _add_outside(self, layers: Sequence[_Layer], stacks: Sequence[str]) -> None:
+    def _add_outside(self, layers: Sequence[FoundLayer]) -> None:
         """What stands around a stack has the stack's name in front; around several of them, none."""
+        stacks = _stacks(layers)
         made: dict[str, dict[str, Block]] = {}
         for layer in {layer.stack: layer for layer in layers}.values():
             parts = layer.path.split(".")
@@ -273,9 +238,9 @@ class _Assembly:
         for prefix, blocks in made.items():
             for key, block in blocks.items():
                 first = min(self._position[self._bare[piece.parameter]] for piece in block.pieces)
-                self._add(f"{prefix}{key}", block, (_STAGES.get(key, _BEFORE), first))
+                self._add(f"{prefix}{key}", block, (STAGES.get(key, BEFORE), first))
 
-    def _add_rest(self, layers: Sequence[_Layer]) -> None:
+    def _add_rest(self, layers: Sequence[FoundLayer]) -> None:
         begin = min((self._begin(layer.path) for layer in layers), default=0)
         for name, parameter in self._parameters.items():
             if name in self._claimed:
@@ -287,10 +252,10 @@ class _Assembly:
             if originals:
                 continue
             home = next((layer.path for layer in layers if _within(name, layer.path)), None)
-            place = (_BEFORE if self._position[name] < begin else _AFTER, self._position[name])
+            place = (BEFORE if self._position[name] < begin else AFTER, self._position[name])
             piece = Piece.whole(actual, parameter.shape, flat(parameter.ndim))
             free = f"{actual} (parameter)" if actual in self._blocks else actual
-            self._add(free, self._block(piece), place if home is None else (_LAYERS, self._begin(home)))
+            self._add(free, self._block(piece), place if home is None else (LAYERS, self._begin(home)))
 
     def _add(self, name: str, block: Block, place: tuple[int, int]) -> None:
         self._blocks[name], self._place[name] = replace(block, name=name), place
@@ -416,6 +381,10 @@ def number_of(modules: Sequence[nn.Module], attributes: Sequence[str]) -> int | 
     return None
 
 
+def _stacks(layers: Iterable[FoundLayer]) -> list[str]:
+    return list(dict.fromkeys(layer.stack for layer in layers))
+
+
 def _prefix(stack: str, stacks: Sequence[str]) -> str:
     """What tells the stack from the model's others, with a dot; nothing when there are none."""
     if len(stacks) == 1:
@@ -423,10 +392,6 @@ def _prefix(stack: str, stacks: Sequence[str]) -> str:
     beside = [other.rpartition(".")[0] for other in stacks]
     parent = stack.rpartition(".")[0]
     return f"{parent if parent and beside.count(parent) == 1 else stack}."
-
-
-def _stage(name: str) -> int:
-    return _END if name.startswith("head.") else _STAGES.get(name, _BEFORE)
 
 
 def _within(name: str, path: str) -> bool:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from torch.autograd.graph import GradientEdge
 
-from curvoscope.families.tracing import DataFlow, Node, WeightProduct, shape_of
+from curvoscope.families.data_flow import DataFlow, Node, WeightProduct, shape_of
+from curvoscope.families.operands import heads_of
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ def attention_calls(flow: DataFlow) -> list[AttentionCall]:
 
 def _is_again(flow: DataFlow, first: AttentionCall, call: AttentionCall) -> bool:
     """Whether two calls with the same weights have the same values."""
-    values = [flow.heads(one.operands["V"], one.weights["V"]) for one in (first, call)]
+    values = [heads_of(flow, one.operands["V"], one.weights["V"]) for one in (first, call)]
     return values[0] == values[1]
 
 
@@ -158,4 +159,4 @@ def _is_same(flow: DataFlow, operand: tuple[Node, int], call: AttentionCall, rol
     if flow.products_behind(operand[0].next_functions[operand[1] - 2][0]) != [weight]:
         return False
     fused = call.weights["Q"].node is call.weights["K"].node
-    return not fused or flow.heads([operand], weight) == flow.heads(call.operands[role], weight)
+    return not fused or heads_of(flow, [operand], weight) == heads_of(flow, call.operands[role], weight)

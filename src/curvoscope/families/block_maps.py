@@ -7,7 +7,8 @@ from torch import nn
 from curvoscope.blocks import Blocks
 from curvoscope.families import direct, huggingface, recurrences, torch_nn, transformer_lens
 from curvoscope.families.adapters import adapters_of, without_adapters
-from curvoscope.families.assembly import assemble, assemble_recognised
+from curvoscope.families.assembly import assemble
+from curvoscope.families.recognised import assemble_recognised
 from curvoscope.families.recognition import Recognition
 from curvoscope.families.tracing import traced
 

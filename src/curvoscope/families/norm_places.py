@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from curvoscope.families.attention_calls import AttentionCall
+from curvoscope.families.data_flow import DataFlow, Node, Use
 from curvoscope.families.stacks import StackLayer, Stacks
-from curvoscope.families.tracing import DataFlow, Node, Use
 
 _NORMALISING = re.compile("(Rsqrt|Sqrt|Pow|Reciprocal|LinalgVectorNorm|Norm|NativeLayerNorm|FusedRmsNorm|Var|Std)")
 _LIGHT = ("View", "ToCopy", "UnsafeView")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from torch.autograd.function import BackwardCFunction
 
 from curvoscope.families.attention_calls import AttentionCall
-from curvoscope.families.tracing import DataFlow, Node, WeightProduct
+from curvoscope.families.data_flow import DataFlow, Node, WeightProduct
+from curvoscope.families.operands import operand
 
 _ACTIVATION = re.compile(
     "(Gelu|Relu|Silu|Sigmoid|Tanh|Erf|LeakyRelu|Elu|Threshold|Hardtanh|Mish|Softplus|Hardswish|Prelu)B"
@@ -108,7 +109,7 @@ class Stacks:
             layers: list[StackLayer] = []
             only_crossed, seen = all(call.cross for call in group), dict[str, StackLayer]()
             for call in group:
-                weight = f"{call.weights['Q'].parameter}{self._flow.operand(call.weights['Q'].weight)}"
+                weight = f"{call.weights['Q'].parameter}{operand(self._flow, call.weights['Q'].weight)}"
                 if weight in seen:  # a layer that runs several times
                     self.layer_of[call] = seen[weight]
                     continue

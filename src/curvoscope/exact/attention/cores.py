@@ -8,44 +8,13 @@ in the space of the port through which the weight reaches the output: the head's
 all outer blocks have the core M_i^T S_i M'_i, with S_i seen through the two ports.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from curvoscope.exact.attention.moments import Feature, Rows
-from curvoscope.exact.attention.rotary import TokenMap
+from curvoscope.exact.attention.moments import Response, Rows
 from curvoscope.losses.curvatures import ProjectedCurvature
 from curvoscope.operators.cores import Core, TokenForm
 
 _SHARP_NUMBERS = 2**22  # entries of the Gram matrices that are taken about single keys at a time
-
-
-@dataclass(frozen=True)
-class Response:
-    """M_i = Cov_i[V, f]: how the head's output answers to scores that move along the features f.
-
-    `rotary`: the weight moves queries that a norm or positions map by J_i, so that its matrix is M_i J_i.
-    """
-
-    rows: Rows
-    value: Feature
-    feature: Feature
-    rotary: TokenMap | None = None
-
-    def matrix(self, start: int, stop: int) -> Tensor:
-        """Cov_i[V, f], (t, e, p)."""
-        return self.rows.covariance(self.value, self.feature, start, stop)
-
-    def turned(self) -> Tensor:
-        """M_i J_i of all tokens, (T, e, p)."""
-        matrix = self.matrix(0, self.rows.tokens)
-        return matrix if self.rotary is None else self.rotary.back(matrix, 0, self.rows.length)
-
-    @property
-    def workspace(self) -> int:
-        """Numbers that `matrix` needs for a token."""
-        narrow, wide = sorted((self.value.width, self.feature.width))
-        return 3 * narrow * wide + self.rows.length * narrow
 
 
 class Answered(Core):
@@ -194,26 +163,3 @@ def _about_tops(kernel: Tensor, top: Tensor, other: Tensor) -> Tensor:
 def _row_weights(rows: Rows) -> Tensor:
     """The weights that D_i puts on the keys: a_i with a softmax, the mask without."""
     return rows.A if rows.open_keys is None else rows.open_keys.expand_as(rows.A)
-
-
-def rotated(core: Core, left: Response | None, right: Response | None) -> Core:
-    """Turn the core of two weights by the maps of their responses, if they have any."""
-    rows, columns = (None if one is None else one.rotary for one in (left, right))
-    return core if rows is None and columns is None else Rotated(core, rows, columns)
-
-
-class Rotated(Core):
-    """J_i^T C_i J_i, on the rows, the columns or both: the query side under norms and rotary positions."""
-
-    def __init__(self, core: Core, rows: TokenMap | None, columns: TokenMap | None) -> None:
-        super().__init__(core.shape, core.period, 3 * core.workspace, core.symmetric and rows is columns)
-        self._core, self._rows, self._columns = core, rows, columns
-
-    def dense(self, start: int, stop: int) -> Tensor:
-        """(t, p, q)."""
-        values = self._core.dense(start, stop)
-        if self._columns is not None:
-            values = self._columns.back(values, start, self.period)
-        if self._rows is not None:
-            values = self._rows.back(values.mT, start, self.period).mT
-        return values

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvoscope.exact.attention.rotary import TokenMap
 from curvoscope.magnitudes import unit
 from curvoscope.operators.cores import Core, RowForm, TokenForm
 
@@ -263,6 +264,57 @@ class Third(Core):
 def _workspace(rows: Rows, f: Feature, g: Feature) -> int:
     """Numbers per token that a covariance needs: the result, the pairs, and rows times features."""
     return 3 * f.width * g.width + rows.length * min(f.width, g.width)
+
+
+@dataclass(frozen=True)
+class Response:
+    """M_i = Cov_i[V, f]: how the head's output answers to scores that move along the features f.
+
+    `rotary`: the weight moves queries that a norm or positions map by J_i, so that its matrix is M_i J_i.
+    """
+
+    rows: Rows
+    value: Feature
+    feature: Feature
+    rotary: TokenMap | None = None
+
+    def matrix(self, start: int, stop: int) -> Tensor:
+        """Cov_i[V, f], (t, e, p)."""
+        return self.rows.covariance(self.value, self.feature, start, stop)
+
+    def turned(self) -> Tensor:
+        """M_i J_i of all tokens, (T, e, p)."""
+        matrix = self.matrix(0, self.rows.tokens)
+        return matrix if self.rotary is None else self.rotary.back(matrix, 0, self.rows.length)
+
+    @property
+    def workspace(self) -> int:
+        """Numbers that `matrix` needs for a token."""
+        narrow, wide = sorted((self.value.width, self.feature.width))
+        return 3 * narrow * wide + self.rows.length * narrow
+
+
+def rotated(core: Core, left: Response | None, right: Response | None) -> Core:
+    """Turn the core of two weights by the maps of their responses, if they have any."""
+    rows, columns = (None if one is None else one.rotary for one in (left, right))
+    return core if rows is None and columns is None else Rotated(core, rows, columns)
+
+
+class Rotated(Core):
+    """J_i^T C_i J_i, on the rows, the columns or both: the query side under norms and rotary positions."""
+
+    def __init__(self, core: Core, rows: TokenMap | None, columns: TokenMap | None) -> None:
+        super().__init__(core.shape, core.period, 3 * core.workspace, core.symmetric and rows is columns)
+        self._core, self._rows, self._columns = core, rows, columns
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """(t, p, q)."""
+        values = self._core.dense(start, stop)
+        if self._columns is not None:
+            values = self._columns.back(values, start, self.period)
+        if self._rows is not None:
+            values = self._rows.back(values.mT, start, self.period).mT
+        return values
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Notation of the forward pass, and d for the derivative along a direction of the 
 
 The product is the derivative of the gradient: outer through dG = S dF alone, functional with G held fixed. Soft-capped
 scores c tanh(T/c) put their slope τ' = 1 - tanh² beside D: dA = D τ' dT and P = τ' D u, whose derivative has the
-further term τ'' dT D u. Norms and positions between the projections and q, K are in `maps`.
+further term τ'' dT D u. Norms and positions between the projections and q, K are in `layer`.
 """
 
 from collections.abc import Sequence

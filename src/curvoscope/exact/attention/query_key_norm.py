@@ -1,10 +1,4 @@
-"""From the projection X W + b to the queries or keys that make scores: a norm (QK-norm), then positions, if any.
-
-    y_i = R_i (γ ∘ x̂_i + β)      x̂ the projection of token i, normalised over each head or over all of them
-
-Both act on each token alone. Along a direction dx of the projection y moves by R (γ ∘ J dx), J = dx̂/dx, and a gradient
-g at y goes back to J (γ ∘ R^T g), which itself moves with x: the term `bend`, the only second derivative.
-"""
+"""A norm of queries or keys before their scores (QK-norm): over each head, or over all of them."""
 
 from dataclasses import dataclass
 
@@ -13,18 +7,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
-from curvoscope.exact.attention.rotary import PositionMap, TokenMap
 from curvoscope.exact.norms import Normalised
-
-
-def split_heads(values: Tensor, heads: int) -> Tensor:
-    """(..., L, heads*w) -> (..., heads, L, w)."""
-    return values.unflatten(-1, (heads, -1)).transpose(-2, -3)
-
-
-def merge_heads(values: Tensor) -> Tensor:
-    """(..., heads, L, w) -> (..., L, heads*w)."""
-    return values.transpose(-2, -3).flatten(-2)
 
 
 class QueryKeyNorm:
@@ -124,75 +107,3 @@ class NormAt:
 
     def _across(self, rows: Tensor) -> Tensor:
         return rows.reshape(*rows.shape[:-2], *self.shape)
-
-
-class ProjectionMap:
-    """y of above for `heads` heads, at one projection (N, L, heads*w)."""
-
-    def __init__(
-        self, projected: Tensor, heads: int, norm: QueryKeyNorm | None = None, positions: PositionMap | None = None
-    ) -> None:
-        self._heads, self._positions = heads, positions
-        self._norm = None if norm is None else norm.at(projected)
-        normalised = projected if self._norm is None else self._norm.output
-        self.output = self._turned(split_heads(normalised, heads))
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether there is no second derivative."""
-        return self._norm is None
-
-    def push(self, direction: Tensor) -> Tensor:
-        """dy (n, N, H, L, w) along dx (n, N, L, heads*w)."""
-        moved = direction if self._norm is None else self._norm.push(direction)
-        return self._turned(split_heads(moved, self._heads))
-
-    def pull(self, gradient: Tensor) -> Tensor:
-        """The gradient at the projection (..., N, L, heads*w) for one at y (..., N, H, L, w)."""
-        back = self._turned_back(gradient)
-        return back if self._norm is None else self._norm.pull(back)
-
-    def bend(self, direction: Tensor, gradient: Tensor) -> Tensor:
-        """How `pull` of a gradient (N, H, L, w) moves along dx (n, N, L, heads*w)."""
-        if self._norm is None:
-            return torch.zeros_like(direction)
-        return self._norm.bend(direction, self._turned_back(gradient))
-
-    def _turned(self, vectors: Tensor) -> Tensor:
-        return vectors if self._positions is None else self._positions.of_heads(vectors)
-
-    def _turned_back(self, gradient: Tensor) -> Tensor:
-        return merge_heads(gradient if self._positions is None else self._positions.of_heads(gradient, back=True))
-
-    def of_head(self, head: int) -> "HeadMap | None":
-        """The derivative of y in the projection of one head, if it is not the identity and each head has its own."""
-        positions = None if self._positions is None else self._positions.of_head(head)
-        if self._norm is None:
-            return None if positions is None else HeadMap(positions)
-        return HeadMap(positions, *self._norm.of_head(head, self._heads))
-
-
-class HeadMap(TokenMap):
-    """J_i = R_i diag(γ) dx̂_i/dx_i of one head; `normalised` x̂ (T, k)."""
-
-    def __init__(
-        self, positions: PositionMap | None, normalised: Normalised | None = None, gamma: Tensor | None = None
-    ) -> None:
-        self._positions, self._normalised, self._gamma = positions, normalised, gamma
-
-    def back(self, values: Tensor, start: int, length: int) -> Tensor:
-        """See `TokenMap`."""
-        if self._positions is not None:
-            values = self._positions.back(values, start, length)
-        if self._normalised is None or self._gamma is None:
-            return values
-        x_hat, sigma = (one[start : start + len(values)] for one in (self._normalised.x_hat, self._normalised.sigma))
-        here = Normalised(x_hat, sigma, self._normalised.centred)
-        return here.push((self._gamma * values).transpose(0, 1)).transpose(0, 1)
-
-    def curvature(self, gradient: Tensor, length: int) -> Tensor | None:
-        """The second derivative of <g, y_i> in x_i (T, k, k) for gradients g (T, k); None if there is none."""
-        if self._normalised is None or self._gamma is None:
-            return None
-        back = gradient if self._positions is None else self._positions.back(gradient[:, None], 0, length)[:, 0]
-        return self._normalised.curvature(self._gamma * back)
