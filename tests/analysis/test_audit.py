@@ -145,6 +145,16 @@ def test_several_weights_as_one(sweep):
     assert row.error == pytest.approx(error, rel=1e-9)
     low, high = cv.analysis.block_diagonal_error(sweep, both).interval(0.9999)
     assert low < error < high
+    bias = ("0.bias", "2.bias")  # with the weights of a layer as one block
+    layers = [(weight, shift) for weight, shift in zip(both, bias, strict=True)]
+    whole, kept = H.outer.dense(), torch.zeros_like(H.outer.dense())
+    for layer in layers:
+        places = torch.cat([torch.arange(len(whole))[H.outer.ranges[name]] for name in layer])
+        kept[places[:, None], places] = whole[places[:, None], places]
+    found = cv.analysis.block_diagonal_error(H, layers)
+    assert found == pytest.approx(float((whole - kept).norm() / whole.norm()), rel=1e-9)
+    low, high = cv.analysis.block_diagonal_error(sweep, layers).interval(0.9999)
+    assert low < found < high
     (sampled,) = cv.analysis.audit(sweep, [both], ["layers"])
     low, high = sampled.error.interval(0.9999)
     assert low < error < high

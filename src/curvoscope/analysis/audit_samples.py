@@ -8,6 +8,7 @@ Approximations that keep some entries of H and drop the others need no halves: s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, floats_of, standins
 from curvoscope.approximations import Approximation, GradientSource
-from curvoscope.approximations.gradients import total
-from curvoscope.approximations.projections import kept_pairs
+from curvoscope.approximations.factors import total
+from curvoscope.approximations.projections import kept_pairs, others
 from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
@@ -29,16 +30,68 @@ _TINY = torch.finfo(torch.float64).tiny
 class _Compared:
     """What one set of samples says about one approximation.
 
-    `square`: |A|²; `trace`: tr A; `products` (m, m): numbers of pairs of samples whose mean is <H, A>²; `gram`: K
-    (m, m). Of an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself: `keeps`.
+    `square`: |A|²; `trace`: tr A. Pairs of samples have numbers whose mean is <H, A>²: `products` (m,) are their sums
+    over the others, for each sample, and `squares` (m,) those of <gamma_i, gamma_j>²; `lengths` (m,) are |gamma_i|². Of
+    an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself: `keeps`.
     """
 
     square: float
     trace: float
     products: Tensor
-    gram: Tensor
+    squares: Tensor
+    lengths: Tensor
     floats: int
     keeps: bool = False
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+class _BlockSamples:
+    """The samples of one block in one chunk, as approximations are made of them and compared with them.
+
+    In the basis of the inputs that the samples have, which is small, unless an approximation needs the inputs one by
+    one: heads that are groups of inputs, and operators that are given.
+    """
+
+    def __init__(self, source: GradientSource) -> None:
+        self.source, self._spanned = source, source.spanned()
+
+    @cached_property
+    def _gram(self) -> Tensor:
+        """K[i, j] = <gamma_i, gamma_j>, (m, m)."""
+        gradients = torch.cat([some.flatten(1) for some in self._spanned.gradients()])
+        return (gradients @ gradients.mT).double()
+
+    @cached_property
+    def _halves(self) -> tuple[GradientSource, GradientSource]:
+        return self._spanned.halves()
+
+    @cached_property
+    def _plain_halves(self) -> tuple[GradientSource, GradientSource]:
+        return self.source.halves()
+
+    def compared(self, name: str, make: Callable[[GradientSource], LinearOperator], given: bool) -> _Compared:
+        """One approximation, made of the first half unless it is given."""
+        kept = None if given else kept_pairs(self.source, name)
+        if kept is not None:
+            return _Compared(0.0, 0.0, kept[0], others(self._gram.square()), self._gram.diagonal(), kept[1], keeps=True)
+        if given:  # it has seen none of the samples
+            return self._measured(make(self.source), self.source, torch.arange(len(self.source)))
+        by_input = name.endswith("/heads") and self.source.axis != self.source.outputs_axis
+        first, second = self._plain_halves if by_input else self._halves
+        return self._measured(make(first), second, self.source.second_half)
+
+    def _measured(self, A: LinearOperator, source: GradientSource, places: Tensor) -> _Compared:
+        if isinstance(A, Approximation):
+            values = torch.cat([A.quadratic(part) for part in source.compact])
+        else:
+            formed = (some.flatten(1) for some in source.gradients())
+            values = torch.cat([(some * A._matmat(some.mT).mT).sum(1) for some in formed])
+        values, gram = values.double(), self._gram[places[:, None], places]
+        products = values * (values.sum() - values)
+        size = float(A.frobenius_norm())
+        return _Compared(size**2, float(A.trace()), products, others(gram.square()), gram.diagonal(), floats_of(A))
 
 
 class SampledAudit:
@@ -72,22 +125,13 @@ class SampledAudit:
         """The samples of a block in one chunk."""
         if len(source) < 2 * LEAST:
             raise RangeError("samples", f"got {len(source)} in a chunk, expected at least {2 * LEAST}: two halves")
-        known = self._found.setdefault(source.name, {})
-        first, second = source.halves()
-        grams: dict[bool, Tensor] = {False: _gram(second), True: _gram(source)}
+        known, samples = self._found.setdefault(source.name, {}), _BlockSamples(source)
         for (name, make), given in zip(standins(source.name, self._wanted), self._given(source.name), strict=True):
             try:
-                A = make(first)
+                known.setdefault(name, {})[chunk] = samples.compared(name, make, given)
             except CurvoscopeError as error:
                 if self._strict or error.argument not in ("block", "approximation"):
                     raise
-                continue
-            pairs = None if given else kept_pairs(source, name)
-            if pairs is not None:
-                compared = _Compared(0.0, 0.0, pairs, grams[True], floats_of(A), keeps=True)
-            else:  # an operator that was given has seen none of the samples
-                compared = _compared(A, source if given else second, grams[given])
-            known.setdefault(name, {})[chunk] = compared
 
     def _given(self, block: str) -> list[bool]:
         """Whether each approximation is an operator."""
@@ -106,32 +150,16 @@ class SampledAudit:
         return AuditTable(rows)
 
 
-def _gram(source: GradientSource) -> Tensor:
-    """K[i, j] = <gamma_i, gamma_j>, (m, m)."""
-    gradients = torch.cat([some.flatten(1) for some in source.gradients()])
-    return (gradients @ gradients.mT).double()
-
-
-def _compared(A: LinearOperator, source: GradientSource, gram: Tensor) -> _Compared:
-    if isinstance(A, Approximation):
-        values = torch.cat([A.quadratic(part) for part in source.parts])
-    else:
-        formed = (some.flatten(1) for some in source.gradients())
-        values = torch.cat([(some * A._matmat(some.mT).mT).sum(1) for some in formed])
-    products = torch.outer(values.double(), values.double())
-    return _Compared(float(A.frobenius_norm()) ** 2, float(A.trace()), products, gram, floats_of(A))
-
-
 def _row(block: str, name: str, found: Sequence[_Compared]) -> AuditRow:
     """The estimates of a block and an approximation from all chunks."""
     means = [_Means.of(one) for one in found]
-    shares = torch.tensor([len(one.gram) for one in found], dtype=torch.float64)
+    shares = torch.tensor([len(one) for one in found], dtype=torch.float64)
     shares /= shares.sum()
     whole = _Means.mixed(means, shares)
     left_out = [
         _Means.mixed([*means[:c], _Means.without_each(one), *means[c + 1 :]], shares) for c, one in enumerate(found)
     ]
-    m = sum(len(one.gram) for one in found)
+    m = sum(map(len, found))
 
     def estimate(ask: Callable[[_Means], Tensor], power: float = 1.0) -> Estimate:
         """The jackknife's value and error of a function of the means; the root of it for `power` 2."""
@@ -166,21 +194,19 @@ class _Means(NamedTuple):
     @classmethod
     def of(cls, one: _Compared) -> "_Means":
         """Over all samples and pairs."""
-        return cls._from(one, len(one.gram), torch.zeros(()))
+        return cls._from(one, len(one), torch.zeros(()))
 
     @classmethod
     def without_each(cls, one: _Compared) -> "_Means":
         """Over all but one sample, for each of them (m,)."""
-        return cls._from(one, len(one.gram) - 1, torch.ones(()))
+        return cls._from(one, len(one) - 1, torch.ones(()))
 
     @classmethod
     def _from(cls, one: _Compared, count: int, less: Tensor) -> "_Means":
-        pairs = (some - torch.diag(some.diagonal()) for some in (one.gram.square(), one.products))
         square, product = (
-            (rows.sum() - less * 2 * rows) / (count * (count - 1)) for rows in (some.sum(1) for some in pairs)
+            (rows.sum() - less * 2 * rows) / (count * (count - 1)) for rows in (one.squares, one.products)
         )
-        lengths = one.gram.diagonal()
-        trace = (lengths.sum() - less * lengths) / count
+        trace = (one.lengths.sum() - less * one.lengths) / count
         if not less:
             square, product, trace = square[0], product[0], trace[0]
         if one.keeps:

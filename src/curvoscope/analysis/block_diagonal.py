@@ -1,10 +1,12 @@
 """How much of a Hessian lies outside of its diagonal blocks."""
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
 
 from curvoscope.approximations import source_of
+from curvoscope.approximations.factors import total
 from curvoscope.approximations.source import Curvature
 from curvoscope.errors import EmptyError
 from curvoscope.estimate import Estimate
@@ -12,7 +14,7 @@ from curvoscope.sweep import Sweep
 from curvoscope.sweep.statistics import jackknifed_ratio
 
 
-def block_diagonal_error(H: Curvature | Sweep, blocks: Sequence[str] | None = None) -> Estimate:
+def block_diagonal_error(H: Curvature | Sweep, blocks: Sequence[str | Sequence[str]] | None = None) -> Estimate:
     """|H - blockdiag(H)| / |H| over several blocks, in the Frobenius norm, of the outer part.
 
     It is what every approximation misses that treats the blocks one by one. With K_b the Gram matrix of a block's
@@ -20,7 +22,8 @@ def block_diagonal_error(H: Curvature | Sweep, blocks: Sequence[str] | None = No
 
     Args:
         H: the Hessian of a small model, or a sweep.
-        blocks: names of two or more; heads of a sweep can be named too. None: all.
+        blocks: names of two or more; heads of a sweep can be named too. Several names in a tuple are one block, such as
+            all weights of a layer. None: all.
 
     Returns:
         The relative error, exact or with its standard error.
@@ -35,16 +38,19 @@ def block_diagonal_error(H: Curvature | Sweep, blocks: Sequence[str] | None = No
         >>> bool(abs((truth - kept).norm() / truth.norm() - cv.analysis.block_diagonal_error(H)) < 1e-12)
         True
     """
-    names = list(blocks if blocks is not None else getattr(H, "names", ()))
-    if len(names) < 2:
-        raise EmptyError("blocks", f"got {len(names)}, expected two or more")
+    chosen = blocks if blocks is not None else getattr(H, "names", ())
+    groups = [[one] if isinstance(one, str) else list(one) for one in chosen]
+    if len(groups) < 2:
+        raise EmptyError("blocks", f"got {len(groups)}, expected two or more")
     if isinstance(H, Sweep):
-        grams = [torch.stack(chunk) for chunk in zip(*H.grams(*names), strict=True)]
+        known = iter(H.grams(*chain.from_iterable(groups)))
+        summed = [[total(some) for some in zip(*islice(known, len(names)), strict=True)] for names in groups]
+        grams = [torch.stack(chunk) for chunk in zip(*summed, strict=True)]
         found = jackknifed_ratio([some.square().sum(0) for some in grams], [some.sum(0).square() for some in grams])
         return Estimate(**found.facts() | {"value": 1 - found, "skewness": -found.skewness}).root()
     kept, whole = 0.0, torch.zeros(())
-    for name in names:
-        root = source_of(H, name).root()
-        gram = root @ root.mT
+    for names in groups:
+        roots = (source_of(H, name).root() for name in names)
+        gram = total(root @ root.mT for root in roots)
         kept, whole = kept + float(gram.square().sum()), whole + gram
     return Estimate(max(0.0, 1 - kept / float(whole.square().sum())) ** 0.5)

@@ -5,7 +5,8 @@ from curvoscope.approximations.diagonal import diagonal
 from curvoscope.approximations.ekfac import ekfac
 from curvoscope.approximations.empirical import empirical
 from curvoscope.approximations.factor_files import read_factors
-from curvoscope.approximations.gradients import GradientFactors, GradientSource, joined
+from curvoscope.approximations.factors import GradientFactors
+from curvoscope.approximations.gradients import GradientSource, joined
 from curvoscope.approximations.heads import heads
 from curvoscope.approximations.input import input
 from curvoscope.approximations.kfac import kfac

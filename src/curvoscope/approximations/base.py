@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.approximations.gradients import GradientFactors
+from curvoscope.approximations.factors import GradientFactors
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.operators.base import LinearOperator, Shape
 

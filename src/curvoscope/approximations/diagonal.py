@@ -1,7 +1,7 @@
 """The diagonal, which Adam and RMSprop keep."""
 
 from curvoscope.approximations.eigenbasis import EigenbasisForm
-from curvoscope.approximations.gradients import total
+from curvoscope.approximations.factors import total
 from curvoscope.approximations.source import Curvature, source_of
 
 

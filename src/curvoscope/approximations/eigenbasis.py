@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.approximations.base import Approximation
-from curvoscope.approximations.gradients import GradientFactors
+from curvoscope.approximations.factors import GradientFactors
 from curvoscope.magnitudes import norm
 
 

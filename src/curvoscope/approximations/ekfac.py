@@ -3,7 +3,7 @@
 import torch
 
 from curvoscope.approximations.eigenbasis import EigenbasisForm
-from curvoscope.approximations.gradients import total
+from curvoscope.approximations.factors import total
 from curvoscope.approximations.source import Curvature, source_of
 
 
@@ -33,6 +33,7 @@ def ekfac(H: Curvature, name: str | None = None) -> EigenbasisForm:
     """
     source = source_of(H, name)
     left, right = (torch.linalg.eigh(factor).eigenvectors for factor in source.ordered(*source.token_moments[:2]))
-    turned = (some.gradients() for part in source.parts for some in part.turned(left, right).pieces())
+    turned = (some.gradients() for part in source.compact for some in part.turned(left, right).pieces())
     values = total(gradients.square().sum(0) for gradients in turned) * source.weight
-    return EigenbasisForm("ekfac", left, right, values, left.numel() + right.numel() + values.numel())
+    a, p = source.sides
+    return EigenbasisForm("ekfac", left, right, values, source.product_floats + a * p)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvoscope.approximations.gradients import GradientFactors, GradientSource
+from curvoscope.approximations.factors import GradientFactors
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import cotangents
 from curvoscope.autodiff.engine import Autodiff

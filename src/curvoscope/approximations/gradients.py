@@ -5,114 +5,17 @@ y. If delta runs over all columns of a root of the loss Hessian, the sum over ga
 drawn at random, the mean over the samples is an unbiased estimate of H. Both are a `GradientSource`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from operator import add
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from curvoscope.approximations.factors import GradientFactors, moment, symmetric, total
 from curvoscope.errors import ModelError, RangeError
 from curvoscope.operators.base import Shape
-
-_FORMED = 2**25  # entries of gradients that are formed at a time
-
-
-@dataclass(frozen=True, eq=False)
-class GradientFactors:
-    """Gradients X_g^T delta_gi (a, p) in g groups, each of n gradients that share X_g.
-
-    Args:
-        inputs: X (g, T, a); None if the gradients themselves are known.
-        cotangents: delta (g, n, T, p), or the gradients (g, n, a, p).
-        flipped: whether the block is stored as (p, a): its gradients are delta^T X.
-
-    Example:
-        >>> import torch
-        >>> from curvoscope.approximations import GradientFactors
-        >>> found = GradientFactors(torch.ones(1, 5, 2), torch.ones(1, 4, 5, 3))
-        >>> len(found), found.shape, found.gradients().shape
-        (4, (2, 3), torch.Size([4, 2, 3]))
-    """
-
-    inputs: Tensor | None
-    cotangents: Tensor
-    flipped: bool = False
-
-    @property
-    def groups(self) -> int:
-        """g."""
-        return len(self.cotangents)
-
-    @property
-    def each(self) -> int:
-        """n, the gradients of a group."""
-        return self.cotangents.shape[1]
-
-    def __len__(self) -> int:
-        return self.groups * self.each
-
-    @property
-    def shape(self) -> Shape:
-        """(a, p), or (p, a) if flipped."""
-        a = self.cotangents.shape[2] if self.inputs is None else self.inputs.shape[2]
-        p = self.cotangents.shape[3]
-        return (p, a) if self.flipped else (a, p)
-
-    def gradients(self) -> Tensor:
-        """All of them, (g n, *shape)."""
-        formed = self.cotangents if self.inputs is None else self.inputs.mT[:, None] @ self.cotangents
-        return (formed.mT if self.flipped else formed).flatten(0, 1)
-
-    def pieces(self) -> Iterator["GradientFactors"]:
-        """The same gradients a few at a time, in their order."""
-        step = max(1, _FORMED // (self.shape[0] * self.shape[1]))
-        if step >= self.each:
-            for start in range(0, self.groups, step // self.each):
-                some = slice(start, start + step // self.each)
-                inputs = None if self.inputs is None else self.inputs[some]
-                yield replace(self, inputs=inputs, cotangents=self.cotangents[some])
-            return
-        for group in range(self.groups):
-            inputs = None if self.inputs is None else self.inputs[group : group + 1]
-            for start in range(0, self.each, step):
-                cotangents = self.cotangents[group : group + 1, start : start + step]
-                yield replace(self, inputs=inputs, cotangents=cotangents)
-
-    def turned(self, left: Tensor | None, right: Tensor | None) -> "GradientFactors":
-        """left^T gamma right; None for the identity."""
-        first, second = (right, left) if self.flipped else (left, right)
-        inputs, cotangents = self.inputs, self.cotangents
-        if first is not None:
-            inputs, cotangents = (None, first.mT @ cotangents) if inputs is None else (inputs @ first, cotangents)
-        return replace(self, inputs=inputs, cotangents=cotangents if second is None else cotangents @ second)
-
-    def inner(self, other: "GradientFactors") -> Tensor:
-        """<gamma, gamma'> for gradients in the same place, (g n,)."""
-        if self.inputs is None or other.inputs is None or self._forming_is_cheaper():
-            pairs = zip(self.pieces(), other.pieces(), strict=True)
-            return torch.cat([(one.gradients() * two.gradients()).sum((1, 2)) for one, two in pairs])
-        tokens = self.inputs @ other.inputs.mT  # (g, T, T')
-        return ((tokens[:, None] @ other.cotangents) * self.cotangents).sum((2, 3)).flatten()
-
-    def _forming_is_cheaper(self) -> bool:
-        assert self.inputs is not None
-        a, p = self.inputs.shape[2], self.cotangents.shape[3]
-        return self.cotangents.shape[2] * (a + self.each * p) > 2 * self.each * a * p
-
-    def part(self, axis: int, start: int, stop: int) -> "GradientFactors":
-        """Rows (axis 0) or columns (axis 1) `start` to `stop` of the block."""
-        if (axis == 1) != self.flipped:
-            return replace(self, cotangents=self.cotangents[..., start:stop])
-        if self.inputs is None:
-            return replace(self, cotangents=self.cotangents[:, :, start:stop])
-        return replace(self, inputs=self.inputs[..., start:stop])
-
-    def chosen(self, places: Tensor) -> "GradientFactors":
-        """Some gradients of a single group."""
-        return replace(self, cotangents=self.cotangents[:, places])
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +34,7 @@ class GradientSource:
         labelled: gradients of the labels that the data has, one for each sequence, if they are known.
         members: sizes of the weights that are joined in this one, along `members_axis`.
         members_axis: 1 if they stand side by side, 0 if one after the other.
+        silent: directions of the inputs that no gradient has and `spanned` has left out.
 
     Example:
         >>> import torch
@@ -150,6 +54,7 @@ class GradientSource:
     labelled: tuple[GradientFactors, ...] = ()
     members: tuple[int, ...] = ()
     members_axis: int = 1
+    silent: int = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -213,6 +118,58 @@ class GradientSource:
         right = total([moment(part.cotangents) for part in self.parts]) * self.weight
         return left, right, sum(share * len(X) * X.shape[1] for share, X in self.inputs)
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The numbers of inputs and of outputs of the layer, with those inputs that are left out."""
+        a, p = reversed(self.shape) if self.flipped else self.shape
+        return a + self.silent, p
+
+    @property
+    def product_floats(self) -> int:
+        """What a Kronecker product stores, a² + p²."""
+        a, p = self.sides
+        return a**2 + p**2
+
+    @property
+    def outputs_axis(self) -> int:
+        """The side of the block that the outputs of the layer are."""
+        return 0 if self.flipped else 1
+
+    @cached_property
+    def compact(self) -> tuple[GradientFactors, ...]:
+        """The parts, each formed if that takes no more numbers."""
+        return tuple(part.compact() for part in self.parts)
+
+    def outward(self, matrix: Tensor | None = None) -> Tensor:
+        """E[gamma Y gamma^T] (a, a) for a symmetric Y over the outputs, or the identity; gamma as (a, p)."""
+        return symmetric(self.weight * total(part.outward(matrix) for part in self.compact))
+
+    def inward(self, matrix: Tensor | None = None) -> Tensor:
+        """E[gamma^T Z gamma] (p, p) for a symmetric Z over the inputs, or the identity; gamma as (a, p)."""
+        return symmetric(self.weight * total(part.inward(matrix) for part in self.compact))
+
+    @cached_property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """E[gamma gamma^T] (a, a) over the inputs and E[gamma^T gamma] (p, p) over the outputs."""
+        return self.outward(), self.inward()
+
+    def spanned(self) -> "GradientSource":
+        """The same gradients in an orthonormal basis of the span of all inputs, if that has fewer directions.
+
+        Kronecker products and their audits do not depend on the basis; the other directions are `silent`. Heads that
+        are groups of inputs are not known any more.
+        """
+        if any(part.inputs is None for part in self.parts):
+            return self
+        tokens = torch.cat([X.flatten(0, 1) for _, X in self.inputs])
+        if len(tokens) >= tokens.shape[1]:
+            return self
+        basis = torch.linalg.qr(tokens.mT).Q
+        parts = tuple(replace(part, inputs=part.inputs @ basis) for part in self.parts if part.inputs is not None)
+        heads, axis = (self.heads, self.axis) if self.axis == self.outputs_axis else (None, None)
+        silent = tokens.shape[1] - len(tokens)
+        return replace(self, parts=parts, silent=silent, labelled=(), heads=heads, axis=axis)
+
     def head(self, number: int) -> "GradientSource":
         """One head alone."""
         if self.heads is None or self.axis is None or not 0 <= number < self.heads:
@@ -232,15 +189,20 @@ class GradientSource:
         parts, labelled = (
             tuple(part.part(axis, start, stop) for part in several) for several in (self.parts, self.labelled)
         )
-        return GradientSource(name, parts, self.exact, sequences=self.sequences, labelled=labelled)
+        return GradientSource(name, parts, self.exact, sequences=self.sequences, labelled=labelled, silent=self.silent)
+
+    @property
+    def second_half(self) -> Tensor:
+        """The places of the samples of the second of the `halves`, in order."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
+        return order[len(self) // 2 :].sort().values
 
     def halves(self) -> "tuple[GradientSource, GradientSource]":
         """Two sets of samples, each as if drawn alone: a random half of them, and the others."""
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
-        first = torch.zeros(len(self), dtype=torch.bool)
-        first[order[: len(self) // 2]] = True
+        second = torch.zeros(len(self), dtype=torch.bool)
+        second[self.second_half] = True
         found = []
-        for wanted in (first, ~first):
+        for wanted in (~second, second):
             places = (some.nonzero().flatten() for some in wanted.split([len(part) for part in self.parts]))
             parts = (part.chosen(some) for part, some in zip(self.parts, places, strict=True))
             found.append(replace(self, parts=tuple(part for part in parts if len(part))))
@@ -293,15 +255,3 @@ class GivesGradients(Protocol):
 
     def gradient_source(self, name: str) -> GradientSource:
         """The gradients of one block."""
-
-
-def moment(vectors: Tensor) -> Tensor:
-    """sum v v^T over all axes but the last, symmetric to the bit."""
-    flat = vectors.flatten(0, -2)
-    found = flat.mT @ flat
-    return (found + found.mT) / 2
-
-
-def total(tensors: Iterable[Tensor]) -> Tensor:
-    """Their sum; there is at least one."""
-    return reduce(add, tensors)

@@ -32,7 +32,7 @@ def input(H: Curvature, name: str | None = None) -> EigenbasisForm:
     left, right, tokens = source.token_moments
     values, vectors = torch.linalg.eigh(left)
     scaled = values.clamp_min(0) * (right.trace() / (tokens * len(right)))
-    repeated = scaled[:, None].expand(-1, len(right))
+    repeated, floats = scaled[:, None].expand(-1, len(right)), source.sides[0] ** 2
     if source.flipped:
-        return EigenbasisForm("input", None, vectors, repeated.mT, left.numel())
-    return EigenbasisForm("input", vectors, None, repeated, left.numel())
+        return EigenbasisForm("input", None, vectors, repeated.mT, floats)
+    return EigenbasisForm("input", vectors, None, repeated, floats)

@@ -1,7 +1,8 @@
 """KFAC: the covariance of a layer's inputs times that of the gradients at its output."""
 
 from curvoscope import checks
-from curvoscope.approximations.gradients import GradientSource, moment, total
+from curvoscope.approximations.factors import moment, total
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import Curvature, source_of
 from curvoscope.errors import ModelError
@@ -35,7 +36,7 @@ def kfac(H: Curvature, name: str | None = None, sharing: str = "expand") -> Kron
     source = source_of(H, name)
     if sharing == "expand":
         left, right, tokens = source.token_moments
-        return KroneckerProduct("kfac", *source.ordered(left, right / tokens))
+        return KroneckerProduct("kfac", *source.ordered(left, right / tokens), source.product_floats)
     return _reduced(source)
 
 
@@ -48,4 +49,4 @@ def _reduced(source: GradientSource) -> KroneckerProduct:
     left = total(share * moment(X.mean(1)) for share, X in source.inputs)
     right = total(moment(part.cotangents.sum(2)) for part in source.parts) * source.weight
     count = sum(share * len(X) for share, X in source.inputs)
-    return KroneckerProduct("kfac:reduce", *source.ordered(left, right / count))
+    return KroneckerProduct("kfac:reduce", *source.ordered(left, right / count), source.product_floats)

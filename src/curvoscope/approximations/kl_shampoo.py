@@ -1,16 +1,18 @@
 """KL-Shampoo: the Kronecker product nearest in the Kullback-Leibler divergence."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from curvoscope.approximations.kronecker import Rearranged
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.steps import remaining
 from curvoscope.errors import RangeError
-from curvoscope.operators.base import LinearOperator
+from curvoscope.magnitudes import norm
 
 _STEPS = 200
-_CONVERGED = {torch.float64: 1e-13, torch.float32: 1e-2}  # relative change of a factor at which steps end
+_CONVERGED = {torch.float64: 1e-13, torch.float32: 2e-2}  # relative error of a factor at which steps end
 
 
 def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> KroneckerProduct:
@@ -39,25 +41,29 @@ def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> 
     if not damping > 0:
         raise RangeError("damping", f"got {damping}, expected a positive number: most blocks are singular")
     source = source_of(H, name)
-    a, p = source.shape
-    outward: LinearOperator = Rearranged(source)
-    trace = source.weight * float(sum(gradients.square().sum() for gradients in source.gradients()))
-    kappa, limit = damping * trace / (a * p), _CONVERGED.get(source.like.dtype, 1e-2)
-    eye = torch.eye(p, dtype=source.like.dtype, device=source.like.device)
-    right = eye
-    for _ in range(_STEPS):
-        left = _step(outward, right, kappa, p)
-        left = left * (a / left.trace())  # a product has no scale of its own on either side
-        found = _step(outward.T, left, kappa, a)
+    a, p = source.sides
+    kappa, limit = damping * float(source.moments[0].trace()) / (a * p), _CONVERGED.get(source.like.dtype, 2e-2)
+    right, left, rest = source.moments[1], source.moments[0].clone(), kappa * p  # a step from V = I
+    before = math.inf
+    for step in range(_STEPS):
+        if step:
+            inverse = _inverse(right)
+            rest = kappa * float(inverse.trace())  # U in the directions that no gradient has
+            left = source.outward(inverse)
+        left.diagonal().add_(rest)
+        scale = a / (float(left.trace()) + source.silent * rest)  # a product has no scale of its own on either side
+        left, rest = left * scale, rest * scale
+        inverse = _inverse(left)
+        found = source.inward(inverse)
+        found.diagonal().add_(kappa * (float(inverse.trace()) + source.silent / rest))
+        found /= a
         change, right = float((found - right).norm() / found.norm()), found
-        if change <= limit:
+        if remaining(change, before) <= limit:
             break
-    return KroneckerProduct("kl_shampoo", left, right)
+        before = change if step else math.inf  # the first is no change by a step
+    outside = source.silent * rest**2 * norm(right) ** 2, source.silent * rest * float(right.trace())
+    return KroneckerProduct("kl_shampoo", *source.ordered(left, right), source.product_floats, outside)
 
 
-def _step(rearranged: LinearOperator, other: Tensor, kappa: float, size: int) -> Tensor:
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(other))
-    found = rearranged._matmat(inverse.reshape(-1, 1)).view(rearranged.row_shape)
-    found = (found + found.mT) / 2
-    found.diagonal().add_(kappa * inverse.trace())
-    return found / size
+def _inverse(matrix: Tensor) -> Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))

@@ -1,5 +1,6 @@
 """The nearest sum of k Kronecker products, by Van Loan's rearrangement."""
 
+import math
 from functools import cached_property
 
 import numpy as np
@@ -8,16 +9,19 @@ import torch
 from torch import Tensor
 
 from curvoscope.approximations.base import Approximation
-from curvoscope.approximations.gradients import GradientFactors, GradientSource, total
+from curvoscope.approximations.factors import total
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.steps import remaining
 from curvoscope.errors import NonFiniteError, RangeError
-from curvoscope.magnitudes import ScaledNumber, power_of_two, root
+from curvoscope.magnitudes import ScaledNumber, norm, power_of_two, root
 from curvoscope.operators.base import LinearOperator
 
 _DENSE = 2**22  # entries of the rearranged matrix up to which its singular vectors are found from them
-_TOLERANCE = {torch.float64: 0.0, torch.float32: 1e-2}  # of singular vectors, relative; 0 is machine precision
-_BASIS = {torch.float64: 20, torch.float32: 5}  # vectors of a Krylov space, at least: more for more digits
+_TOLERANCE = {torch.float64: 0.0}  # of singular vectors, relative; 0 is machine precision; 1e-2 in single precision
+_BASIS = {torch.float64: 20}  # vectors of a Krylov space, at least: more for more digits; 5 in single precision
+_GAIN = 3e-3  # of the singular value, still to come when power iteration ends
 _RESIDUAL = 1e3  # units of rounding at which a solve ends
 
 
@@ -49,19 +53,42 @@ def kronecker(H: Curvature, name: str | None = None, rank: int = 1) -> Approxima
     """
     source = source_of(H, name)
     a, p = source.shape
-    most = min(a, p) ** 2
+    most = min(source.sides) ** 2
     if not 1 <= rank <= most:
         raise RangeError("rank", f"got {rank}, expected 1 to {most}, the smaller of a² and p² of {source.name!r}")
-    left, right = _dense_terms(source, rank) if (a * p) ** 2 <= _DENSE else _lanczos_terms(source, rank)
+    floats = rank * source.product_floats
+    if (a * p) ** 2 <= _DENSE:
+        left, right = _dense_terms(source, rank)
+    elif rank == 1 and source.like.dtype != torch.float64:
+        return KroneckerProduct("kronecker:1", *source.ordered(*_nearest_product(source)), floats)
+    else:
+        left, right = _lanczos_terms(source, rank)
     if rank == 1:  # both factors of the best product are semidefinite, with one sign
-        return _product("kronecker:1", left[0], right[0])
-    return KroneckerTerms(f"kronecker:{rank}", left, right)
+        return _product("kronecker:1", left[0], right[0], floats)
+    return KroneckerTerms(f"kronecker:{rank}", left, right, floats)
 
 
-def _product(name: str, left: Tensor, right: Tensor) -> KroneckerProduct:
+def _product(name: str, left: Tensor, right: Tensor, floats: int | None = None) -> KroneckerProduct:
     """left (x) right, both with a positive trace and symmetric to the bit."""
     sign = torch.where(left.trace() < 0, -0.5, 0.5)
-    return KroneckerProduct(name, sign * (left + left.mT), sign * (right + right.mT))
+    return KroneckerProduct(name, sign * (left + left.mT), sign * (right + right.mT), floats)
+
+
+def _nearest_product(source: GradientSource) -> tuple[Tensor, Tensor]:
+    """The leading singular pair in single precision, by power iteration from the identity, as far as it matters.
+
+    R takes positive semidefinite matrices to such, so its leading pair is one of them, and the identity is never
+    orthogonal to it. The singular value is second order in the error of the pair.
+    """
+    left, value, before = source.moments[0], 0.0, math.inf
+    while True:
+        left = left / norm(left)
+        right = source.inward(left)
+        found = norm(right)  # |R^T u| for a unit u: it grows to the singular value
+        if not remaining(found - value, before) > _GAIN * found:
+            return left, right
+        before = found - value if value else math.inf
+        left, value = source.outward(right / found), found
 
 
 def _dense_terms(source: GradientSource, rank: int) -> tuple[Tensor, Tensor]:
@@ -111,29 +138,20 @@ class Rearranged(LinearOperator):
         return Rearranged(self._source, not self._is_transposed)
 
     def _matmat(self, columns: Tensor) -> Tensor:
-        matrices = columns.mT.unflatten(1, self.column_shape)
-        multiply = _inward if self._is_transposed != self._source.flipped else _outward
-        found = [total(multiply(part, matrix) for part in self._source.parts) for matrix in matrices]
-        return self._source.weight * torch.stack(found).flatten(1).mT
-
-
-def _outward(part: GradientFactors, matrix: Tensor) -> Tensor:
-    """sum gamma Y gamma^T = sum X^T (delta Y delta^T) X, (a, a)."""
-    middle = torch.einsum("gntp,gnup->gtu", part.cotangents @ matrix, part.cotangents)
-    return middle.sum(0) if part.inputs is None else (part.inputs.mT @ middle @ part.inputs).sum(0)
-
-
-def _inward(part: GradientFactors, matrix: Tensor) -> Tensor:
-    """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta, (p, p)."""
-    middle = matrix[None] if part.inputs is None else part.inputs @ matrix @ part.inputs.mT
-    return part.cotangents.flatten(0, 2).mT @ (middle[:, None] @ part.cotangents).flatten(0, 2)
+        matrices, source = columns.mT.unflatten(1, self.column_shape), self._source
+        inward = self._is_transposed != source.flipped
+        found = [
+            total(part.inward(matrix) if inward else part.outward(matrix) for part in source.compact)
+            for matrix in matrices
+        ]
+        return source.weight * torch.stack(found).flatten(1).mT
 
 
 class KroneckerTerms(Approximation):
     """A = sum_k U_k (x) V_k, with U (k, a, a) and V (k, p, p)."""
 
-    def __init__(self, name: str, left: Tensor, right: Tensor) -> None:
-        super().__init__(name, (left.shape[1], right.shape[1]), left, left.numel() + right.numel())
+    def __init__(self, name: str, left: Tensor, right: Tensor, floats: int) -> None:
+        super().__init__(name, (left.shape[1], right.shape[1]), left, floats)
         self.left, self.right = left, right
 
     def _matmat(self, columns: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from curvoscope.approximations.gradients import joined
+from curvoscope.approximations.gradients import GradientSource, joined
 from curvoscope.approximations.roots import RootForm
 from curvoscope.approximations.source import Curvature, source_of
 from curvoscope.approximations.split import SplitForm
@@ -33,6 +33,11 @@ def layers(H: Curvature, names: Sequence[str] | None = None) -> SplitForm:
         ((32, 32), True)
     """
     source = source_of(H) if names is None else joined([source_of(H, name) for name in names])
+    return SplitForm("layers", [RootForm.of("full", part) for part in members_of(source)], source.members_axis)
+
+
+def members_of(source: GradientSource) -> list[GradientSource]:
+    """The weights that are joined."""
     if not source.members:
         raise ModelError("block", f"{source.name!r} is one weight; give the names of several")
-    return SplitForm("layers", [RootForm.of("full", part) for part in source.member_parts()], source.members_axis)
+    return source.member_parts()

@@ -8,13 +8,14 @@ from curvoscope.approximations.diagonal import diagonal
 from curvoscope.approximations.ekfac import ekfac
 from curvoscope.approximations.empirical import empirical
 from curvoscope.approximations.gradients import GradientSource
-from curvoscope.approximations.heads import heads
+from curvoscope.approximations.heads import heads, heads_of
 from curvoscope.approximations.input import input as of_inputs
 from curvoscope.approximations.kfac import kfac
 from curvoscope.approximations.kl_shampoo import kl_shampoo
 from curvoscope.approximations.kronecker import kronecker
 from curvoscope.approximations.layers import layers
 from curvoscope.approximations.neurons import neurons
+from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.shampoo import shampoo
 from curvoscope.approximations.source import Curvature, source_of
 from curvoscope.approximations.split import SplitForm
@@ -66,6 +67,10 @@ def approximation(H: Curvature, text: str, name: str | None = None) -> Approxima
     whole, slash, split = text.rpartition("/") if text.endswith(("/heads", "/layers")) else (text, "", "")
     if not slash:
         found = _made(source, text)
+    elif split == "heads" and whole.startswith("kfac"):  # heads share the factor of the other side
+        heads_and_axis, made = heads_of(source), _made(source, whole)
+        assert isinstance(made, KroneckerProduct)
+        found = made.within(*heads_and_axis)
     elif split == "heads":
         found = SplitForm(text, [_made(source.head(i), whole) for i in range(source.heads or 1)], source.axis or 0)
     else:

@@ -32,5 +32,4 @@ def neurons(H: Curvature, name: str | None = None) -> RootForm:
 
 def outputs_of(source: GradientSource) -> tuple[int, int]:
     """The number of outputs of the layer, and the side of the block that they are."""
-    axis = 0 if source.flipped else 1
-    return source.shape[axis], axis
+    return source.sides[1], source.outputs_axis

@@ -1,5 +1,6 @@
 """`KroneckerProduct`: a stand-in that is one Kronecker product."""
 
+import math
 from functools import cached_property
 
 import torch
@@ -7,17 +8,35 @@ from torch import Tensor
 
 from curvoscope.approximations.base import Approximation
 from curvoscope.approximations.eigenbasis import EigenbasisForm
-from curvoscope.approximations.gradients import GradientFactors
+from curvoscope.approximations.factors import GradientFactors
 from curvoscope.magnitudes import norm
 
 
 class KroneckerProduct(Approximation):
-    """A = U (x) V with positive semidefinite U (a, a) and V (p, p): A vec(M) = vec(U M V)."""
+    """A = U (x) V with positive semidefinite U (a, a) and V (p, p): A vec(M) = vec(U M V).
 
-    def __init__(self, name: str, left: Tensor, right: Tensor, floats: int | None = None) -> None:
+    Args:
+        name: of the approximation.
+        left: U.
+        right: V.
+        floats: that it stores; None: those of U and V.
+        rest: squared norm and trace of A in the directions that a `spanned` source leaves out.
+    """
+
+    def __init__(
+        self, name: str, left: Tensor, right: Tensor, floats: int | None = None, rest: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         stored = left.numel() + right.numel() if floats is None else floats
         super().__init__(name, (len(left), len(right)), left, stored)
-        self.left, self.right = left, right
+        self.left, self.right, self._rest = left, right, rest
+
+    def within(self, parts: int, axis: int) -> "KroneckerProduct":
+        """Without the entries that couple two of the equal parts of its rows (axis 0) or columns (axis 1)."""
+        whole = (self.left, self.right)[axis]
+        number = torch.arange(len(whole), device=whole.device) * parts // len(whole)
+        kept = torch.where(number[:, None] == number, whole, 0)
+        sides = (kept, self.right) if axis == 0 else (self.left, kept)
+        return KroneckerProduct(self.name, *sides, self.floats - len(whole) ** 2 + len(whole) ** 2 // parts)
 
     @cached_property
     def diagonalised(self) -> EigenbasisForm:
@@ -36,13 +55,13 @@ class KroneckerProduct(Approximation):
         return self.diagonalised._ends()
 
     def _trace(self) -> float:
-        return float(self.left.trace() * self.right.trace())
+        return float(self.left.trace() * self.right.trace()) + self._rest[1]
 
     def _diagonal(self) -> Tensor:
         return torch.outer(self.left.diagonal(), self.right.diagonal()).flatten()
 
     def _norm(self) -> float:
-        return norm(self.left) * norm(self.right)
+        return math.hypot(norm(self.left) * norm(self.right), self._rest[0] ** 0.5)
 
     def _spectrum_is_cheap(self) -> bool:
         return True

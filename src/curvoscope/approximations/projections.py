@@ -5,25 +5,57 @@ sum_g <gamma_i, gamma_j>_g², the inner products within the groups. So the error
 though A made of as many samples would be poor: it has as many entries as a group squared.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from curvoscope.approximations.gradients import GradientSource, total
+from curvoscope.approximations.factors import total
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.heads import heads_of
+from curvoscope.approximations.layers import members_of
 from curvoscope.approximations.neurons import outputs_of
 from curvoscope.approximations.roots import cut
+from curvoscope.magnitudes import power_of_two
+
+_AT_ONCE = 2**22  # entries of gradients: few enough for the caches of a processor
 
 
-def kept_pairs(source: GradientSource, name: str) -> Tensor | None:
-    """sum_g <gamma_i, gamma_j>_g² for all pairs of samples, (n, n); None for a name of another kind."""
+def kept_pairs(source: GradientSource, name: str) -> tuple[Tensor, int] | None:
+    """For each sample the sum over the others of sum_g <gamma_i, gamma_j>_g², (n,), and the entries that A keeps.
+
+    None for an approximation of another kind.
+    """
+    a, p = source.shape
     if name == "diagonal":
-        squares = torch.cat([some.flatten(1) for some in source.gradients()]).double().square()
-        return squares @ squares.mT
+        return _squares(source), a * p
     if name in ("neurons", "heads"):
         groups, axis = outputs_of(source) if name == "neurons" else heads_of(source)
-        parts = torch.cat([cut(some, groups, axis) for some in source.gradients()]).transpose(0, 1)
-        return (parts @ parts.mT).double().square().sum(0)
+        # the outputs of a layer are alike in every basis of its inputs
+        seen = source.spanned() if axis == source.outputs_axis else source
+        parts = torch.cat([cut(some, groups, axis) for some in seen.gradients()]).transpose(0, 1)
+        return others((parts @ parts.mT).double().square().sum(0)), (a * p) ** 2 // groups
     if name == "layers":
-        roots = [torch.cat([some.flatten(1) for some in part.gradients()]) for part in source.member_parts()]
-        return total((root @ root.mT).double().square() for root in roots)
+        members = members_of(source)
+        roots = [torch.cat([some.flatten(1) for some in part.gradients()]) for part in members]
+        pairs = total((root @ root.mT).double().square() for root in roots)
+        return others(pairs), sum(root.shape[1] ** 2 for root in roots)
     return None
+
+
+def others(pairs: Tensor) -> Tensor:
+    """The sum over all columns of a matrix but that of the row itself, (n,)."""
+    return pairs.sum(1) - pairs.diagonal()
+
+
+def _squares(source: GradientSource) -> Tensor:
+    """sum over j != i of <gamma_i², gamma_j²>, from a few outputs of the layer at a time."""
+    width = max(1, _AT_ONCE // (len(source) * source.sides[0]))
+    unit = max(power_of_two(part.cotangents) for part in source.parts)  # fourth powers leave the range of floats
+    parts = [replace(part, cotangents=part.cotangents / unit) for part in source.parts]
+    found = torch.zeros(len(source), dtype=torch.float64)
+    for start in range(0, source.sides[1], width):
+        some = [part.part(source.outputs_axis, start, start + width) for part in parts]
+        squares = torch.cat([part.gradients().flatten(1) for part in some]).square()
+        found += (squares @ squares.sum(0) - squares.square().sum(1)).double()
+    return found * unit**4

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from curvoscope.approximations.base import Approximation
-from curvoscope.approximations.gradients import GradientFactors, GradientSource, total
+from curvoscope.approximations.factors import GradientFactors, total
+from curvoscope.approximations.gradients import GradientSource
 from curvoscope.magnitudes import norm
 from curvoscope.operators.base import Shape
 

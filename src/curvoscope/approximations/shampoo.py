@@ -5,11 +5,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from curvoscope.approximations.kronecker import Rearranged
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import Curvature, source_of
 from curvoscope.errors import RangeError
-from curvoscope.operators.base import LinearOperator
 
 _POWERS = (0.5, 0.25)
 
@@ -40,18 +38,11 @@ def shampoo(H: Curvature, name: str | None = None, power: float = 0.5) -> Kronec
     if power not in _POWERS:
         raise RangeError("power", f"got {power}, expected 1/2 or 1/4")
     source = source_of(H, name)
-    whole = Rearranged(source)
-    left, right = (_of_identity(side) for side in (whole, whole.T))
+    left, right = source.moments
     if power == 0.5:
-        return KroneckerProduct("shampoo", left, right / left.trace())
-    return KroneckerProduct(f"shampoo:{Fraction(power)}", _root(left), _root(right))
-
-
-def _of_identity(rearranged: LinearOperator) -> Tensor:
-    """R vec(I), a symmetric matrix."""
-    units = torch.eye(rearranged.column_shape[0], dtype=rearranged.dtype, device=rearranged.device)
-    found = rearranged._matmat(units.view(-1, 1)).view(rearranged.row_shape)
-    return (found + found.mT) / 2
+        return KroneckerProduct("shampoo", *source.ordered(left, right / left.trace()), source.product_floats)
+    roots = source.ordered(_root(left), _root(right))
+    return KroneckerProduct(f"shampoo:{Fraction(power)}", *roots, source.product_floats)
 
 
 def _root(matrix: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.approximations.gradients import GivesGradients, GradientFactors, GradientSource
+from curvoscope.approximations.factors import GradientFactors
+from curvoscope.approximations.gradients import GivesGradients, GradientSource
 from curvoscope.errors import DtypeError, EmptyError, ModelError
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.approximations.base import Approximation
-from curvoscope.approximations.gradients import GradientFactors
+from curvoscope.approximations.factors import GradientFactors
 
 
 class SplitForm(Approximation):

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from curvoscope.approximations.gradients import GradientFactors, moment, total
+from curvoscope.approximations.factors import GradientFactors, moment, total
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import Curvature, source_of
 
@@ -33,7 +33,7 @@ def tkfac(H: Curvature, name: str | None = None) -> KroneckerProduct:
     source = source_of(H, name)
     weighted = [_weighted(part, X) for part, (_, X) in zip(source.parts, source.inputs, strict=True)]
     left, right = (total(pair[side] for pair in weighted) * source.weight for side in range(2))
-    return KroneckerProduct("tkfac", *source.ordered(left, right / left.trace()))
+    return KroneckerProduct("tkfac", *source.ordered(left, right / left.trace()), source.product_floats)
 
 
 def _weighted(part: GradientFactors, inputs: Tensor) -> tuple[Tensor, Tensor]:

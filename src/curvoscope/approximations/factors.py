@@ -1,0 +1,145 @@
+"""`GradientFactors`: gradients of a linear layer's weight, by its inputs and the cotangents of its outputs."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from curvoscope.operators.base import Shape
+
+_FORMED = 2**25  # entries of gradients that are formed at a time
+
+
+@dataclass(frozen=True, eq=False)
+class GradientFactors:
+    """Gradients X_g^T delta_gi (a, p) in g groups, each of n gradients that share X_g.
+
+    Args:
+        inputs: X (g, T, a); None if the gradients themselves are known.
+        cotangents: delta (g, n, T, p), or the gradients (g, n, a, p).
+        flipped: whether the block is stored as (p, a): its gradients are delta^T X.
+
+    Example:
+        >>> import torch
+        >>> from curvoscope.approximations import GradientFactors
+        >>> found = GradientFactors(torch.ones(1, 5, 2), torch.ones(1, 4, 5, 3))
+        >>> len(found), found.shape, found.gradients().shape
+        (4, (2, 3), torch.Size([4, 2, 3]))
+    """
+
+    inputs: Tensor | None
+    cotangents: Tensor
+    flipped: bool = False
+
+    @property
+    def groups(self) -> int:
+        """g."""
+        return len(self.cotangents)
+
+    @property
+    def each(self) -> int:
+        """n, the gradients of a group."""
+        return self.cotangents.shape[1]
+
+    def __len__(self) -> int:
+        return self.groups * self.each
+
+    @property
+    def shape(self) -> Shape:
+        """(a, p), or (p, a) if flipped."""
+        a = self.cotangents.shape[2] if self.inputs is None else self.inputs.shape[2]
+        p = self.cotangents.shape[3]
+        return (p, a) if self.flipped else (a, p)
+
+    def gradients(self) -> Tensor:
+        """All of them, (g n, *shape)."""
+        formed = self.cotangents if self.inputs is None else self.inputs.mT[:, None] @ self.cotangents
+        return (formed.mT if self.flipped else formed).flatten(0, 1)
+
+    def pieces(self) -> Iterator["GradientFactors"]:
+        """The same gradients a few at a time, in their order."""
+        step = max(1, _FORMED // (self.shape[0] * self.shape[1]))
+        if step >= self.each:
+            for start in range(0, self.groups, step // self.each):
+                some = slice(start, start + step // self.each)
+                inputs = None if self.inputs is None else self.inputs[some]
+                yield replace(self, inputs=inputs, cotangents=self.cotangents[some])
+            return
+        for group in range(self.groups):
+            inputs = None if self.inputs is None else self.inputs[group : group + 1]
+            for start in range(0, self.each, step):
+                cotangents = self.cotangents[group : group + 1, start : start + step]
+                yield replace(self, inputs=inputs, cotangents=cotangents)
+
+    def turned(self, left: Tensor | None, right: Tensor | None) -> "GradientFactors":
+        """left^T gamma right; None for the identity."""
+        first, second = (right, left) if self.flipped else (left, right)
+        inputs, cotangents = self.inputs, self.cotangents
+        if first is not None:
+            inputs, cotangents = (None, first.mT @ cotangents) if inputs is None else (inputs @ first, cotangents)
+        return replace(self, inputs=inputs, cotangents=cotangents if second is None else cotangents @ second)
+
+    def inner(self, other: "GradientFactors") -> Tensor:
+        """<gamma, gamma'> for gradients in the same place, (g n,)."""
+        if self.inputs is None or other.inputs is None or self._forming_is_cheaper():
+            pairs = zip(self.pieces(), other.pieces(), strict=True)
+            return torch.cat([(one.gradients() * two.gradients()).sum((1, 2)) for one, two in pairs])
+        tokens = self.inputs @ other.inputs.mT  # (g, T, T')
+        return ((tokens[:, None] @ other.cotangents) * self.cotangents).sum((2, 3)).flatten()
+
+    def _forming_is_cheaper(self) -> bool:
+        assert self.inputs is not None
+        a, p = self.inputs.shape[2], self.cotangents.shape[3]
+        return self.cotangents.shape[2] * (a + self.each * p) > 2 * self.each * a * p
+
+    def part(self, axis: int, start: int, stop: int) -> "GradientFactors":
+        """Rows (axis 0) or columns (axis 1) `start` to `stop` of the block."""
+        if (axis == 1) != self.flipped:
+            return replace(self, cotangents=self.cotangents[..., start:stop])
+        if self.inputs is None:
+            return replace(self, cotangents=self.cotangents[:, :, start:stop])
+        return replace(self, inputs=self.inputs[..., start:stop])
+
+    def compact(self) -> "GradientFactors":
+        """The same, formed if that takes no more numbers than X and delta."""
+        if self.inputs is None or self.inputs.shape[2] > self.inputs.shape[1]:
+            return self
+        return replace(self, inputs=None, cotangents=self.inputs.mT[:, None] @ self.cotangents)
+
+    def outward(self, matrix: Tensor | None = None) -> Tensor:
+        """sum gamma Y gamma^T = sum X^T (delta Y delta^T) X, (a, a); None for the identity."""
+        turned = self.cotangents if matrix is None else self.cotangents @ matrix
+        middle = (turned @ self.cotangents.mT).sum(1)
+        return middle.sum(0) if self.inputs is None else (self.inputs.mT @ middle @ self.inputs).sum(0)
+
+    def inward(self, matrix: Tensor | None = None) -> Tensor:
+        """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta, (p, p); None for the identity."""
+        X, middle = self.inputs, matrix
+        if X is not None:
+            middle = X @ X.mT if matrix is None else X @ matrix @ X.mT
+            middle = middle[:, None]
+        turned = self.cotangents if middle is None else middle @ self.cotangents
+        return self.cotangents.flatten(0, 2).mT @ turned.flatten(0, 2)
+
+    def chosen(self, places: Tensor) -> "GradientFactors":
+        """Some gradients of a single group."""
+        return replace(self, cotangents=self.cotangents[:, places])
+
+
+def moment(vectors: Tensor) -> Tensor:
+    """sum v v^T over all axes but the last, symmetric to the bit."""
+    flat = vectors.flatten(0, -2)
+    return symmetric(flat.mT @ flat)
+
+
+def symmetric(matrix: Tensor) -> Tensor:
+    """(M + M^T) / 2, symmetric to the bit."""
+    return (matrix + matrix.mT) / 2
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    """Their sum; there is at least one."""
+    return reduce(add, tensors)
