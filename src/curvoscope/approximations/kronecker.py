@@ -3,7 +3,7 @@
 from functools import cached_property
 
 import numpy as np
-import scipy.sparse.linalg
+import scipy
 import torch
 from torch import Tensor
 
