@@ -66,6 +66,7 @@ _AGAINST = ("task", "compared with", "ours")
 _BY = ("product", "by", "gradients per vector", "memory, GiB", "ours compared")
 _PARTS = ("size", "gradient, s", "passes", "norms", "traces", "diagonals", "a product each", "peak, GiB")
 _LAYER = ("size", "product, s", "traces", "norms", "traces per head", "norms per head", "norm of K", "peak, GiB")
+_START_UP = "Processor time, user and system, of processes in turns; medians of seven."
 SECTIONS = (
     Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms),
     Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer),
@@ -81,6 +82,7 @@ SECTIONS = (
     Section("Long sequences", _LONG, _AGAINST, tables.long_sequences),
     Section("Several ranks", _RANKS, _AGAINST, tables.ranks),
     Section("The monitor, the explorer, the figures", _BY_HAND, _AGAINST, tables.by_hand),
+    Section("Start-up", _START_UP, _AGAINST, tables.started),
     Section("How cost grows", _GROWTH, ("task", "time", "memory", "cost"), tables.growths),
 )
 

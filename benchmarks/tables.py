@@ -269,6 +269,19 @@ _AXES = {"layers": "depth", "width": "d", "length": "L", "rows": "N", "sequences
 _SUBJECTS = {"product": "product", "layer": "exact norms"}
 
 
+def started(found: dict[str, Any]) -> Iterator[Row]:
+    """Processor time of starting."""
+    one = found.get("start_up")
+    if one is None:
+        return
+    above, limits, torch = one["seconds_above_torch"], one["limits_seconds"], one["seconds"]["torch"]
+    told = _bold(f"{one['seconds']['help']:.2f} s", one["seconds"]["help"] > limits["help"])
+    yield "`curvoscope --help`", f"aim: {limits['help']} s", told
+    told = _bold(f"{above['import']:.2f} s more", above["import"] > limits["import"])
+    yield "`import curvoscope`", f"`import torch`, {torch:.1f} s (aim: {limits['import']} s more)", told
+    yield "`import curvoscope` and the first `cv.hessian`", "`import torch`", f"{above['cv.hessian']:.2f} s more"
+
+
 def growths(found: dict[str, Any]) -> Iterator[Row]:
     """Exponents along each size."""
     for subject, axes in found.get("growth", {}).items():

@@ -56,7 +56,7 @@ class WithNames(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of the command, then the names."""
-        from curvoscope.papers.experiments import NAMES
+        from curvoscope.papers.catalogue import NAMES
 
         self.epilog = f"NAME: all, {', '.join(NAMES)}"
         super().format_help(ctx, formatter)

@@ -4,7 +4,7 @@ import math
 from functools import cached_property
 
 import numpy as np
-import scipy.sparse.linalg
+import scipy
 import torch
 from torch import Tensor
 

@@ -3,7 +3,7 @@
 import warnings
 
 import numpy as np
-import scipy.sparse.linalg
+import scipy
 import torch
 from torch import Tensor
 
@@ -89,26 +89,26 @@ def eigenvalues(
     )
 
 
-class _Counted(scipy.sparse.linalg.LinearOperator):
-    """A scipy operator that counts its products, refuses NaN, and divides by the size of its first product: ARPACK and
-    LOBPCG have thresholds for matrices of norm one."""
+class _Counted:
+    """An operator of scipy, `for_scipy`, that counts its products, refuses NaN, and divides by the size of its first
+    product: ARPACK and LOBPCG have thresholds for matrices of norm one."""
 
-    def __init__(self, inner: scipy.sparse.linalg.LinearOperator) -> None:
-        super().__init__(inner.dtype, inner.shape)
-        self._inner = inner
+    def __init__(self, inner: "scipy.sparse.linalg.LinearOperator") -> None:
+        self._inner, self.shape, self.dtype = inner, inner.shape, inner.dtype
         self.products = 0
         self.unit = 0.0  # a power of two, once known
+        self.for_scipy = scipy.sparse.linalg.LinearOperator(
+            self.shape, matvec=lambda vector: self.matmat(vector.reshape(-1, 1)), matmat=self.matmat, dtype=self.dtype
+        )
 
-    def _matmat(self, columns: np.ndarray) -> np.ndarray:
+    def matmat(self, columns: np.ndarray) -> np.ndarray:
+        """The product with columns (n, p)."""
         product: np.ndarray = self._inner.matmat(columns)
         if not np.isfinite(product).all():
             raise NonFiniteError("operator", "a product has entries that are NaN or infinite")
         self.products += columns.shape[1]
         self.unit = self.unit or power_of_two(torch.from_numpy(np.ascontiguousarray(product)))
         return product / self.unit
-
-    def _matvec(self, vector: np.ndarray) -> np.ndarray:
-        return self._matmat(vector.reshape(-1, 1))
 
 
 def _start(start: Tensor | None, size: int, k: int, seed: int) -> np.ndarray:
@@ -131,7 +131,7 @@ def _eigsh(
     restarts = _ITERATIONS if matvecs is None else max(1, (matvecs - k - basis) // (basis - k))
     try:
         _, vectors = scipy.sparse.linalg.eigsh(
-            operator, k, which=which, v0=first, ncv=basis, maxiter=restarts, tol=tolerance
+            operator.for_scipy, k, which=which, v0=first, ncv=basis, maxiter=restarts, tol=tolerance
         )
     except scipy.sparse.linalg.ArpackNoConvergence as error:
         vectors = error.eigenvectors
@@ -155,7 +155,7 @@ def _lobpcg(operator: _Counted, which: str, matvecs: int | None, tolerance: floa
         warnings.simplefilter("ignore")  # what has not converged says so by its residual
         for largest in ends:
             _, vectors = scipy.sparse.linalg.lobpcg(
-                operator, first.copy(), largest=largest, tol=tolerance * scale, maxiter=iterations
+                operator.for_scipy, first.copy(), largest=largest, tol=tolerance * scale, maxiter=iterations
             )
             found.append(vectors)
     return np.concatenate(found, 1)

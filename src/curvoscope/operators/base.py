@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, overload
 
 import numpy as np
-import scipy.sparse.linalg
+import scipy
 import torch
 from torch import Tensor
 
@@ -200,7 +200,7 @@ class LinearOperator(Solvable, ABC):
         entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
         return max(copies * entries, entries + self._workspace(max(0, budget - entries)))
 
-    def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
+    def to_scipy(self) -> "scipy.sparse.linalg.LinearOperator":
         """The same operator for scipy.sparse.linalg, on the CPU."""
 
         def product(operator: LinearOperator) -> Callable[[np.ndarray], np.ndarray]:

@@ -4,12 +4,9 @@ import difflib
 import importlib
 
 from curvoscope.errors import RangeError
+from curvoscope.papers.catalogue import CATALOGUE, NAMES
 from curvoscope.papers.experiments import digits
 from curvoscope.papers.experiments.figure import Figure
-from curvoscope.papers.experiments.figures.catalogue import CATALOGUE
-
-NAMES = tuple(CATALOGUE)
-"""In the order in which `all` runs them."""
 
 DIGITS = tuple(name for name, entry in CATALOGUE.items() if "needs" in entry)
 """The figures that need scikit-learn's images."""

@@ -1,18 +1,13 @@
-"""The figures as data: what is said of them and what they cost, from `catalogue.toml`."""
+"""Figures from what the catalogue says of them and what their files compute."""
 
-import importlib.resources
-import tomllib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
+from curvoscope.papers.catalogue import CATALOGUE
 from curvoscope.papers.experiments.figure import Figure, MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.panels import Panel
-
-CATALOGUE: dict[str, dict[str, Any]] = tomllib.loads(
-    importlib.resources.files(__package__).joinpath("catalogue.toml").read_text("utf-8")
-)
 
 Chosen = TypeVar("Chosen", bound=BaseModel)
 
