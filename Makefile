@@ -7,6 +7,8 @@ WORKERS ?= 2
 THREADS ?= 1
 # A thread that waits for another must not keep a core busy that a third one needs.
 export OMP_WAIT_POLICY := PASSIVE
+# Empty, so that compiled modules are kept whatever the caller has set: the tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 # Neighbouring tests stay in one process, which makes what they share once.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

@@ -347,12 +347,12 @@ def test_nothing_of_the_size_of_the_scores_is_made(product, monkeypatch):
 def test_peak_memory_of_a_layer_is_linear():
     """Measured in fresh processes, as the benchmark does."""
     peaks = []
-    for L in ("1024", "2048", "4096"):
+    for L in ("1024", "4096"):
         command = [sys.executable, "-m", "benchmarks.long_sequences", "ours", L, "0"]
         root = Path(__file__).parents[1]
         printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
         peaks.append(json.loads(printed)["peak_mib"])
-    assert math.log2(peaks[2] / peaks[0]) / 2 < 1.15
+    assert math.log2(peaks[1] / peaks[0]) / 2 < 1.15
 
 
 def _q(*shape: int) -> Tensor:

@@ -17,8 +17,10 @@ import sys
 import pytest
 import torch
 
+from curvoscope.commands import verify
 from curvoscope.papers.experiments import figures
 from curvoscope.papers.experiments.setting import Setting
+from curvoscope.papers.theorems.registry import THEOREMS
 from curvoscope.versions import versions
 
 DURATIONS = {"seconds", "share_of_time", "cost", "pace"}
@@ -113,19 +115,48 @@ def test_twice_in_one_process(name, call, tmp_path):
         exports_state_seed_and_versions(call, tmp_path, {"3"})
 
 
+FORKS = """
+import json, os, sys
+from curvoscope import cli
+from curvoscope.commands import analyze, reproduce, spectrum, verify, watch
+for line in sys.stdin:
+    words, out = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
+        sys.argv = ["curvoscope", *words]
+        cli.main()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreters():
+    """Two, with other hashes of strings, so that no order of a set shows; with two threads, whose sums are the harder.
+    Each has loaded the package and runs every command in a fork."""
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # on a busy machine the default waits busily
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([sys.executable, "-c", FORKS], env={**os.environ, **threads, "PYTHONHASHSEED": seed}, **pipes)
+        for seed in "01"
+    ]
+    yield started
+    for one in started:
+        one.communicate()
+        assert one.returncode == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_twice_in_two_processes(name, tmp_path):
-    """With other hashes of strings, so that no order of a set shows; with two threads, whose sums are the harder."""
+def test_twice_in_two_processes(name, interpreters, tmp_path):
     printed = []
-    for seed, folder in enumerate((tmp_path / "one", tmp_path / "two")):
+    for interpreter, folder in zip(interpreters, (tmp_path / "one", tmp_path / "two"), strict=True):
         options = [] if name == "verify" else ["--out", str(folder)]
-        start = [sys.executable, "-c", "from curvoscope.cli import main; main()"]
-        threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # on a busy machine the default waits busily
-        environment = {**os.environ, **threads, "PYTHONHASHSEED": str(seed)}
-        words = [*start, *MORE[name], *options, "--json"]
-        run = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-        printed.append(parsed(run.stdout))
+        interpreter.stdin.write(json.dumps([[*MORE[name], *options, "--json"], str(tmp_path / "printed")]) + "\n")
+        interpreter.stdin.flush()
+        assert interpreter.stdout.readline() == "0\n"
+        printed.append(parsed((tmp_path / "printed").read_text()))
+        (tmp_path / "printed").unlink()
     assert printed[0] == printed[1]
     if name != "verify":
         same(tmp_path / "one", tmp_path / "two")
@@ -209,8 +240,9 @@ def test_the_explorer_shows_the_same_numbers_for_the_same_state():
     assert torch.equal(*found)
 
 
-@pytest.mark.slow
-def test_verify_states_seed_and_versions(call):
+def test_verify_states_seed_and_versions(call, monkeypatch):
+    monkeypatch.setattr(verify, "names", lambda: ["Lemma B.1"])
+    monkeypatch.setattr(verify, "examine", lambda seed: iter([THEOREMS["Lemma B.1"].examine(seed)]))
     _, stdout, _ = call("verify", "--seed", "1", "--json")
     document = json.loads(stdout)
     assert (document["seed"], document["versions"]) == (1, versions())

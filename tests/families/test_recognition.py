@@ -1,5 +1,6 @@
 """Roles by structure: against the tables of paths, against the classes' own attributes, and in models without names."""
 
+import functools
 import re
 
 import pytest
@@ -30,7 +31,9 @@ def cases(names):
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@functools.cache
 def recognised(name):
+    """A model and its blocks, which no test changes."""
     model, _, batches = zoo.build(name)
     return model, cv.blocks_of(model, batches[0])
 
@@ -54,10 +57,11 @@ def test_names_agree_with_those_of_the_tables(name):
     model, blocks = recognised(name)
     assert blocks.covers(model) and blocks.per_head().covers(model)
     trainable(model, blocks).check(model)
-    known = [label for label in cv.blocks_of(model) if is_named(model, label)]
+    table = cv.blocks_of(model)
+    known = [label for label in table if is_named(model, label)]
     assert [label for label in blocks if label in known] == known
     for label in known:
-        found, expected = blocks[label], cv.blocks_of(model)[label]
+        found, expected = blocks[label], table[label]
         assert found.pieces == expected.pieces and found.tied == expected.tied
         if (name, label.rpartition(".")[2]) != ("DiffLlamaForCausalLM", "O"):  # whose heads are pairs of heads
             assert (found.heads, found.axis) == (expected.heads, expected.axis)

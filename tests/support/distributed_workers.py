@@ -1,7 +1,6 @@
 """What each of several processes does in the tests of distributed Hessians; their answers come back in files."""
 
 import functools
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -22,19 +21,18 @@ from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, bloc
 from curvoscope.distributed import rank_sum
 from curvoscope.errors import CurvoscopeError
 from matrices import within
+from preloaded import preloaded
 
 ROWS = 7  # of the data of all ranks; row 5 has no target that counts
 
 
 HANGS = 400  # seconds after which no machine is just slow
 LONG = 1000.0  # the timeout of a group whose answers come without it
-PRELOADED = ["curvoscope.curvature", "torch._dynamo", "torch.distributed.fsdp"]  # what each rank would load anew
 
 
 def launch(task, ranks, folder, *arguments):
     """The answers of `ranks` processes that run task(rank, *arguments) in one gloo group; None for one that died."""
-    context = multiprocessing.get_context("forkserver")  # torch is loaded once, and nothing of this process is shared
-    context.set_forkserver_preload(PRELOADED)
+    context = preloaded()
     processes = [
         context.Process(target=_run, args=(task, rank, ranks, folder, arguments), daemon=True) for rank in range(ranks)
     ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from curvoscope.papers.experiments import Figure, MeasuredValue, Store, missing, run
+from curvoscope.papers.experiments import Figure, MeasuredValue, Store, missing, run, runner
 
 
 class Configuration(BaseModel):
@@ -61,7 +62,27 @@ def toy(measure=measure, configuration=None, version=1, points=5, seeds=60):
     )
 
 
+def carry_on(path, jobs):
+    """Run what is missing."""
+    with Store(Path(path)) as store:
+        run(missing([toy()], store, quick=False), store, jobs)
+
+
+class Forked:
+    """`multiprocessing` whose contexts all fork: a worker then need not load torch anew, which takes seconds."""
+
+    parent_process = staticmethod(multiprocessing.parent_process)
+
+    @staticmethod
+    def get_context(_):
+        return multiprocessing.get_context("fork")
+
+
+def carry_on_with_forks(path, jobs):
+    """As `carry_on`, in a process of its own."""
+    runner.multiprocessing = Forked
+    carry_on(path, jobs)
+
+
 if __name__ == "__main__":
-    figure = toy()
-    with Store(Path(sys.argv[1])) as store:
-        run(missing([figure], store, quick=False), store, int(sys.argv[2]))
+    carry_on(sys.argv[1], int(sys.argv[2]))

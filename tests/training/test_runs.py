@@ -1,10 +1,8 @@
 """The store of monitored runs, and the monitor that writes into it."""
 
+import os
 import signal
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from autodiff_cases import MLP, points
 from curvoscope.database import StoreError
 from curvoscope.papers.experiments import Store
 from curvoscope.training import CurvatureMonitor, Incident, RunStore
+from preloaded import preloaded
 
 
 def monitor(store=None, **options):
@@ -120,25 +119,19 @@ def test_training_goes_on_with_a_store_that_is_closed(tmp_path):
     assert all(torch.equal(plain[name], watched[name]) for name in plain)
 
 
-KILLED = """
-import os, signal, sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/support"]
-from pathlib import Path
-from training.test_runs import monitor
-from curvoscope.training import RunStore
-store = RunStore(Path({path!r}))
-watching = monitor(store.run("a", {{}}))
-for step in range(3):
-    watching.step(1.0, 0.1)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def record_and_die(path):
+    watching = monitor(RunStore(path).run("a", {}))
+    for _ in range(3):
+        watching.step(1.0, 0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path):
     path = tmp_path / "s"
-    tests = str(Path(__file__).parents[1])
-    found = subprocess.run([sys.executable, "-c", KILLED.format(tests=tests, path=str(path))], capture_output=True)
-    assert found.returncode == -signal.SIGKILL
+    process = preloaded().Process(target=record_and_die, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     with RunStore(path) as store:
         assert [record.step for record in store.run("a").records()] == [1, 2, 3]
 

@@ -5,26 +5,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from curvoscope.errors import RangeError
-from curvoscope.papers.experiments import MeasuredValue, Store, WorkerError, missing, run
-from toy_experiment import Configuration, Grave, dying, measure, toy
+from curvoscope.papers.experiments import MeasuredValue, Store, WorkerError, missing, run, runner
+from preloaded import preloaded
+from toy_experiment import Configuration, Grave, carry_on_with_forks, dying, measure, toy
 
 SCRIPT = Path(__file__).parents[2] / "support" / "toy_experiment.py"
 
 
 def dies(configuration, point, seed, draw):
     if point["sigma"] > 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return measure(configuration, point, seed, draw)
-
-
-def dies_once(configuration, point, seed, draw):
-    flag = Path(os.environ["TOY_FLAG"])
-    if point["sigma"] > 1 and not flag.exists():
-        flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return measure(configuration, point, seed, draw)
 
@@ -45,13 +39,19 @@ def whole(tmp_path, name, jobs=1, **options):
     return table_of(tmp_path / name)
 
 
-def test_a_parallel_run_makes_the_table_of_a_serial_one_though_a_worker_dies_and_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setenv("TOY_FLAG", str(tmp_path / "flag"))
-    options = {"seeds": 3, "configuration": Configuration(pause=0.0)}
+@pytest.fixture
+def loaded_workers(monkeypatch):
+    """Workers that have torch already; others below start as those of a user do."""
+    monkeypatch.setattr(runner, "multiprocessing", SimpleNamespace(get_context=lambda _: preloaded()))
+
+
+def test_a_parallel_run_makes_the_table_of_a_serial_one_though_a_worker_dies_and_is_replaced(tmp_path, loaded_workers):
+    grave = tmp_path / "grave"
+    options = {"measure": dying, "seeds": 3, "configuration": Grave(pause=0.0, grave=str(grave))}
+    parallel = whole(tmp_path, "parallel", jobs=2, **options)
+    assert int(grave.read_text()) != os.getpid() and len(parallel[1]) == 5 * 3 * 4
     serial = whole(tmp_path, "serial", **options)
-    assert serial == whole(tmp_path, "parallel", jobs=2, measure=dies_once, **options)
-    assert (tmp_path / "flag").exists() and len(serial[1]) == 5 * 3 * 4
-    assert serial == whole(tmp_path, "again", **options)
+    assert serial == parallel == whole(tmp_path, "again", **options)
 
 
 def test_what_is_there_is_not_measured_again(tmp_path):
@@ -76,21 +76,23 @@ def test_kills_at_random_moments_lose_and_duplicate_nothing(tmp_path):
     """20 times kill -9 of the parent while two workers measure; then the run is carried to its end.
 
     On a busy machine the first of the runs that is not killed in time is the last; the five before it are enough.
+    Parents and workers are forks of a process that has torch; the last run starts its processes anew.
     """
     expected = whole(tmp_path, "uninterrupted")
     path = tmp_path / "killed"
     moments, sizes = random.Random(0), [0]
     for _ in range(20):
-        process = subprocess.Popen([sys.executable, str(SCRIPT), str(path), "2"])
+        process = preloaded().Process(target=carry_on_with_forks, args=(path, 2))
+        process.start()
         waited = time.monotonic()
         while not path.exists() and time.monotonic() - waited < 600:
             time.sleep(0.05)
         # counted from the first new row, the moment falls before, between and within commits
-        while _size(path) <= sizes[-1] and process.poll() is None:
+        while _size(path) <= sizes[-1] and process.is_alive():
             time.sleep(0.01)
         time.sleep(moments.random() * 0.04)
         process.kill()
-        process.wait()
+        process.join()
         sizes.append(_size(path))
         if sizes[-1] == len(expected[1]):
             break
@@ -132,7 +134,7 @@ def _alive(pid):
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_again_and_again_is_named(tmp_path):
+def test_a_worker_that_dies_again_and_again_is_named(tmp_path, loaded_workers):
     figure = toy(measure=dies, seeds=1, configuration=Configuration(pause=0.0))
     with Store(tmp_path / "s") as store:
         with pytest.raises(WorkerError, match=r"^jobs: the worker died twice .* toy at sigma 1.333, seed 0; what was"):
@@ -140,7 +142,7 @@ def test_a_worker_that_dies_again_and_again_is_named(tmp_path):
         assert len(store.done(figure)) >= 3  # what was measured stays
 
 
-def test_a_measurement_that_fails_is_named(tmp_path):
+def test_a_measurement_that_fails_is_named(tmp_path, loaded_workers):
     figure = toy(measure=fails, seeds=1, points=1)
     with Store(tmp_path / "s") as store:
         with pytest.raises(WorkerError, match=r"task: toy at sigma .*: ZeroDivisionError: of the measurement"):

@@ -1,15 +1,13 @@
 import os
 import resource
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from curvoscope.errors import NonFiniteError
 from curvoscope.papers.experiments import MeasuredValue, Store, StoreError
 from curvoscope.versions import versions
+from preloaded import preloaded
 from toy_experiment import Configuration, toy
 
 VALUE = MeasuredValue(1, "Q", "outer", 0.1 + 0.2, 1e-300)
@@ -148,34 +146,25 @@ def test_a_store_opened_read_only_says_so(tmp_path):
     store.close()
 
 
-FULL = """
-import sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from curvoscope.papers.experiments import MeasuredValue, Store, StoreError
-from curvoscope.versions import versions
-from toy_experiment import toy
-with Store(Path({path!r})) as store:
-    try:
-        for seed in range(100000):
-            store.add(toy(), {{"sigma": 0.0}}, seed, [MeasuredValue(1, "Q", "outer", float(seed))])
-    except StoreError as error:
-        print(seed, error)
-"""
+def fill(path, told):
+    """Add values until the store refuses, and write down which one it was."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    with Store(path) as store:
+        try:
+            for seed in range(100_000):
+                store.add(toy(), {"sigma": 0.0}, seed, [MeasuredValue(1, "Q", "outer", float(seed))])
+        except StoreError as error:
+            told.write_text(f"{seed} {error}")
 
 
 def test_a_full_disk_keeps_what_was_measured(tmp_path):
     """A limit on the size of files stands for a full disk."""
     path = tmp_path / "s"
-    script = FULL.format(tests=str(Path(__file__).parents[2] / "support"), path=str(path))
-    found = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
-    )
-    seed, message = found.stdout.split(" ", 1)
+    process = preloaded().Process(target=fill, args=(path, tmp_path / "told"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    seed, message = (tmp_path / "told").read_text().split(" ", 1)
     assert int(seed) > 5
     assert message.startswith("store: cannot write") and "what was measured before stays" in message
     with Store(path) as store:
