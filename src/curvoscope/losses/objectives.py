@@ -224,7 +224,7 @@ def objective_of(loss_fn: LossFunction | None) -> Objective | None:
     reduction = getattr(loss_fn, "reduction", "mean")
     if reduction not in _REDUCTIONS:
         raise LossError("loss_fn", f"has reduction={reduction!r}; expected {' or '.join(map(repr, _REDUCTIONS))}")
-    known = (kind.of_torch(loss_fn) for kind in ClosedLoss.__subclasses__())
+    known = (kind.of_torch(loss_fn) for kind in ClosedLoss.__subclasses__())  # all of them: `losses` imports each
     return next((one for one in known if one is not None), None) or MeanLoss(loss_fn, getattr(loss_fn, "terms", None))
 
 
