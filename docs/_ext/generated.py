@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -51,7 +51,12 @@ def command_page(command: Callable[..., Any] | None) -> str:
 
 def _values(kind: Any) -> str:
     """What an option takes, after its name: its choices, or the kind of value; nothing for a switch."""
-    kinds = [one for one in get_args(kind) or (kind,) if one is not type(None)]
+    kinds = (
+        [kind] if get_origin(kind) is Literal else [one for one in get_args(kind) or (kind,) if one is not type(None)]
+    )
+    choices = next((get_args(one) for one in kinds if get_origin(one) is Literal), None)
+    if choices is not None:
+        return " " + "|".join(choices)
     found = next((one for one in kinds if isinstance(one, type)), None)
     if found is bool:
         return ""

@@ -1,9 +1,8 @@
 """The command line. Heavy imports are made inside the commands, so that `--help` answers at once."""
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -27,28 +26,6 @@ BlockPatterns = Annotated[
     list[str] | None, typer.Option(help="Shell pattern for block names, such as '*.attn.[QKV]'; repeatable.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
-
-
-class Method(StrEnum):
-    """The method that computes the blocks."""
-
-    auto = "auto"
-    exact = "exact"
-    autodiff = "autodiff"
-
-
-class Split(StrEnum):
-    """The output at which the outer and the functional part are separated."""
-
-    model = "model"
-    layer = "layer"
-
-
-class PartsOption(StrEnum):
-    """What `analyze` measures of each block."""
-
-    outer = "outer"
-    all = "all"
 
 
 class WithNames(TyperCommand):
@@ -84,12 +61,13 @@ def analyze(
     request: "Request",
     blocks: BlockPatterns = None,
     method: Annotated[
-        Method, typer.Option(help="Closed forms (exact), products (autodiff), or the better one per block (auto).")
-    ] = Method.auto,
+        Literal["auto", "exact", "autodiff"],
+        typer.Option(help="Closed forms (exact), products (autodiff), or the better one per block (auto)."),
+    ] = "auto",
     split: Annotated[
-        Split,
+        Literal["model", "layer"],
         typer.Option(help="Split outer and functional part at the model's output or at each layer's own."),
-    ] = Split.model,
+    ] = "model",
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -100,7 +78,7 @@ def analyze(
         int | None, typer.Option(help="Matrix-vector products per estimate (replaces --tolerance).")
     ] = None,
     parts: Annotated[
-        PartsOption | None,
+        Literal["outer", "all"] | None,
         typer.Option(
             help="All parts by products, or the outer part (Gauss-Newton) by a sweep. (default: outer above 2 million "
             "parameters, otherwise all)"
@@ -217,7 +195,7 @@ def watch(
         str, typer.Option(help="addition, or text (predict the next byte of the package's corpus).")
     ] = "addition",
     d: Annotated[int, typer.Option(help="Width of the model.")] = 16,
-    norm: Annotated[NormPlacement, typer.Option(help="LayerNorm: none, or before each branch.")] = NormPlacement.pre,
+    norm: Annotated[NormPlacement, typer.Option(help="LayerNorm: none, or before each branch.")] = "pre",
     optimizer: Annotated[str, typer.Option(help="sgd, adam, block-sgd or block-adam.")] = "adam",
     lr: Annotated[float, typer.Option(help="Learning rate; an upper limit for block-sgd and block-adam.")] = 3e-3,
     sequences: Annotated[int | None, typer.Option(help="Additions or texts per batch.")] = None,
@@ -231,7 +209,7 @@ def watch(
     """Train a small GPT-2 on additions or on text, with the curvature monitor on."""
     from curvoscope.commands import watch as command
 
-    options = command.WatchOptions(steps, seed, task, d, norm.value, optimizer, lr, sequences, every, budget)
+    options = command.WatchOptions(steps, seed, task, d, norm, optimizer, lr, sequences, every, budget)
     raise typer.Exit(command.run(options, out, resume, as_json, tensorboard))
 
 

@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,77 +13,50 @@ if TYPE_CHECKING:
     from curvoscope.commands.request import Request
 
 Seed = Annotated[int, typer.Option(help="Seed for all random numbers.")]
-
-
-class NormPlacement(StrEnum):
-    """The position of LayerNorm."""
-
-    none = "none"
-    pre = "pre"
-
-
-class AttentionKind(StrEnum):
-    """The function from scores to attention weights."""
-
-    softmax = "softmax"
-    linear = "linear"
-
-
-class Dtype(StrEnum):
-    """The precision of the computation."""
-
-    float64 = "float64"
-    float32 = "float32"
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A local Hugging Face folder (config.json and safetensors), or addition, gpt2-tiny, gpt2-small, "
-        "llama-tiny, bert-tiny or vit-tiny (random weights).",
-        metavar="MODEL",
-    ),
-]
-WidthOption = Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")]
-NormOption = Annotated[
-    NormPlacement | None,
-    typer.Option(help="addition only: LayerNorm: none, or before each branch. (default: none)"),
-]
-AttentionOption = Annotated[
-    AttentionKind | None, typer.Option(help="addition only: attention weights. (default: softmax)")
-]
-Text = Annotated[Path | None, typer.Option(help="Text file to use instead of the package's own corpus.")]
-Sequences = Annotated[
-    int | None, typer.Option(help="Sequences in the batch. (default: 64 additions, 8 of text, 32 images)")
-]
-Length = Annotated[
-    int | None, typer.Option(help="Tokens per sequence of text, or samples of a waveform. (default: 64, 16000)")
-]
-TaskOption = Annotated[
-    ModelTask | None, typer.Option(help="What the model in a folder predicts. (default: what its class is made for)")
-]
-Targets = Annotated[
-    str | None,
-    typer.Option(
-        help='"random", "sampled" from the model\'s own predictions, or a file: one line of class numbers per '
-        "sequence, or the text that an encoder-decoder is to write. (default: from the text; random for classes)"
-    ),
-]
-Precision = Annotated[Dtype | None, typer.Option(help="Precision. (default: float64 for addition, float32 otherwise)")]
+NormPlacement = Literal["none", "pre"]
 
 
 def _request(
-    model: Model = "addition",
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A local Hugging Face folder (config.json and safetensors), or addition, gpt2-tiny, gpt2-small, "
+            "llama-tiny, bert-tiny or vit-tiny (random weights).",
+            metavar="MODEL",
+        ),
+    ] = "addition",
     seed: Seed = 0,
-    d: WidthOption = None,
-    norm: NormOption = None,
-    attention: AttentionOption = None,
-    text: Text = None,
-    sequences: Sequences = None,
-    length: Length = None,
-    task: TaskOption = None,
-    targets: Targets = None,
-    dtype: Precision = None,
+    d: Annotated[int | None, typer.Option(help="addition only: width of the model. (default: 16)")] = None,
+    norm: Annotated[
+        NormPlacement | None,
+        typer.Option(help="addition only: LayerNorm: none, or before each branch. (default: none)"),
+    ] = None,
+    attention: Annotated[
+        Literal["softmax", "linear"] | None,
+        typer.Option(help="addition only: attention weights. (default: softmax)"),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file to use instead of the package's own corpus.")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(help="Sequences in the batch. (default: 64 additions, 8 of text, 32 images)")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per sequence of text, or samples of a waveform. (default: 64, 16000)")
+    ] = None,
+    task: Annotated[
+        ModelTask | None,
+        typer.Option(help="What the model in a folder predicts. (default: what its class is made for)"),
+    ] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            help='"random", "sampled" from the model\'s own predictions, or a file: one line of class numbers per '
+            "sequence, or the text that an encoder-decoder is to write. (default: from the text; random for classes)"
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["float64", "float32"] | None,
+        typer.Option(help="Precision. (default: float64 for addition, float32 otherwise)"),
+    ] = None,
 ) -> "Request":
     from curvoscope.commands.request import Request
 

@@ -37,14 +37,20 @@ def corrected(inputs, outputs):
     return found
 
 
-def kronfluence(folder):
+def contents(names):
+    """Covariances, twice too large, and eigenvectors of inputs and outputs, under four names; and the eigenvectors."""
     inputs, outputs = ({name: pair[side] for name, pair in factors().items()} for side in range(2))
     left, right = eigenvectors(inputs), eigenvectors(outputs)
+    twice = [{name: 2.0 * matrix for name, matrix in one.items()} for one in (inputs, outputs)]
+    return dict(zip(names, (*twice, left, right), strict=True)), left, right
+
+
+def kronfluence(folder):
+    covariances, left, right = contents(
+        [f"{of}_{what}" for what in ("covariance", "eigenvectors") for of in ("activation", "gradient")]
+    )
     tensors = {
-        "activation_covariance": {name: 2.0 * matrix for name, matrix in inputs.items()},
-        "gradient_covariance": {name: 2.0 * matrix for name, matrix in outputs.items()},
-        "activation_eigenvectors": left,
-        "gradient_eigenvectors": right,
+        **covariances,
         "lambda_matrix": {name: 3.0 * values for name, values in corrected(left, right).items()},
         **{f"num_{name}_covariance_processed": counts(2) for name in ("activation", "gradient")},
         "num_lambda_processed": counts(3),
@@ -59,13 +65,11 @@ def counts(number):
 
 def bergson(folder):
     """In two shards, each with half of the rows."""
-    inputs, outputs = ({name: pair[side] for name, pair in factors().items()} for side in range(2))
-    left, right = eigenvectors(inputs), eigenvectors(outputs)
+    covariances, left, right = contents(
+        [f"{front}{of}_sharded" for front in ("", "eigen_") for of in ("activation", "gradient")]
+    )
     stores = {
-        "activation_sharded": {name: 2.0 * matrix for name, matrix in inputs.items()},
-        "gradient_sharded": {name: 2.0 * matrix for name, matrix in outputs.items()},
-        "eigen_activation_sharded": left,
-        "eigen_gradient_sharded": right,
+        **covariances,
         "eigenvalue_correction_sharded": {name: 2.0 * values for name, values in corrected(left, right).items()},
     }
     for name, content in stores.items():

@@ -1,6 +1,7 @@
 """Models from folders: the weights that are there, and an error for whatever else a folder may hold."""
 
 import builtins
+import inspect
 import json
 import pickle
 import socket
@@ -350,7 +351,7 @@ class TestNames:
             assert torch.isfinite(cross_entropy(logits.flatten(0, 1), tokens.flatten()))
 
     def test_the_command_lists_the_names(self):
-        help_text = cli.Model.__metadata__[0].help
+        help_text = inspect.signature(cli.analyze).parameters["model"].annotation.__metadata__[0].help
         assert all(name in help_text for name in NAMES)
 
     def test_an_unknown_name_and_its_neighbours(self):

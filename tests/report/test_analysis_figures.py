@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 
 from autodiff_cases import MLP, points
@@ -16,6 +15,7 @@ from curvoscope.report.analysis_figures import (
     scaling_figure,
     taylor_figure,
 )
+from drawn_figures import assert_readable
 
 MSE = nn.functional.mse_loss
 
@@ -49,12 +49,6 @@ FIGURES = {
 }
 
 
-def drawn(figure):
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas
-
-
 def texts(figure):
     """Titles, labels and legends: what must not overlap nor be cut off."""
     found = [figure._suptitle, *(text for legend in figure.legends for text in legend.get_texts())]
@@ -67,15 +61,7 @@ def texts(figure):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_words_neither_overlap_nor_are_cut_off(name):
-    figure = FIGURES[name]()
-    renderer = drawn(figure).get_renderer()
-    width, height = figure.canvas.get_width_height()
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts(figure)]
-    for text, box in boxes:
-        assert min(box.x0, box.y0) >= 0 and box.x1 <= width and box.y1 <= height, text
-    for i, (one, first) in enumerate(boxes):
-        for other, second in boxes[i + 1 :]:
-            assert not first.overlaps(second), (one, other)
+    assert_readable(FIGURES[name](), texts)
 
 
 def test_the_lines_of_the_expansion_are_its_numbers():

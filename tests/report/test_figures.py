@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from curvoscope.operators import BlockHessian, BlockMatrix
@@ -9,6 +8,7 @@ from curvoscope.operators.compositions import Product
 from curvoscope.papers.networks import GPT2
 from curvoscope.papers.tasks import addition, answer_targets
 from curvoscope.report.figures import hessian_figure
+from drawn_figures import assert_readable, drawn
 
 TITLE = "Query entries are 12,345 times smaller than value entries (median)"
 
@@ -37,12 +37,6 @@ def given(outer, functional, shapes):
     return BlockHessian(matrix(outer), matrix(functional))
 
 
-def drawn(figure):
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas
-
-
 def words(figure):
     """Every visible text: titles, labels, ticks, legends, and the numbers written into the picture."""
     texts = [figure._suptitle, *(text for legend in figure.legends for text in legend.get_texts())]
@@ -57,15 +51,7 @@ def words(figure):
 
 @pytest.mark.parametrize("activation", ["softmax", "linear"])
 def test_nothing_overlaps_and_nothing_is_cut_off(activation):
-    figure = hessian_figure(attention_hessian(activation=activation), TITLE)
-    renderer = drawn(figure).get_renderer()
-    width, height = figure.canvas.get_width_height()
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in words(figure)]
-    for text, box in boxes:
-        assert min(box.x0, box.y0) >= 0 and box.x1 <= width and box.y1 <= height, text
-    for i, (one, first) in enumerate(boxes):
-        for other, second in boxes[i + 1 :]:
-            assert not first.overlaps(second), (one, other)
+    assert_readable(hessian_figure(attention_hessian(activation=activation), TITLE), words)
 
 
 def test_text_is_readable_at_half_width():

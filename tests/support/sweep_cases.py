@@ -7,6 +7,8 @@ from torch import nn
 from adapter_cases import Beside, Inside, adapted, batch
 from curvoscope.losses import CrossEntropy
 
+SIZES = {"vocab_size": 23, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 12}
+
 
 def words(*shapes, vocabulary=23):
     torch.manual_seed(1)
@@ -23,21 +25,12 @@ def gpt2():
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=23,
-        hidden_size=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        intermediate_size=12,
-    )
+    config = transformers.LlamaConfig(**SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2})
     return transformers.LlamaForCausalLM(config), None, labelled((2, 7))
 
 
 def bert():
-    config = transformers.BertConfig(
-        vocab_size=23, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=12
-    )
+    config = transformers.BertConfig(**SIZES)
     (ids,) = words((3, 6))
     mask = torch.ones_like(ids)
     mask[1, 4:] = 0
@@ -55,14 +48,7 @@ def t5():
 
 
 def albert():
-    config = transformers.AlbertConfig(
-        vocab_size=23,
-        embedding_size=6,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_hidden_layers=3,
-        intermediate_size=12,
-    )
+    config = transformers.AlbertConfig(**SIZES | {"embedding_size": 6, "num_hidden_layers": 3})
     return transformers.AlbertForMaskedLM(config), None, labelled((2, 5))
 
 
@@ -76,16 +62,8 @@ def vit():
 
 
 def mixtral():
-    config = transformers.MixtralConfig(
-        vocab_size=23,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=2,
-        intermediate_size=12,
-        num_local_experts=3,
-        experts_implementation="eager",
-    )
+    experts = {"num_key_value_heads": 1, "num_local_experts": 3, "experts_implementation": "eager"}
+    config = transformers.MixtralConfig(**SIZES, **experts)
     return transformers.MixtralForCausalLM(config), None, labelled((2, 5))
 
 

@@ -1,7 +1,6 @@
 """Approximations of the blocks of a model as preconditioners of its Hessian."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from curvoscope.approximations.base import Approximation
@@ -17,7 +16,6 @@ _MOST = 2048  # backward passes for which preconditioners are compared without b
 _COMPARED = ("kfac", "ekfac")
 
 
-@dataclass(eq=False)
 class ModelStandIns:
     """Makes a preconditioner of some blocks of a model: block-diagonal, of one kind of approximation.
 
@@ -28,15 +26,15 @@ class ModelStandIns:
         engine: the model, the loss and the batches.
     """
 
-    source: GivesGradients
-    engine: Autodiff
+    def __init__(self, source: GivesGradients, engine: Autodiff) -> None:
+        self._source, self._engine = source, engine
 
     @cached_property
     def compared(self) -> tuple[str, ...]:
         """The kinds to compare with no preconditioner: none if their gradients cost too many backward passes."""
-        if self.engine.ranks.size > 1 or not self.engine.objective.convex:
+        if self._engine.ranks.size > 1 or not self._engine.objective.convex:
             return ()
-        return _COMPARED if directions(self.engine) <= _MOST else ()
+        return _COMPARED if directions(self._engine) <= _MOST else ()
 
     def make(self, kind: str, names: Sequence[str]) -> Preconditioner:
         """The block-diagonal approximation of a kind, such as "kfac" or "kronecker:2".
@@ -47,7 +45,7 @@ class ModelStandIns:
         return BlockDiagonal([self._one(kind, name) for name in names])
 
     def _one(self, kind: str, name: str) -> Approximation:
-        source = source_of(self.source, name)
+        source = source_of(self._source, name)
         try:
             return approximation(source, kind)
         except ModelError:

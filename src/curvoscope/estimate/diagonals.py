@@ -12,13 +12,12 @@ from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.deflation import Sketch, projected
 from curvoscope.estimate.products import (
     COLUMNS,
-    DEFAULT_MATVECS,
     LEAST,
     MOST,
     Matrix,
     Probes,
     Products,
-    check_budget,
+    budget_of,
     check_square,
 )
 from curvoscope.estimate.result import DiagonalEstimate
@@ -66,11 +65,10 @@ def diagonal(
     """
     check_square(operator, "a diagonal")
     checks.choice("method", method, METHODS)
-    check_budget(matvecs, tolerance)
+    budget = budget_of(matvecs, tolerance)
     symmetric = getattr(operator, "symmetric", False)
     if method == "deflated" and not symmetric:
         raise ShapeError("method", "'deflated' needs an operator that says it is symmetric; use 'hutchinson'")
-    budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
     if method == "deflated" and budget is not None and budget < _LEAST_DEFLATED:
         raise RangeError("matvecs", f"got {budget}, expected at least {_LEAST_DEFLATED} for {method!r}")
     with Products(operator, "diagonal", budget) as products:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import RangeError
-from curvoscope.estimate.products import MOST, Matrix, Probes, Products, check_budget, check_symmetric
+from curvoscope.estimate.products import MOST, Matrix, Probes, Products
 from curvoscope.estimate.quadrature import (
     DEFAULT_MATVECS,
     DEFAULT_STEPS,
@@ -15,8 +15,8 @@ from curvoscope.estimate.quadrature import (
     MOST_EXACT,
     GaussRule,
     all_eigenvalues,
-    gauss_rule,
-    lanczos_room,
+    gauss_rules,
+    quadrature_budget,
 )
 from curvoscope.estimate.result import Estimate
 
@@ -62,12 +62,7 @@ def function_trace(
         >>> abs(found - torch.arange(1.0, 801.0).log().sum()) < 4 * found.stderr
         tensor(True)
     """
-    check_symmetric(operator, "a trace of a function")
-    check_budget(matvecs, tolerance)
-    size = operator.shape[0]
-    if steps is not None and not 1 <= steps <= size:
-        raise RangeError("steps", f"got {steps}, expected 1 to {size}")
-    budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
+    budget, size = quadrature_budget(operator, "a trace of a function", matvecs, tolerance, steps), operator.shape[0]
     with Products(operator, "trace of a function", budget) as products:
         if steps is None and size <= min(MOST_EXACT, budget or LEAST_PROBES * DEFAULT_STEPS):
             values = all_eigenvalues(products)
@@ -75,17 +70,11 @@ def function_trace(
             return Estimate(float(function(values.clamp_min(floor)).sum()))
         steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DEFAULT_MATVECS) // LEAST_PROBES))
         most = max(2, (budget or MOST) // steps)
-        together, dtype = lanczos_room(products, steps, most)
-        probes, rule = Probes(products, seed), None
-        while True:
-            count = 0 if rule is None else len(rule.nodes)
-            new = gauss_rule(products, probes.signs(min(together, most - count)).double(), steps, dtype)
-            rule = new if rule is None else rule.joined(new)
-            count = len(rule.nodes)
+        for rule in gauss_rules(products, Probes(products, seed), steps, most):
             found = _bracketed(rule, products, function, pole, floor)
-            enough = tolerance is not None and count >= LEAST_PROBES and found.stderr <= tolerance * size
-            if count >= most or enough:
-                return found
+            if tolerance is not None and len(rule.nodes) >= LEAST_PROBES and found.stderr <= tolerance * size:
+                break
+        return found
 
 
 def _bracketed(rule: GaussRule, products: Products, function: Function, pole: float, floor: float) -> Estimate:

@@ -26,7 +26,7 @@ from torch import Tensor
 from curvoscope.errors import ShapeError
 from curvoscope.estimate.deflation import basis_beyond, projected
 from curvoscope.estimate.diagonals import DiagonalSamples, diagonal_of
-from curvoscope.estimate.products import DEFAULT_MATVECS, LEAST, MOST, Matrix, Probes, Products, check_budget
+from curvoscope.estimate.products import LEAST, MOST, Matrix, Probes, Products, budget_of
 from curvoscope.estimate.result import DiagonalEstimate, Estimate
 from curvoscope.estimate.sampling import Sample, Tally, norm_form, trace_form
 
@@ -95,11 +95,10 @@ def measure(
         >>> print(round(found["one"].trace, 9), round(found["sum"].trace, 9), found["sum"].trace.matvecs)
         50.0 1275.0 24
     """
-    check_budget(matvecs, tolerance)
+    budget = budget_of(matvecs, tolerance)
     height, size = stack.shape
     if height % size or max(member for members in parts.values() for member in members) >= height // size:
         raise ShapeError("stack", f"got {height} x {size}, expected a square matrix for each member of a part")
-    budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
     with Products(stack, "norm, trace and diagonal", budget) as products:
         joint = _Joint(products, Probes(products, seed), parts, stripe, dict(rows or {}), diagonal)
         if size <= (LEAST if budget is None else budget):

@@ -212,6 +212,12 @@ def check_budget(matvecs: int | None, tolerance: float | None, least: int = 2) -
         raise RangeError("tolerance", f"got {tolerance}, expected a relative error between 0 and 1")
 
 
+def budget_of(matvecs: int | None, tolerance: float | None, default: int = DEFAULT_MATVECS) -> int | None:
+    """The products to spend, once the two are checked; None: as many as the tolerance takes."""
+    check_budget(matvecs, tolerance)
+    return matvecs or (default if tolerance is None else None)
+
+
 def check_square(operator: Matrix, question: str) -> None:
     """Raise `ShapeError` unless the operator is square."""
     if operator.shape[0] != operator.shape[1]:

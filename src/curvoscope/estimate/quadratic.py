@@ -8,12 +8,12 @@ from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.deflation import Sketch, leave_one_out
 from curvoscope.estimate.products import (
-    DEFAULT_MATVECS,
     LEAST,
     MOST,
     Matrix,
     Probes,
     Products,
+    budget_of,
     check_budget,
     check_square,
 )
@@ -145,11 +145,10 @@ class _Question:
     def answer(self, method: str, matvecs: int | None, tolerance: float | None, seed: int | None) -> Estimate:
         """The estimate, in units."""
         checks.choice("method", method, METHODS)
-        check_budget(matvecs, tolerance)
+        budget = budget_of(matvecs, tolerance)
         deflated = method in ("hutch++", "xtrace")
         if deflated and not self._deflates:
             raise ShapeError("method", f"{method!r} needs an operator that says it is symmetric; use 'hutchinson'")
-        budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
         with Products(self._operator, self._label, budget) as self._products:
             self._space = self._products.space
             self._probes = Probes(self._products, seed)

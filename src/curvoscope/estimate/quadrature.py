@@ -1,5 +1,6 @@
 """Spectral densities by stochastic Lanczos quadrature."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import RangeError
 from curvoscope.estimate.missed import quadrature_bars
-from curvoscope.estimate.products import MOST, Matrix, Probes, Products, check_budget, check_symmetric
+from curvoscope.estimate.products import MOST, Matrix, Probes, Products, budget_of, check_symmetric
 from curvoscope.estimate.spectrum import Density, gauss
 
 DEFAULT_MATVECS = 512
@@ -53,12 +54,7 @@ def density(
         >>> found.probes, found.matvecs, 90 < found.largest < 99
         (4, 40, True)
     """
-    check_symmetric(operator, "a spectral density")
-    check_budget(matvecs, tolerance)
-    size = operator.shape[0]
-    if steps is not None and not 1 <= steps <= size:
-        raise RangeError("steps", f"got {steps}, expected 1 to {size}")
-    budget = matvecs or (DEFAULT_MATVECS if tolerance is None else None)
+    budget, size = quadrature_budget(operator, "a spectral density", matvecs, tolerance, steps), operator.shape[0]
     if steps is not None and budget is not None and budget < 2 * steps:
         raise RangeError("matvecs", f"got {budget}, expected at least two probes of {steps} steps")
     with Products(operator, "density", budget) as products:
@@ -69,25 +65,42 @@ def density(
         return _collect(products, Probes(products, seed), steps, most, tolerance)
 
 
+def quadrature_budget(
+    operator: Matrix, question: str, matvecs: int | None, tolerance: float | None, steps: int | None
+) -> int | None:
+    """The products to spend on a question to a symmetric operator, once all is checked; None: see `budget_of`."""
+    check_symmetric(operator, question)
+    budget, size = budget_of(matvecs, tolerance, DEFAULT_MATVECS), operator.shape[0]
+    if steps is not None and not 1 <= steps <= size:
+        raise RangeError("steps", f"got {steps}, expected 1 to {size}")
+    return budget
+
+
 def _collect(products: Products, probes: Probes, steps: int, most: int, tolerance: float | None) -> Density:
-    """Probes, as many side by side as fit in memory, until there are enough or the tolerance is met."""
-    together, dtype = lanczos_room(products, steps, most)
-    rule: GaussRule | None = None
-    while True:
-        count = 0 if rule is None else len(rule.nodes)
-        new = gauss_rule(products, probes.signs(min(together, most - count)).double(), steps, dtype)
-        rule = new if rule is None else rule.joined(new)
-        count = len(rule.nodes)
+    """Probes, until there are enough or the tolerance is met."""
+    for rule in gauss_rules(products, probes, steps, most):
         nodes, residuals = (
             checks.finite("density", part * products.unit) for part in (rule.nodes, rule.coupling.abs())
         )
         found = gauss(nodes, rule.first.square(), residuals, products.size, products.matvecs, products.epsilon)
-        if count >= most or (tolerance is not None and count >= LEAST_PROBES and found.error() <= tolerance):
-            low, high = (rule.missed(sign, products.size, products.epsilon) for sign in (-1, 1))
-            return replace(found, missed=(low * products.unit, high * products.unit))
+        if tolerance is not None and len(rule.nodes) >= LEAST_PROBES and found.error() <= tolerance:
+            break
+    low, high = (rule.missed(sign, products.size, products.epsilon) for sign in (-1, 1))
+    return replace(found, missed=(low * products.unit, high * products.unit))
 
 
-def lanczos_room(products: Products, steps: int, most: int) -> tuple[int, torch.dtype]:
+def gauss_rules(products: Products, probes: Probes, steps: int, most: int) -> "Iterator[GaussRule]":
+    """Rules of more and more probes, at most `most`, as many at a time as fit in memory."""
+    together, dtype = _lanczos_room(products, steps, most)
+    rule: GaussRule | None = None
+    while rule is None or len(rule.nodes) < most:
+        left = most - (0 if rule is None else len(rule.nodes))
+        new = _gauss_rule(products, probes.signs(min(together, left)).double(), steps, dtype)
+        rule = new if rule is None else rule.joined(new)
+        yield rule
+
+
+def _lanczos_room(products: Products, steps: int, most: int) -> tuple[int, torch.dtype]:
     """How many probes of so many steps fit side by side, at most `most`, and in which precision."""
     room, length = products.budget(), products.space.longest * (steps + _BESIDE)
     short = products.operator.dtype != torch.float64 and 8 * length > room
@@ -134,7 +147,7 @@ class GaussRule:
         return nodes, torch.einsum("pm,pmk->pk", self.first, vectors[:, :m])
 
 
-def gauss_rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> GaussRule:
+def _gauss_rule(products: Products, start: Tensor, steps: int, dtype: torch.dtype) -> GaussRule:
     """The quadratures that start from the columns (n, p).
 
     The Lanczos vectors are kept in `dtype`, the recurrence and the tridiagonal matrix are float64.

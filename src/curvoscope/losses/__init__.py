@@ -1,7 +1,6 @@
 """Losses: the same objects serve a layer, `layer.hessian(X, loss)`, and a model, `cv.hessian(model, loss, batches)`."""
 
 from curvoscope.losses.any_loss import at
-from curvoscope.losses.any_loss import objective_of as objective_of
 from curvoscope.losses.cross_entropy import CrossEntropy, SoftmaxCurvature
 from curvoscope.losses.curvatures import (
     Curvature,
@@ -19,6 +18,7 @@ from curvoscope.losses.mse import MSE
 from curvoscope.losses.objectives import Contrastive, MeanLoss
 from curvoscope.losses.objectives import LossFunction as LossFunction
 from curvoscope.losses.objectives import Objective as Objective
+from curvoscope.losses.objectives import objective_of as objective_of
 from curvoscope.losses.regularised import Regularised
 
 __all__ = [

@@ -1,21 +1,13 @@
-"""Any loss: at a layer's output, and as the objective of a model."""
+"""Any loss at a layer's output."""
 
 import math
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from curvoscope.errors import LossError, NonFiniteError
-from curvoscope.losses.counting import measure
-from curvoscope.losses.cross_entropy import CrossEntropy
 from curvoscope.losses.curvatures import LossAt, curvature_of, group_size
-from curvoscope.losses.mse import MSE
-from curvoscope.losses.objectives import LossFunction, MeanLoss, Objective, scalar, takes
-
-_REDUCTIONS = ("mean", "sum", "batchmean")
+from curvoscope.losses.objectives import LossFunction, Objective, scalar, takes
 
 
 def at(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
@@ -62,27 +54,3 @@ def _by_autodiff(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
         return torch.stack([product(direction) for direction in directions])
 
     return LossAt(float(value.detach()), gradient.detach(), curvature_of(products, F, group_size(product, F)))
-
-
-def objective_of(loss_fn: LossFunction | None) -> Objective | None:
-    """The objective behind a loss function; torch's own cross-entropy and squared error are recognised."""
-    if loss_fn is None or isinstance(loss_fn, Objective):
-        return loss_fn
-    reduction = getattr(loss_fn, "reduction", "mean")
-    if reduction not in _REDUCTIONS:
-        raise LossError("loss_fn", f"has reduction={reduction!r}; expected {' or '.join(map(repr, _REDUCTIONS))}")
-    if loss_fn is functional.mse_loss or (type(loss_fn) is nn.MSELoss and reduction == "mean"):
-        return MSE()
-    if loss_fn is functional.cross_entropy:
-        return CrossEntropy(axis=1)
-    if type(loss_fn) is nn.CrossEntropyLoss and reduction == "mean":
-        if loss_fn.weight is None and loss_fn.label_smoothing == 0:
-            return CrossEntropy(ignore_index=loss_fn.ignore_index, axis=1)
-        return MeanLoss(loss_fn, partial(_weights, loss_fn))
-    return MeanLoss(loss_fn, getattr(loss_fn, "terms", None))
-
-
-def _weights(loss: nn.CrossEntropyLoss, outputs: Any, targets: Tensor) -> float:
-    """The mean divides by the sum of the targets' class weights; with probabilities as targets, by the positions."""
-    found = measure(loss, outputs, targets).tally
-    return found.outputs / outputs.shape[1 if outputs.ndim > 1 else 0] if found.observed is None else found.observed

@@ -11,17 +11,19 @@ if p_t is nearly one-hot. Any word can take the place of y here; G then differs 
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
 from curvoscope import checks
 from curvoscope.errors import DeviceError, DtypeError, LossError, RangeError, ShapeError
+from curvoscope.losses.counting import measure
 from curvoscope.losses.curvatures import PerToken, Port, through
-from curvoscope.losses.objectives import ClosedLoss, logits_of
+from curvoscope.losses.objectives import ClosedLoss, LossFunction, MeanLoss, Objective, logits_of
 
 _CHUNK = 2**18  # numbers a chunk: stays in the cache, and a large vocabulary adds no memory to speak of
 
@@ -212,6 +214,17 @@ class CrossEntropy(ClosedLoss):
         if targets is not None:
             self._check(targets)
 
+    @classmethod
+    def of_torch(cls, loss_fn: LossFunction) -> Objective | None:
+        """Of `cross_entropy` and `CrossEntropyLoss`, unless it is a sum; with weights or smoothing, its terms alone."""
+        if loss_fn is cross_entropy:
+            return cls(axis=1)
+        if type(loss_fn) is not nn.CrossEntropyLoss or loss_fn.reduction != "mean":
+            return None
+        if loss_fn.weight is None and loss_fn.label_smoothing == 0:
+            return cls(ignore_index=loss_fn.ignore_index, axis=1)
+        return MeanLoss(loss_fn, partial(_class_weights, loss_fn))
+
     def _check(self, targets: Tensor) -> None:
         """Raise unless the targets are right as far as can be told without the outputs."""
         if not isinstance(targets, Tensor):
@@ -317,6 +330,12 @@ class CrossEntropy(ClosedLoss):
         logits, targets = (values.movedim(axis, -1).reshape(-1, values.shape[axis]) for values in (logits, targets))
         index, mean = targets.argmax(-1, keepdim=True), 1 / len(targets)
         return SoftmaxRows(logits, index, mean * targets.sum(-1, keepdim=True), softmax_gradient(targets, index, -mean))
+
+
+def _class_weights(loss: nn.CrossEntropyLoss, outputs: Any, targets: Tensor) -> float:
+    """The mean divides by the sum of the targets' class weights; with probabilities as targets, by the positions."""
+    found = measure(loss, outputs, targets).tally
+    return found.outputs / outputs.shape[1 if outputs.ndim > 1 else 0] if found.observed is None else found.observed
 
 
 def _check_range(targets: Tensor, vocabulary: int) -> None:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.losses.curvatures import ScalarCurvature
-from curvoscope.losses.objectives import ClosedLoss, logits_of
+from curvoscope.losses.objectives import ClosedLoss, LossFunction, Objective, logits_of
 
 
 class MSE(ClosedLoss):
@@ -39,6 +40,12 @@ class MSE(ClosedLoss):
     def Y(self) -> Tensor | None:
         """The targets of a layer's output, None for a model."""
         return self.targets
+
+    @classmethod
+    def of_torch(cls, loss_fn: LossFunction) -> Objective | None:
+        """Of `mse_loss` and `MSELoss`, unless it is a sum."""
+        known = type(loss_fn) is nn.MSELoss and loss_fn.reduction == "mean"
+        return cls() if known or loss_fn is functional.mse_loss else None
 
     def bound(self, targets: Tensor) -> "MSE":
         """The same loss with these targets, for a layer."""

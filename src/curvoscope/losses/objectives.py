@@ -25,6 +25,8 @@ from curvoscope.losses.outputs import flatten, tensors
 LossFunction = Callable[..., Tensor]  # of a layer's output, or of a model's outputs and targets
 NumberOfTerms = Callable[[Any, Any], int | float]
 
+_REDUCTIONS = ("mean", "sum", "batchmean")
+
 
 class Objective(ABC):
     """A mean over loss terms of a model's outputs and targets."""
@@ -88,6 +90,11 @@ class ClosedLoss(Objective):
     @abstractmethod
     def gradient(self, outputs: Any, targets: Any = None) -> tuple[list[Tensor], list[Tensor]]:
         """F and G in closed form."""
+
+    @classmethod
+    def of_torch(cls, loss_fn: LossFunction) -> Objective | None:
+        """The objective of a loss function of torch that is this loss; None: it is another one."""
+        return None
 
     @abstractmethod
     def bound(self, targets: Tensor) -> "ClosedLoss":
@@ -208,6 +215,17 @@ class MeanLoss(Objective):
         gradients = torch.autograd.grad(value, list(aliases.values()), create_graph=True, allow_unused=True)
         used = [(alias, G) for alias, G in zip(aliases.values(), gradients, strict=True) if G is not None]
         return [alias for alias, _ in used], [G for _, G in used]
+
+
+def objective_of(loss_fn: LossFunction | None) -> Objective | None:
+    """The objective behind a loss function; torch's own are recognised by the losses in closed form."""
+    if loss_fn is None or isinstance(loss_fn, Objective):
+        return loss_fn
+    reduction = getattr(loss_fn, "reduction", "mean")
+    if reduction not in _REDUCTIONS:
+        raise LossError("loss_fn", f"has reduction={reduction!r}; expected {' or '.join(map(repr, _REDUCTIONS))}")
+    known = (kind.of_torch(loss_fn) for kind in ClosedLoss.__subclasses__())  # all of them: `losses` imports each
+    return next((one for one in known if one is not None), None) or MeanLoss(loss_fn, getattr(loss_fn, "terms", None))
 
 
 def _check_only_through(value: Tensor, aliases: Iterable[Tensor], opaque: list[str]) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import LossError
-from curvoscope.losses.any_loss import objective_of
 from curvoscope.losses.counting import Count, Inquiry
-from curvoscope.losses.objectives import LossFunction, Objective, scalar
+from curvoscope.losses.objectives import LossFunction, Objective, objective_of, scalar
 
 Penalty = Callable[[Mapping[str, Tensor]], Tensor]
 

@@ -14,31 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from curvoscope import checks
 from curvoscope.approximations.enumeration import sampled_source
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
-from curvoscope.autodiff.cotangents import (
-    COLUMNS,
-    Cotangents,
-    SampleSeed,
-    SoftmaxCotangents,
-    column_ranges,
-    cotangents,
-    softmax_cotangents,
-)
+from curvoscope.autodiff.cotangents import COLUMNS, Cotangents, SampleSeed, column_ranges, cotangents
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.autodiff.uses import Factors, WeightUse, find_uses, nodes_below
+from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
-from curvoscope.losses import CrossEntropy
-from curvoscope.losses.objectives import logits_of
 from curvoscope.sweep.grams import add_crossed, add_gram
+from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, NotRepeatableError, cut_at, layers_of
 
-_IDENTITIES = {"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0"}
 _COPIES = 2.5  # of a layer's deltas, in memory at once
 
 
@@ -63,18 +53,6 @@ class _CutPass:
     @property
     def samples(self) -> Tensor:
         return torch.tensor(self.draw.samples)
-
-
-@dataclass(eq=False)
-class _LastProduct:
-    """The last product, when the loss is the cross-entropy of its result: X (T, a), w (a, classes) and a bias."""
-
-    use: WeightUse
-    weight: Tensor
-    bias: str | None
-    draws: SoftmaxCotangents
-    inner: Tensor
-    below: Tensor  # the cotangents of X, (n, T, a)
 
 
 class _Within(nn.Module):
@@ -215,13 +193,13 @@ class Walk:
     def _forward(self, draws: Sequence[SampleDraw]) -> list[_CutPass]:
         """Run the model on each micro-batch, cut at its layers, and go back from the loss to the last layer."""
         passes: list[_CutPass] = []
-        heads: list[tuple[_CutPass, _LastProduct]] = []
+        heads: list[tuple[_CutPass, LastProduct]] = []
         for draw in draws:
             with cut_at(self._layers) as calls:
                 outputs = self._engine.snapshot.as_it_is(draw.batch)
             one = _CutPass(draw, calls)
             passes.append(one)
-            head = self._head(outputs, one)
+            head = last_product(self._engine.objective, outputs, draw.batch, draw.seeds, self._leaves, self._alone)
             if head is not None:
                 heads.append((one, head))
                 continue
@@ -314,47 +292,14 @@ class Walk:
 
     # ---- the last product
 
-    def _head(self, outputs: Any, one: _CutPass) -> _LastProduct | None:
-        """The last product, if the loss is the cross-entropy of its result and nothing else reads the logits."""
-        objective = self._engine.objective
-        if not isinstance(objective, CrossEntropy) or objective.unembedding is not None or objective.bias is not None:
-            return None
-        logits = logits_of(outputs)
-        node: Node | None = logits.grad_fn
-        while node is not None and node.name() in _IDENTITIES:
-            node = node.next_functions[0][0]
-        if node is None or objective.class_axis(logits) not in (-1, logits.ndim - 1):
-            return None
-        uses, _ = find_uses([node], self._leaves)
-        use = next((use for use in uses if use.node is node), None)
-        if use is None or use.flipped or use.is_look_up or use.parameter in self._dense:
-            return None
-        name, pieces = use.parameter, self._pieces[use.parameter]
-        whole = len(pieces) == 1 and pieces[0][1].size == self._leaves[name].numel()
-        if not whole or self._readers[name] != 1 or len(use.factor) * use.width != logits.numel():
-            return None
-        bias = None
-        if node.name() == "AddmmBackward0" and node.next_functions[0][0] is not None:
-            variable = getattr(node.next_functions[0][0], "variable", None)
-            bias = next((known for known, leaf in self._leaves.items() if leaf is variable), None)
-            if bias is None or self._leaves[bias].ndim != 1:
-                return None
-        weight = self._leaves[name].detach()
-        weight = weight.mT if use.transposed else weight
-        constant = None if bias is None else self._leaves[bias].detach()
-        if node.name() == "AddmmBackward0" and bias is None:  # a bias that is none of the blocks, nor of the graph
-            constant = logits.detach().reshape(-1, use.width)[0] - use.factor[0] @ weight
-
-        def columns(start: int, stop: int) -> Tensor:
-            found = use.factor @ weight[:, start:stop]
-            return found if constant is None else found.add_(constant[start:stop])
-
-        draws = softmax_cotangents(objective, logits, one.draw.batch.targets, columns)
-        below = use.factor.new_zeros(len(one.draw.samples), *use.factor.shape)
-        return _LastProduct(use, weight, bias, draws, draws.inner_products(one.draw.seeds), below)
+    def _alone(self, name: str) -> bool:
+        """Whether one product reads a parameter, which is one row as a whole."""
+        (_, piece), *others = self._pieces[name]
+        whole = not others and piece.size == self._leaves[name].numel()
+        return whole and name not in self._dense and self._readers[name] == 1
 
     def _through_heads(
-        self, heads: Sequence[tuple[_CutPass, _LastProduct]], name: str, transposed: bool, classes: int
+        self, heads: Sequence[tuple[_CutPass, LastProduct]], name: str, transposed: bool, classes: int
     ) -> None:
         """From the loss through the last product, some columns of the vocabulary at a time, which are done then."""
         row = self._pieces[name][0][0]
@@ -388,7 +333,7 @@ class Walk:
                 self._back(one, [GradientEdge(node, output)], [head.below])
         self._read = read
 
-    def _rows_read(self, heads: Sequence[tuple[_CutPass, _LastProduct]]) -> Tensor:
+    def _rows_read(self, heads: Sequence[tuple[_CutPass, LastProduct]]) -> Tensor:
         """The rows of the head's parameter that look-ups read, each once."""
         found = [torch.zeros(0, dtype=torch.long)]
         for one, head in heads:
