@@ -111,8 +111,8 @@ def monitor(model=NETWORK, loss=mse_loss, probe=BATCHES, **options):
     return cv.training.CurvatureMonitor(model, loss, probe, **options)
 
 
-def optimizer(model=NETWORK, loss=mse_loss, probe=BATCHES, **options):
-    return cv.training.BlockCurvature(model, loss, probe, **options)
+def optimizer(model=NETWORK, loss=mse_loss, params=None, **options):
+    return cv.training.GaussNewton(model, loss, params, **options)
 
 
 class TwoOutputs(nn.Module):
@@ -171,11 +171,19 @@ CALLS = {
     "laplace: loss not convex": (
         lambda: cv.analysis.laplace(hessian(loss=lambda F, Y: (F - Y).pow(4).mean()), 1.0), LOSS, "H",
     ),
-    "GaussNewton: learning rate zero": (lambda: cv.training.GaussNewton(NETWORK, mse_loss, lr=0.0), RANGE, "lr"),
-    "GaussNewton: no loss": (lambda: cv.training.GaussNewton(NETWORK, None), MODEL, "loss_fn"),
-    "GaussNewton: foreign parameters": (
-        lambda: cv.training.GaussNewton(NETWORK, mse_loss, OTHER.parameters()), MODEL, "params",
-    ),
+    "GaussNewton: learning rate zero": (lambda: optimizer(lr=0.0), RANGE, "lr"),
+    "GaussNewton: betas above one": (lambda: optimizer(betas=(0.9, 1.5)), RANGE, "betas"),
+    "GaussNewton: decay one": (lambda: optimizer(decay=1.0), RANGE, "decay"),
+    "GaussNewton: eps negative": (lambda: optimizer(eps=-1.0), RANGE, "eps"),
+    "GaussNewton: weight decay negative": (lambda: optimizer(weight_decay=-1.0), RANGE, "weight_decay"),
+    "GaussNewton: every zero": (lambda: optimizer(every=0), RANGE, "every"),
+    "GaussNewton: bases zero": (lambda: optimizer(bases=0), RANGE, "bases"),
+    "GaussNewton: adapt negative": (lambda: optimizer(adapt=-1), RANGE, "adapt"),
+    "GaussNewton: no loss": (lambda: optimizer(loss=None), MODEL, "loss_fn"),
+    "GaussNewton: foreign parameters": (lambda: optimizer(params=OTHER.parameters()), MODEL, "params"),
+    "GaussNewton: state of another": (lambda: optimizer().load_state_dict({"state": {}}), MODEL, "state_dict"),
+    "GaussNewton: a batch without targets": (lambda: optimizer().step(X), BatchError, "batches"),
+    "GaussNewton: loss nan": (lambda: optimizer().step((X * NAN, Y)), FINITE, "loss"),
     # ---- cv.hessian
     "hessian: no batches": (lambda: hessian(batches=[]), EMPTY, "batches"),
     "hessian: a generator": (lambda: hessian(batches=(b for b in BATCHES)), BatchError, "batches"),
@@ -496,18 +504,6 @@ CALLS = {
     "monitor: blocks of another model": (
         lambda: monitor(blocks=cv.blocks_of(OTHER)), MODEL, "model",
     ),
-    "optimizer: unknown base": (lambda: optimizer(base="lion"), RANGE, "base"),
-    "optimizer: momentum one": (lambda: optimizer(momentum=1.0), RANGE, "momentum"),
-    "optimizer: betas above one": (lambda: optimizer(betas=(0.9, 1.5)), RANGE, "betas"),
-    "optimizer: learning rate zero": (lambda: optimizer(lr=0.0), RANGE, "lr"),
-    "optimizer: safety negative": (lambda: optimizer(safety=-1.0), RANGE, "safety"),
-    "optimizer: every zero": (lambda: optimizer(every=0), RANGE, "every"),
-    "optimizer: one product": (lambda: optimizer(matvecs=1), RANGE, "matvecs"),
-    "optimizer: empty probe": (lambda: optimizer(probe=[]), EMPTY, None),
-    "optimizer: blocks that leave some out": (
-        lambda: optimizer(blocks=cv.blocks_of(NETWORK).select("0.weight")), SHAPE, "blocks",
-    ),
-    "optimizer: state of another": (lambda: optimizer().load_state_dict({"state": {}}), MODEL, "state_dict"),
 }  # fmt: skip
 
 

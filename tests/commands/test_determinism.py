@@ -46,7 +46,7 @@ MORE = {
         "--budget",
         "1",
         "--optimizer",
-        "block-adam",
+        "gauss-newton",
     ],
     "reproduce": ["reproduce", "moments", "--quick", "--jobs", "2"],
     "verify": ["verify"],

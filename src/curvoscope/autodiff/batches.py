@@ -118,7 +118,7 @@ class Batches:
     def _walk(self) -> Iterator[Batch]:
         count = 0
         for index, item in enumerate(self._source):
-            batch = _batch(item, index)
+            batch = batch_of(item, index)
             if self._prints is not None and (index >= len(self._prints) or batch.fingerprint() != self._prints[index]):
                 raise BatchError(
                     "batches", f"batch {index} differs from that of the first pass; use shuffle=False, or list(loader)"
@@ -129,7 +129,8 @@ class Batches:
             raise BatchError("batches", f"{count} on this pass, {len(self._prints)} on the first; use list(loader)")
 
 
-def _batch(item: Any, index: int) -> Batch:
+def batch_of(item: Any, index: int = 0) -> Batch:
+    """A batch in one of the forms that people have."""
     if isinstance(item, Mapping):
         if "labels" not in item:
             keys = ", ".join(map(str, item))

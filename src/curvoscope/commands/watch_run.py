@@ -14,13 +14,13 @@ from curvoscope.errors import ModelError, RangeError
 from curvoscope.families import text
 from curvoscope.papers import tasks
 from curvoscope.papers.networks import GPT2
-from curvoscope.training import BlockCurvature, CurvatureMonitor, Record, StoredRun
+from curvoscope.training import CurvatureMonitor, GaussNewton, Record, StoredRun
 from curvoscope.training.outlets import ScalarWriter
 
 TokenBatch = tuple[Tensor, Tensor]
 
 _TASKS = ("addition", "text")
-_OPTIMIZERS = ("sgd", "adam", "block-sgd", "block-adam")
+_OPTIMIZERS = ("sgd", "adam", "gauss-newton")
 _SEQUENCES = {"addition": 64, "text": 16}  # a batch, and the probe
 MOMENTUM = 0.9  # of "sgd"
 _DATA_SEEDS = 1_000_000  # apart: those of the training batches begin here, the probe's is the run's own
@@ -127,7 +127,7 @@ class TrainingRun:
         elif kind == "adam":
             self.optimizer = torch.optim.Adam(weights, lr=lr)
         else:
-            self.optimizer = BlockCurvature(self.model, self.loss, probe, lr, base=kind.removeprefix("block-"))
+            self.optimizer = GaussNewton(self.model, self.loss, lr=lr, seed=seed)
         self.monitor = CurvatureMonitor(
             *(self.model, self.loss, probe),
             every=options.every,
@@ -147,6 +147,8 @@ class TrainingRun:
     def step(self) -> Record | None:
         """One training step, watched."""
         inputs, targets = self._data.batch(_DATA_SEEDS * (self.options.seed + 1) + self.monitor.steps)
+        if isinstance(self.optimizer, GaussNewton):
+            return self.monitor.step(self.optimizer.step((inputs, targets)))
         self.optimizer.zero_grad()
         loss = self.loss(self.model(inputs), targets)
         loss.backward()

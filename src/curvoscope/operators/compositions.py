@@ -118,17 +118,6 @@ class Scaled(LinearOperator):
         return self._factor * self._operator.lower_bound() if self._factor > 0 else super().lower_bound()
 
 
-class DiagonallyScaled(LinearOperator):
-    """D B D for a symmetric B (n, n) and a diagonal D (n,): step sizes and preconditioners around a Hessian."""
-
-    def __init__(self, operator: LinearOperator, diagonal: Tensor) -> None:
-        super().__init__(operator.row_shape, operator.column_shape, operator.like, symmetric=True)
-        self._operator, self._scales = operator, diagonal.to(operator.dtype)[:, None]
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return self._scales * self._operator._matmat(self._scales * columns)
-
-
 class Gram(LinearOperator):
     """M^T M / unit², for the singular values of M, or of its transpose if that is narrower. The unit, a power of
     two, is the size of the first product with M, so that squares neither over- nor underflow."""

@@ -3,13 +3,11 @@
 from curvoscope.training.callbacks import lightning_callback, trainer_callback
 from curvoscope.training.gauss_newton import GaussNewton
 from curvoscope.training.monitor import CurvatureMonitor
-from curvoscope.training.optimizer import BlockCurvature
 from curvoscope.training.records import BlockNorms, Details, Incident, Record
 from curvoscope.training.runs import RunStore, StoredRun
 from curvoscope.training.updates import BlockUpdate, Update
 
 __all__ = [
-    "BlockCurvature",
     "BlockNorms",
     "BlockUpdate",
     "CurvatureMonitor",

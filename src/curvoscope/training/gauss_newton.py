@@ -1,64 +1,73 @@
-"""`GaussNewton`: damped Gauss-Newton steps in the eigenbasis of KFAC's factors."""
+"""`GaussNewton`: Adam in the eigenbasis of the Gauss-Newton matrix, as KFAC approximates it."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvoscope.autodiff.batches import Batch, Batches
-from curvoscope.autodiff.graph import Graph
-from curvoscope.autodiff.kernels import kept_derivatives
+from curvoscope import checks
+from curvoscope.autodiff.batches import batch_of
 from curvoscope.errors import ModelError, NonFiniteError, RangeError
 from curvoscope.losses import LossFunction, objective_of
 from curvoscope.settings import chosen_seed
-from curvoscope.training.factors import ParameterCurvature, sampled_curvature
+from curvoscope.training.factors import ParameterCurvature, SampledGradient, sampled_gradients
 
-_FALL = 0.95  # of the damping, per step, when the quadratic model predicts the loss well
+_FALL = 0.95  # of the scale, per step, if the loss falls much less than predicted
 _GOOD, _BAD = 0.75, 0.25  # ratios of actual to predicted decrease
-_REJECTED = 4.0  # times the damping after a step that raised the loss
-_LEAST, _MOST = 1e-10, 1e10
+
+Evaluate = Callable[[], tuple[Any, Any]]  # outputs and targets
 
 
 class GaussNewton(torch.optim.Optimizer):
-    """Steps -(A + weight_decay + damping)^-1 (mean gradient + weight_decay w), A the KFAC approximation of each weight.
+    """Adam in the eigenbasis U_0 (x) U_1 of KFAC's approximation of each weight's Gauss-Newton block.
 
-        A = (1/T) sum_t x_t x_t^T (x) sum_t delta_t delta_t^T
+    For the gradient G of a weight, entry by entry in that basis:
 
-    over the T tokens of a batch, delta from random cotangents whose covariance is the loss Hessian at the outputs: an
-    unbiased estimate of the right-hand factor, without labels. Both factors are running means; they are diagonalised,
-    so that the damping is added to A itself and not to its factors. Parameters that are no matrices of a product
-    (biases, norms, embeddings) have the diagonal of their Gauss-Newton block.
+        g = U_0^T G U_1,    m = mean of g,    v = mean of g^2                running means, as in Adam
+        step = -scale lr m / sqrt((v + c D) / 2),    c = sum v / sum D       turned back: U_0 step U_1^T
 
-    Every `adapt` steps a product with the exact Gauss-Newton matrix of the batch gives the length that minimises the
-    quadratic model along the step, for this and the following steps, at most 1; the ratio of actual to predicted
-    decrease moves the damping (Levenberg and Marquardt); and a step that raises the loss of its own batch is undone.
+    D is the diagonal of the Gauss-Newton block in the basis. The noise of gradients is about proportional to it, so
+    c D is a second estimate of v, with less noise. The steps divide by a root of the curvature, not by the curvature:
+    with few rows per batch, full Gauss-Newton steps amplify the noise along flat directions.
 
-    Unlike other optimizers it runs the model itself: `step(batch)` instead of `backward()` and `step()`.
+    Curvature comes from random cotangents delta_t at the tokens t of a weight, whose covariance is the loss Hessian at
+    the outputs: no labels are needed, and each sample costs one backward pass. U_0 and U_1 follow the eigenvectors of
+    KFAC's factors sum_t x_t x_t^T and sum_t delta_t delta_t^T, running means over the samples. Parameters that are no
+    matrices of a product (biases, norms) have U_0 = U_1 = 1; embeddings are matrices of a product with unit vectors.
+
+    Samples are taken at steps 0, 1, 2, 4, ... and then every `every` steps; the bases are improved likewise every
+    `bases` steps. Every `adapt` steps one more forward pass gives the ratio of the actual to the predicted change of
+    the loss, -<g, s> + <s, D s> / 2 for a step -s. As in Levenberg's and Marquardt's method, `scale` falls if the ratio
+    is small, and rises again, up to 1, if it is near 1; a step after which the loss is not finite is undone. All other
+    steps cost four small matrix products per matrix more than Adam's.
+
+    Unlike other optimizers it runs the model itself: `step(batch)` instead of `backward()` and `step()`. A parameter
+    stays where it is until a sample has found its curvature.
 
     Args:
         model: the module to train.
         loss_fn: `loss_fn(outputs, targets)`, a mean whose Hessian in the outputs is positive semidefinite.
-        params: parameters or groups of them, as for any optimizer; None: all that are trainable.
-        lr: multiplies the step.
-        momentum: of the running mean of gradients.
-        weight_decay: added to the curvature and, times the weights, to the gradient.
-        damping: at the start.
-        every: steps between new samples of the factors, and their eigenvectors.
-        adapt: steps between products with the exact Gauss-Newton matrix; more than 1 is faster and less safe.
-        decay: of the running means of the factors, per new sample.
-        samples: random cotangents for each.
+        params: parameters or groups of them, as for any optimizer; None: all. Those that are frozen are left alone.
+        lr: the size of a step along each direction of the basis.
+        betas: decays of the running means of g and g^2.
+        eps: added to the root.
+        weight_decay: each step also subtracts scale lr weight_decay w.
+        every: steps between samples of the curvature.
+        bases: steps between better bases.
+        adapt: steps between measurements of the ratio; 0: none.
+        decay: of the running means of the curvature, per sample.
         seed: of the cotangents; by default that of `cv.settings`.
 
     Example:
         >>> import torch
         >>> from curvoscope.training import GaussNewton
         >>> _ = torch.manual_seed(0)
-        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(20, 3).double() * torch.tensor([1, 10, 100])
-        >>> optimizer = GaussNewton(model, torch.nn.MSELoss(), damping=1e-6, momentum=0.0)
-        >>> losses = [optimizer.step((X, X[:, :2])) for _ in range(20)]
-        >>> losses[0] > 100, losses[-1] < 1e-4
+        >>> model, X = torch.nn.Linear(3, 2).double(), torch.randn(20, 3).double()
+        >>> optimizer = GaussNewton(model, torch.nn.MSELoss(), lr=0.05)
+        >>> losses = [optimizer.step((X, X[:, :2])) for _ in range(50)]
+        >>> losses[0] > 0.5, losses[-1] < 0.01
         (True, True)
     """
 
@@ -67,86 +76,87 @@ class GaussNewton(torch.optim.Optimizer):
         model: nn.Module,
         loss_fn: LossFunction,
         params: Iterable[Any] | None = None,
-        lr: float = 1.0,
+        lr: float = 0.02,
         *,
-        momentum: float = 0.9,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-        damping: float = 1e-2,
-        every: int = 2,
-        adapt: int = 1,
-        decay: float = 0.95,
-        samples: int = 2,
+        every: int = 10,
+        bases: int = 20,
+        adapt: int = 10,
+        decay: float = 0.9,
         seed: int | None = None,
     ) -> None:
-        for name, value in (("momentum", momentum), ("decay", decay)):
+        for name, value in (("betas", betas[0]), ("betas", betas[1]), ("decay", decay)):
             if not 0 <= value < 1:
                 raise RangeError(name, f"got {value}, expected at least 0 and below 1")
-        for name, value in (("lr", lr), ("damping", damping)):
-            if not (value > 0 and math.isfinite(value)):
-                raise RangeError(name, f"got {value}, expected a positive number")
-        if not (weight_decay >= 0 and math.isfinite(weight_decay)):
+        checks.positive(lr=lr, eps=eps)
+        if not 0 <= weight_decay < math.inf:
             raise RangeError("weight_decay", f"got {weight_decay}, expected a number of at least 0")
-        for name, count in (("every", every), ("adapt", adapt), ("samples", samples)):
-            if count < 1:
-                raise RangeError(name, f"got {count}, expected at least 1")
+        checks.at_least(1, every=every, bases=bases)
+        checks.at_least(0, adapt=adapt)
         objective = objective_of(loss_fn)
         if objective is None:
             raise ModelError("loss_fn", "is None; give the loss as a function of outputs and targets")
         self._model, self._objective = model, objective
-        self._every, self._adapt, self._decay, self._samples = every, adapt, decay, samples
+        self._every, self._bases, self._adapt, self._decay = every, bases, adapt, decay
         self._seed, self._steps, self._scale = chosen_seed(seed), 0, 1.0
-        self.damping = damping
-        chosen = [p for p in model.parameters() if p.requires_grad] if params is None else params
-        super().__init__(chosen, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        names = {id(p): name for name, p in model.named_parameters()}
-        held = [p for group in self.param_groups for p in group["params"]]
-        if any(id(p) not in names for p in held):
-            raise ModelError("params", "has a tensor that is no parameter of the model")
-        self._named = {names[id(p)]: p for p in held}
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        chosen = list(model.parameters()) if params is None else params
+        super().__init__(chosen, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @property
     def scale(self) -> float:
-        """The length of the step, relative to the full one, that the last exact quadratic model asked for."""
+        """What the steps are multiplied by, at most 1: it falls while the loss falls less than predicted."""
         return self._scale
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, with settings of their own."""
+        super().add_param_group(param_group)
+        if any(id(p) not in self._names for p in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise ModelError("params", "has a tensor that is no parameter of the model")
 
     def step(self, batch: Any) -> float:  # type: ignore[override]  # it needs the data, not only the gradients
         """One step.
 
         Args:
-            batch: (inputs, targets), or a dict with "labels": one batch as `cv.hessian` takes them.
+            batch: (inputs, targets), or a dict with "labels": one batch as `cv.hessian` takes them. Or a function
+                without arguments that runs the model and returns (outputs, targets).
 
         Returns:
             The loss of the batch before the step.
         """
-        (found,) = Batches([batch])
-        refresh, measure = self._steps % self._every == 0, self._steps % self._adapt == 0
-        with torch.enable_grad(), kept_derivatives(self._model):
-            outputs = self._model(*found.arguments, **found.keywords)
-            loss = self._objective(outputs, found.targets)
-            if not math.isfinite(float(loss.detach())):
-                raise NonFiniteError("loss", f"is {float(loss.detach())} at step {self._steps}; lower lr")
-            if refresh:
-                self._refresh(outputs, found.targets)
-            graph = None
-            if measure:
-                graph = Graph(self._named, *self._objective.gradient(outputs, found.targets))
-            gradients = torch.autograd.grad(
-                loss, list(self._named.values()), retain_graph=measure, materialize_grads=True
-            )
-        self._steps += 1
+        evaluate = batch if callable(batch) else self._evaluation(batch)
+        trained = {self._names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
+        if not trained:
+            raise ModelError("params", "are all frozen; unfreeze some with requires_grad_()")
+        weights, samples = list(trained.values()), dict[str, SampledGradient | Tensor]()
+        with torch.enable_grad():
+            outputs, targets = evaluate()
+            loss = self._objective(outputs, targets)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                raise NonFiniteError("loss", f"is {value} at step {self._steps}; lower lr")
+            if _is_due(self._steps, self._every):
+                samples = sampled_gradients(self._objective, outputs, targets, trained, (self._seed, self._steps))
+            gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
+        sampled = [sample if isinstance(sample, Tensor) else sample.columns for sample in samples.values()]
+        if not math.isfinite(float(torch.stack(torch._foreach_norm([*gradients, *sampled])).sum())):
+            raise NonFiniteError("gradient", f"has NaN or infinity at step {self._steps}; lower lr")
         with torch.no_grad():
-            steps = self._directions(dict(zip(self._named, gradients, strict=True)))
-            predicted = None if graph is None else self._measured(graph, gradients, steps)
-            before = [p.clone() for p in self._named.values()] if measure else []
-            self._move(steps)
-            if predicted is not None:
-                self._judge(found, float(loss.detach()), predicted, before)
-        return float(loss.detach())
+            self._learn(trained, samples)
+            measured = self._adapt > 0 and self._steps % self._adapt == 0
+            before = [p.clone() for p in weights] if measured else []
+            predicted = self._move(weights, gradients, measured)
+            self._steps += 1
+            if measured:
+                self._judge(float(self._objective(*evaluate())), value, predicted, weights, before)
+        return value
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of any optimizer, and under "gauss_newton" the damping, the scale and the number of steps."""
-        own = {"damping": self.damping, "scale": self._scale, "steps": self._steps}
-        return {**super().state_dict(), "gauss_newton": own}
+        """The state of any optimizer, and under "gauss_newton" the scale and the number of steps."""
+        return {**super().state_dict(), "gauss_newton": {"scale": self._scale, "steps": self._steps}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of the same model."""
@@ -154,72 +164,70 @@ class GaussNewton(torch.optim.Optimizer):
         if own is None:
             raise ModelError("state_dict", "has no 'gauss_newton': it belongs to another optimizer")
         super().load_state_dict(state_dict)
-        self.damping, self._scale, self._steps = own["damping"], own["scale"], own["steps"]
+        self._scale, self._steps = own["scale"], own["steps"]
 
-    # ---- curvature
+    def _evaluation(self, batch: Any) -> Evaluate:
+        found = batch_of(batch)
+        return lambda: (self._model(*found.arguments, **found.keywords), found.targets)
 
-    def _refresh(self, outputs: Any, targets: Any) -> None:
-        """New factors into the running means."""
-        seeds = [(self._seed, self._steps * self._samples + i) for i in range(self._samples)]
-        for name, new in sampled_curvature(self._objective, outputs, targets, self._named, seeds).items():
-            state = self.state[self._named[name]]
-            mixed = ParameterCurvature(**state["curvature"]).mixed(new, self._decay) if "curvature" in state else new
-            state["curvature"] = vars(mixed.diagonalised())
-
-    def _measured(self, graph: Graph, gradients: Sequence[Tensor], steps: dict[str, Tensor]) -> float:
-        """Set the scale of the step, and return the predicted change of the loss with its weight decay."""
-        product = graph.product("outer", steps, list(steps), many=False)
-        slope = curvature = damped = 0.0
-        for group in self.param_groups:
-            decay = group["weight_decay"]
-            held = {id(p) for p in group["params"]}
-            for (name, p), gradient in zip(self._named.items(), gradients, strict=True):
-                if id(p) in held:
-                    step = steps[name].double()
-                    slope += float((step * (gradient.double() + decay * p.double())).sum())
-                    curvature += float((step * product.get(name, torch.zeros_like(p)).double()).sum())
-                    curvature += decay * float(step.square().sum())
-                    damped += float(step.square().sum())
-        total = curvature + self.damping * damped
-        self._scale = min(1.0, max(0.0, -slope / total)) if total > 0 else 1.0
-        return self._scale * slope + self._scale**2 * curvature / 2
-
-    def _judge(self, batch: Batch, loss: float, predicted: float, before: Sequence[Tensor]) -> None:
-        """Move the damping by the ratio of actual to predicted decrease; undo a step that raised the loss."""
-        after = float(self._objective(self._model(*batch.arguments, **batch.keywords), batch.targets))
-        decays = {id(p): group["weight_decay"] for group in self.param_groups for p in group["params"]}
-        change = after - loss
-        for p, old in zip(self._named.values(), before, strict=True):
-            change += decays[id(p)] / 2 * float(p.double().square().sum() - old.double().square().sum())
-        if not math.isfinite(change) or change > 0:
-            for p, old in zip(self._named.values(), before, strict=True):
-                p.copy_(old)
-                self.state[p]["mean"].zero_()
-                self.state[p]["count"] = 0
-            self.damping = min(_MOST, self.damping * _REJECTED)
+    def _learn(self, trained: Mapping[str, Tensor], samples: Mapping[str, SampledGradient | Tensor]) -> None:
+        """New samples into the running means of the curvature, and better bases if they are due."""
+        turn = _is_due(self._steps, self._bases)
+        if not (samples or turn):
             return
-        ratio = change / predicted if predicted < 0 else 0.0
-        factor = _FALL**self._adapt if ratio > _GOOD else _FALL**-self._adapt if ratio < _BAD else 1.0
-        self.damping = min(_MOST, max(_LEAST, self.damping * factor))
+        for name, p in trained.items():
+            state, sample = self.state[p], samples.get(name)
+            if "curvature" not in state:
+                if sample is not None:
+                    state["curvature"] = vars(ParameterCurvature.of(sample))
+                    state.update(mean=torch.zeros_like(p), square=torch.zeros_like(p), count=0)
+                continue
+            known = old = ParameterCurvature(**state["curvature"])
+            known = known if sample is None else known.mixed(sample, self._decay)
+            known = known.turned() if turn else known
+            if known.bases is not old.bases:
+                state["mean"] = known.into(old.back(state["mean"]))
+            state["curvature"] = vars(known)
 
-    # ---- steps
-
-    def _directions(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """-(A + weight_decay + damping)^-1 (mean gradient + weight_decay w) by parameter, times lr."""
-        found = {}
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        for name, p in self._named.items():
+    def _move(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], measured: bool) -> float:
+        """Step, and return the predicted change of the loss if it is to be measured."""
+        groups, predicted = {id(p): group for group in self.param_groups for p in group["params"]}, 0.0
+        for p, gradient in zip(weights, gradients, strict=True):
             group, state = groups[id(p)], self.state[p]
-            if "mean" not in state:
-                state.update(mean=torch.zeros_like(p), count=0)
+            if "curvature" not in state:
+                continue
+            A, (first, second) = ParameterCurvature(**state["curvature"]), group["betas"]
             state["count"] += 1
-            state["mean"].lerp_(gradients[name], 1 - group["momentum"])
-            mean = state["mean"] / (1 - group["momentum"] ** state["count"])
-            decay = group["weight_decay"]
-            known = ParameterCurvature(**state["curvature"])
-            found[name] = -group["lr"] * known.solve(mean + decay * p, self.damping + decay)
-        return found
+            g = A.into(gradient)
+            mean, square = state["mean"].lerp_(g, 1 - first), state["square"].mul_(second)
+            square.addcmul_(g, g, value=1 - second)
+            c = square.sum() / A.values.sum().clamp_min(torch.finfo(p.dtype).tiny)
+            root = (
+                torch.addcmul(square, A.values, c).div_(2 * (1 - second ** state["count"])).sqrt_().add_(group["eps"])
+            )
+            rate = self._scale * group["lr"]
+            s = (mean / root).mul_(rate / (1 - first ** state["count"]))
+            if measured:
+                predicted += float((s.square() * A.values / 2 - s * g).sum())
+            if group["weight_decay"]:
+                p.mul_(1 - rate * group["weight_decay"])
+            p.sub_(A.back(s))
+        return predicted
 
-    def _move(self, steps: dict[str, Tensor]) -> None:
-        for name, step in steps.items():
-            self._named[name].add_(step, alpha=self._scale)
+    def _judge(
+        self, after: float, loss: float, predicted: float, weights: Sequence[Tensor], before: Sequence[Tensor]
+    ) -> None:
+        """Move the scale by the ratio of actual to predicted decrease; undo a step to where the loss is not finite."""
+        if not math.isfinite(after):
+            for p, old in zip(weights, before, strict=True):
+                p.copy_(old)
+        ratio = (after - loss) / predicted if predicted < 0 and math.isfinite(after) else 0.0
+        if ratio < _BAD:
+            self._scale *= _FALL**self._adapt
+        elif ratio > _GOOD:
+            self._scale = min(1.0, self._scale / _FALL**self._adapt)
+
+
+def _is_due(step: int, every: int) -> bool:
+    """At 0, 1, 2, 4, ... at first, when curvature changes fastest, and at every multiple."""
+    return step % every == 0 or (step < every and step & (step - 1) == 0)

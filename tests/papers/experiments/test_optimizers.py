@@ -1,179 +1,169 @@
-"""The comparison of optimizers: the edge against dense matrices, the runs, and what is concluded from them."""
+"""The comparison of optimizers: the runs, and what is concluded from them."""
 
 import math
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jacfwd
 
-from curvoscope.losses import CrossEntropy
-from curvoscope.papers.experiments import Row
+from curvoscope.families.loading import MissingPackageError
+from curvoscope.papers.experiments import NAMES, Row, find, left_out, optimizer_runs
 from curvoscope.papers.experiments.figure import MeasuredValue
 from curvoscope.papers.experiments.figures import load
-from curvoscope.papers.experiments.figures.optimizers import OPTIMIZERS, reached
-from curvoscope.papers.experiments.optimizer_runs import Edge, OptimizerStudy, batch, joined_blocks, search, train
+from curvoscope.papers.experiments.figures.optimizers import reached
+from curvoscope.papers.experiments.optimizer_runs import OPTIMIZERS, TASKS, OptimizerStudy, search, subject_of, train
 from curvoscope.papers.networks import GPT2
-from curvoscope.training import BlockCurvature
+from curvoscope.papers.tasks import addition, answer_targets
 
-SMALL = OptimizerStudy(d=4, sequences=4, steps=6, looks=2, curvatures=6, answers=20, probe=4, search_seeds=(100,))
-
-
-def network(norm="pre"):
-    return GPT2(4, norm=norm, context=6, dtype=torch.float64)
-
-
-def dense(model, probe):
-    """The Hessian by parameter, flat in the order of the parameters."""
-    names = [name for name, _ in model.named_parameters()]
-    weights = [p.detach() for p in model.parameters()]
-
-    def loss(flat):
-        parts = flat.split([w.numel() for w in weights])
-        state = {name: part.view_as(w) for name, part, w in zip(names, parts, weights, strict=True)}
-        logits = functional_call(model, state, (probe[0],))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), probe[1].flatten())
-
-    return jacfwd(grad(loss))(torch.cat([w.flatten() for w in weights]))
+SMALL = OptimizerStudy(
+    d=4, sequences=4, texts=2, context=8, images=4, sample=8, looks=2,
+    steps=dict.fromkeys(TASKS, 6), goals=dict.fromkeys(TASKS, 0.1), search_seeds=(100,),
+)  # fmt: skip
 
 
-def stepped(optimizer, model, steps=3):
-    for step in range(steps):
-        optimizer.zero_grad()
-        model.loss(*batch(8, 1, step)).backward()
-        optimizer.step()
+def needs(name):
+    if name in ("muon", "soap") and not optimizer_runs.is_installed():
+        pytest.skip("the extra `optimizers` is not installed")
 
 
-def flat(model, tensors):
-    return torch.cat([tensors[p].flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("norm", ["pre", "none"])
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_edge_against_dense_matrices(name, norm):
-    model, probe = network(norm), batch(4, 1, 99)
-    blocks, options = joined_blocks(model), {"lr": 0.01, "every": 2, "safety": 0.1}
-    optimizer = {
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        "adam": lambda: torch.optim.Adam(model.parameters(), lr=0.01),
-        "block-sgd": lambda: BlockCurvature(model, CrossEntropy(), [probe], blocks=blocks, base="sgd", **options),
-        "block-adam": lambda: BlockCurvature(model, CrossEntropy(), [probe], blocks=blocks, base="adam", **options),
-    }[name]()
-    stepped(optimizer, model)
-    found, H = Edge(model, optimizer, probe)(), dense(model, probe)
-    assert found["sharpness"] == pytest.approx(float(torch.linalg.eigvalsh(H)[-1]), rel=1e-2)
-    rates = {p: torch.full_like(p, 0.01) for p in model.parameters()}
-    if name.startswith("block"):
-        for parameter_name, parameter in model.named_parameters():
-            block = next(b for b, own in blocks.items() if any(x.parameter == parameter_name for x in own.pieces))
-            rates[parameter] = torch.full_like(parameter, optimizer.learning_rates[block])
-    D, limit = flat(model, rates).sqrt(), 3.8
-    if name.endswith("adam"):
-        key = "square" if name.startswith("block") else "exp_avg_sq"
-        squares = {p: optimizer.state[p][key] / (1 - 0.999**3) for p in model.parameters()}
-        D, limit = D * (flat(model, squares).sqrt() + 1e-8).rsqrt(), 38.0
-    expected = float(torch.linalg.eigvalsh(D[:, None] * H * D)[-1]) / limit
-    assert found["edge"] == pytest.approx(expected, rel=1e-2)
-
-
-@pytest.mark.parametrize("norm", ["pre", "none"])
-def test_joined_blocks_hold_every_entry_once(norm):
-    model = GPT2(4, depth=2, norm=norm)
-    blocks = joined_blocks(model)
-    assert blocks.covers(model)
-    assert sum(blocks.sizes.values()) == sum(p.numel() for p in model.parameters())
-    expected = {"embeddings", "logits", *(f"h.{i}.{part}" for i in (0, 1) for part in ("attn.QK", "attn.VO"))}
-    expected |= {f"h.{i}.mlp.{part}" for i in (0, 1) for part in ("up", "down")}
-    assert set(blocks) == expected | ({"norms"} if norm == "pre" else set())
+def test_a_run(name, task):
+    needs(name)
+    values = train(SMALL, task, name, 0.01, 100)
+    places = {q: [v.at for v in values if v.quantity == q] for q in ("loss", "seconds", "wall")}
+    assert places["loss"] == places["seconds"] == places["wall"] == [0, 2, 4, 6]
+    losses = [v.value for v in values if v.quantity == "loss"]
+    assert len(set(losses)) == 4 and all(map(math.isfinite, losses))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_and_its_search(name):
-    values = train(SMALL, name, "pre", 0.01, 100)
-    places = {q: [v.at for v in values if v.quantity == q] for q in ("loss", "accuracy", "seconds", "edge")}
-    assert places["loss"] == places["accuracy"] == places["seconds"] == [0, 2, 4, 6] and places["edge"] == [6]
-    (judged,) = search(SMALL, name, "pre", 0.01)  # the same run again
-    assert judged.quantity == "mean_loss" and judged.at == 0.01
-    assert judged.value == pytest.approx(sum(v.value for v in values if v.quantity == "loss") / 4, rel=1e-12)
+def test_a_search_is_the_run_up_to_its_goal(name):
+    needs(name)
+    losses = [v.value for v in train(SMALL, "addition", name, 0.01, 100) if v.quantity == "loss"]
+    for goal, steps, seen in ((0.0, 12.0, 4), (losses[1], 2.0 * (losses[1] < losses[0]), 2)):
+        c = SMALL.model_copy(update={"goals": {"addition": goal}})
+        found = {value.quantity: value for value in search(c, "addition", name, 0.01)}
+        seen = seen if steps else 1
+        assert found["steps"].value == steps and found["steps"].at == 0.01
+        assert found["mean_loss"].value == pytest.approx(sum(losses[:seen]) / seen, rel=1e-6)
 
 
 def test_sgd_is_torchs():
-    values = train(SMALL, "sgd", "none", 0.05, seed=3, curvature=False)
+    values = train(SMALL, "addition without norm", "sgd", 0.05, seed=3)
     model = GPT2(4, norm="none", context=6, seed=3, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def batch(rows, seed):
+        tokens = addition(rows, 1, seed)
+        return tokens[:, :-1], answer_targets(tokens)
+
     for step in range(6):
         optimizer.zero_grad()
-        model.loss(*batch(4, 1, 4_000_000 + step)).backward()
+        model.loss(*batch(4, 4_000_000 + step)).backward()
         optimizer.step()
-    inputs, targets = batch(20, 1, 900_001)
-    last = [v.value for v in values if v.at == 6]
-    logits = model(inputs)
-    assert last[0] == pytest.approx(float(model.loss(inputs, targets).detach()), rel=1e-6)
-    assert last[1] == pytest.approx(float((logits.argmax(-1)[:, 3:] == targets[:, 3:]).all(1).double().mean()))
+    (last,) = [v.value for v in values if v.at == 6 and v.quantity == "loss"]
+    assert last == pytest.approx(float(model.loss(*batch(8, 900_001)).detach()), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS[:2])
-def test_a_diverged_run_says_so(name):
-    rate = 1e30 if name == "sgd" else 1e5
-    caps = SMALL.model_copy(update={"caps": {"sgd": 1e30, "adam": 1e30}})
-    values = train(caps, name, "none", rate, seed=0)
+def test_muon_takes_the_hidden_matrices(monkeypatch):
+    needs("muon")
+    taken, original = [], torch.optim.Muon
+
+    def spied(weights, **options):
+        taken.append(weights)
+        return original(weights, **options)
+
+    monkeypatch.setattr(torch.optim, "Muon", spied)
+    outer = {"W_E", "W_pos", "W_U", "embed", "head"}
+    for task, count in (("addition", 6), ("digits", 4)):
+        model = subject_of(SMALL, task).network(0)
+        optimizer_runs.stepper(model, "muon", 0.01)
+        expected = {id(p) for n, p in model.named_parameters() if p.ndim == 2 and n.split(".")[0] not in outer}
+        assert {id(p) for p in taken[-1]} == expected and len(expected) == count
+
+
+def test_seeds_give_other_data_and_tasks_their_shapes():
+    for task in TASKS:
+        subject = subject_of(SMALL, task)
+        (first, targets), (second, _) = subject.batch(1, 5), subject.batch(2, 5)
+        assert len(first) == len(targets) == 5 and not torch.equal(first, second)
+        assert torch.equal(first, subject.batch(1, 5)[0])
+    inputs, targets = subject_of(SMALL, "text").batch(1, 5)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_a_diverged_run_says_so():
+    values = train(SMALL, "addition without norm", "sgd", 1e30, seed=0)
     assert values[-1].quantity == "diverged" and values[-1].value <= 6
     assert all(math.isfinite(value.value) for value in values)
-    (judged,) = search(caps, name, "none", rate)
-    assert judged.quantity == "diverged" and judged.at == rate
+    (judged,) = search(SMALL, "addition without norm", "sgd", 1e30)
+    assert judged.quantity == "diverged" and judged.at == 1e30
+
+
+def test_without_the_packages(monkeypatch):
+    monkeypatch.setattr(optimizer_runs, "is_installed", lambda: False)
+    assert "optimizers" in left_out() and set(left_out()) < set(NAMES)
+    with pytest.raises(MissingPackageError, match=r"^optimizers: .*pip install 'curvoscope\[optimizers\]"):
+        find(["optimizers"])
 
 
 # ---- conclusions, from made-up rows
 
 
 def rows_of(optimizer, rate, hits, seconds=1.0):
-    """A study in which seed s gets to 99 % at step hits[s], None for never, in so many seconds a step."""
-    point = {"stage": "study", "norm": "pre", "optimizer": optimizer, "rate": rate}
+    """A study in which seed s gets to the goal at step hits[s], None for never, in so many seconds per step."""
+    point = {"stage": "study", "task": "text", "optimizer": optimizer, "rate": rate}
     found = []
     for seed, hit in enumerate(hits):
         for step in (0.0, 100.0, 200.0, 300.0):
-            accuracy = 0.995 if hit is not None and step >= hit else 0.3
-            numbers = {"accuracy": accuracy, "seconds": seconds * step, "loss": 1.0, "sharpness": 2.0, "edge": 0.5}
+            loss = 0.01 if hit is not None and step >= hit else 3.0
+            numbers = {"loss": loss, "seconds": seconds * step, "wall": 2 * seconds * step}
             found += [
                 Row(point, seed, MeasuredValue(1, "all", "total", n, quantity=q, at=step)) for q, n in numbers.items()
             ]
     return found
 
 
-def test_when_99_percent_is_reached():
+def test_when_the_goal_is_reached():
     rows = rows_of("sgd", 0.1, [100, None, 300], seconds=0.5)
-    assert reached(rows) == {0: 100, 1: math.inf, 2: 300}
-    assert reached(rows, "seconds") == {0: 50, 1: math.inf, 2: 150}
+    assert reached(rows, 0.1) == {0: 100, 1: math.inf, 2: 300}
+    assert reached(rows, 0.1, "seconds") == {0: 50, 1: math.inf, 2: 150}
 
 
 def test_verdicts():
     figure = load("optimizers")
-    rows = rows_of("sgd", 0.1, [200, 200, None, 300, 200]) + rows_of("block-sgd", 0.3, [100, 200, 300, 100, 100], 3.0)
-    rows += rows_of("adam", 0.1, [None] * 5)
+    rows = rows_of("adam", 0.1, [200, 200, None, 300, 200])
+    rows += rows_of("gauss-newton", 0.3, [100, 200, 300, 100, 100], 1.5) + rows_of("sgd", 0.1, [None] * 5)
     found = {verdict.statement: verdict for verdict in figure.verdicts(rows)}
-    sgd = found["pre-norm, sgd at 0.1: steps to 99 % (4 of 5 seeds, 4 still there at the last step)"]
-    assert (sgd.fitted, sgd.low, sgd.high) == (200, 200, math.inf)
-    steps = found["pre-norm: block-sgd over sgd, steps to 99 %"]  # 1/2, 1, 0, 1/3, 1/2
+    adam = found["text, adam at 0.1: steps to a loss of 2 (4 of 5 seeds)"]
+    assert (adam.fitted, adam.low, adam.high) == (200, 200, math.inf)
+    steps = found["text, gauss-newton over adam: steps"]  # 1/2, 1, 0, 1/3, 1/2
     assert (steps.fitted, steps.low, steps.high) == (0.5, 0, 1)
-    seconds = found["pre-norm: block-sgd over sgd, seconds to 99 %"]
-    assert (seconds.fitted, seconds.low, seconds.high) == (1.5, 0, 3)
-    (adam,) = [v for v in found.values() if ", adam at" in v.statement]
-    assert "0 of 5 seeds" in adam.statement and "not reached" in adam.statement and adam.fitted is None
+    for name in ("processor time", "wall-clock time"):
+        seconds = found[f"text, gauss-newton over adam: {name}"]
+        assert (seconds.fitted, seconds.low, seconds.high) == (0.75, 0, 1.5)
+    pace = found["text, gauss-newton over adam: processor time per step"]
+    assert (pace.fitted, pace.low, pace.high) == (1.5, 1.5, 1.5)
+    (sgd,) = [v for v in found.values() if ", sgd at" in v.statement]
+    assert "0 of 5 seeds" in sgd.statement and "not reached" in sgd.statement and sgd.fitted is None
+    assert found["tasks on which gauss-newton takes at most half of adam's steps and less wall-clock time"].fitted == 1
     assert all(panel.title for panel in figure.panels(rows))
 
 
-def test_the_tuned_number_is_checked_against_the_search():
+def test_the_tuned_rate_is_checked_against_the_search():
     figure = load("optimizers")
-    study = [p for p in figure.points if p["stage"] == "study" and p["optimizer"] == "sgd" and p["norm"] == "pre"]
-    point, candidates = study[0], figure.configuration.candidates["sgd"]
-    place = {name: point[name] for name in ("norm", "optimizer")} | {"stage": "search"}
+    (point,) = [p for p in figure.points if p["stage"] == "study" and p["optimizer"] == "sgd" and p["task"] == "text"]
+    rates = figure.configuration.rates["sgd"]
+    place = {name: point[name] for name in ("task", "optimizer")} | {"stage": "search"}
 
     def judged(best):
         rows = [
-            Row(place, i, MeasuredValue(1, "all", "total", 0.1 if rate == best else 1.0, quantity="mean_loss", at=rate))
-            for i, rate in enumerate(candidates)
+            Row(place, i, MeasuredValue(1, "all", "total", value, quantity=quantity, at=rate))
+            for i, rate in enumerate(rates)
+            for quantity, value in (("steps", 600.0), ("mean_loss", 0.1 if rate == best else 1.0))
         ]
         return figure.verdicts(rows)[-1]
 
-    assert point["rate"] in candidates
+    assert point["rate"] in rates
     assert judged(point["rate"]).agrees and judged(point["rate"]).fitted == 1
-    assert judged(next(rate for rate in candidates if rate != point["rate"])).agrees is False
+    assert judged(next(rate for rate in rates if rate != point["rate"])).agrees is False

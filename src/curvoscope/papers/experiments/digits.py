@@ -65,7 +65,7 @@ class Digits(Configuration):
 
     def training(self, model: nn.Module, seed: int) -> Iterator[int]:
         """Train, and yield each checkpoint when it is reached."""
-        patches, labels = (one[:_TRAINING] for one in images())
+        patches, labels = training_images()
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0)
         generator = torch.Generator().manual_seed(seed)
         done = 0
@@ -157,6 +157,12 @@ def images() -> tuple[Tensor, Tensor]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_ORDER))
     square = torch.tensor(pixels / 16, dtype=torch.float64)[order].view(-1, 4, 2, 4, 2)
     return square.transpose(2, 3).reshape(-1, _TOKENS, _PIXELS), torch.tensor(labels)[order]
+
+
+def training_images() -> tuple[Tensor, Tensor]:
+    """Patches and labels of the images to train on."""
+    patches, labels = images()
+    return patches[:_TRAINING], labels[:_TRAINING]
 
 
 def is_installed() -> bool:

@@ -5,11 +5,14 @@ import importlib
 
 from curvoscope.errors import RangeError
 from curvoscope.papers.catalogue import CATALOGUE, NAMES
-from curvoscope.papers.experiments import digits
+from curvoscope.papers.experiments import digits, optimizer_runs
 from curvoscope.papers.experiments.figure import Figure
 
 DIGITS = tuple(name for name, entry in CATALOGUE.items() if "needs" in entry)
 """The figures that need scikit-learn's images."""
+
+OPTIMIZERS = "optimizers"
+"""The figure that needs optimizers of other packages."""
 
 
 def find(names: list[str]) -> list[Figure]:
@@ -35,13 +38,15 @@ def find(names: list[str]) -> list[Figure]:
             raise RangeError("NAME", f"there is no figure {name!r}; {hint}")
     if any(name in DIGITS for name in names):
         digits.check_installed()
+    if OPTIMIZERS in names:
+        optimizer_runs.check_installed()
     every = [name for name in NAMES if name not in left_out()]
     wanted = every if "all" in names else list(dict.fromkeys(names))
     return [load(name) for name in wanted]
 
 
 def left_out() -> tuple[str, ...]:
-    """The figures that "all" leaves out because scikit-learn is not installed.
+    """The figures that "all" leaves out because scikit-learn, or what has the optimizers, is not installed.
 
     Returns:
         Their names.
@@ -51,7 +56,9 @@ def left_out() -> tuple[str, ...]:
         >>> set(left_out()) <= set(NAMES)
         True
     """
-    return () if digits.is_installed() else DIGITS
+    absent = () if digits.is_installed() else DIGITS
+    lacking = OPTIMIZERS not in absent and not optimizer_runs.is_installed()
+    return (*absent, OPTIMIZERS) if lacking else absent
 
 
 def load(name: str) -> Figure:

@@ -1,43 +1,46 @@
-"""Four optimizers on addition: SGD and Adam, each alone and with a step size for each block from its curvature."""
+"""Five optimizers on four tasks, each tuned in the same way: steps and seconds to the same loss."""
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row, Verdict
 from curvoscope.papers.experiments.figures.catalogue import declared
-from curvoscope.papers.experiments.optimizer_runs import NORMS, OPTIMIZERS, OptimizerStudy, search, train
+from curvoscope.papers.experiments.optimizer_runs import OPTIMIZERS, TASKS, OptimizerStudy, search, train
 from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import by, curve, select
 
 _CONFIGURATION = OptimizerStudy()
-_WANTED = 0.99
+_QUANTITIES = {"steps": "", "processor time": "seconds", "wall-clock time": "wall"}
+_HALF = 0.5  # of Adam's steps: what a second-order method is asked to save
 
-# The best of the candidates, in the order of OPTIMIZERS: the verdicts check it against the search.
-_TUNED = {"pre": (0.01, 0.1, 0.003, 0.1), "none": (0.03, 0.1, 0.01, 0.1)}
-_TITLES = {"pre": "pre-norm", "none": "no norm"}
+# The best of the rates, in the order of OPTIMIZERS: the verdicts check it against the search.
+_TUNED = {
+    "addition": (0.01, 0.002, 0.01, 0.005, 0.005),
+    "addition without norm": (0.05, 0.01, 0.05, 0.05, 0.05),
+    "text": (0.1, 0.01, 0.02, 0.02, 0.02),
+    "digits": (0.1, 0.01, 0.02, 0.02, 0.02),
+}
 
 
 def measure(configuration: OptimizerStudy, point: Point, seed: int, draw: int) -> list[MeasuredValue]:
-    """A run of the study; or one of the search, in which the seed counts the candidates and the networks are others."""
-    optimizer, norm = str(point["optimizer"]), str(point["norm"])
+    """A run of the study; or one of the search, in which the seed counts the rates and the networks are others."""
+    task, optimizer = str(point["task"]), str(point["optimizer"])
     if point["stage"] == "search":
-        return search(configuration, optimizer, norm, configuration.candidates[optimizer][seed])
-    return train(configuration, optimizer, norm, float(point["rate"]), seed)
+        return search(configuration, task, optimizer, configuration.rates[optimizer][seed])
+    return train(configuration, task, optimizer, float(point["rate"]), seed)
 
 
-def reached(rows: Sequence[Row], quantity: str = "") -> dict[int, float]:
-    """By seed: the first step at which the share of right answers was 99 %, inf if it never was.
+def reached(rows: Sequence[Row], goal: float, quantity: str = "") -> dict[int, float]:
+    """By seed: the first step at which the loss was at most the goal, inf if it never was.
 
     With a `quantity`, what that was at this step.
     """
     found = {}
     for seed in sorted({row.seed for row in rows}):
         own = [row for row in rows if row.seed == seed]
-        steps = [row.found.at for row in select(own, quantity="accuracy") if row.found.value >= _WANTED]
-        first = min(steps, default=math.inf)
-        if quantity and steps:
+        first = min((row.found.at for row in select(own, quantity="loss") if row.found.value <= goal), default=math.inf)
+        if quantity and math.isfinite(first):
             first = select(own, quantity=quantity, at=first)[0].found.value
         found[seed] = first
     return found
@@ -45,41 +48,73 @@ def reached(rows: Sequence[Row], quantity: str = "") -> dict[int, float]:
 
 def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Medians over the seeds. Of five values, the smallest and the largest are a 94 % interval of the median."""
-    study = select(rows, stage="study")
-    verdicts = []
-    for norm, runs in _by_norm(study).items():
+    verdicts, wins, judged = [], 0, 0
+    for task, runs in _by_task(select(rows, stage="study")).items():
+        goal = _CONFIGURATION.goals[task]
         for optimizer, own in runs.items():
-            steps, last = reached(own), max(row.found.at for row in own)
-            count = sum(map(math.isfinite, steps.values()))
-            still = sum(row.found.value >= _WANTED for row in select(own, quantity="accuracy", at=last))
-            seeds = f"{count} of {len(steps)} seeds, {still} still there at the last step"
-            statement = f"{norm}, {optimizer} at {own[0].point['rate']:g}: steps to 99 % ({seeds})"
+            steps = reached(own, goal)
+            seeds = f"{sum(map(math.isfinite, steps.values()))} of {len(steps)} seeds"
+            statement = f"{task}, {optimizer} at {own[0].point['rate']:g}: steps to a loss of {goal:g} ({seeds})"
             verdicts.append(_median(statement, list(steps.values())))
-        for base in ("sgd", "adam"):
-            if base in runs and f"block-{base}" in runs:
-                verdicts += [
-                    _median(f"{norm}: block-{base} over {base}, {name} to 99 %", _ratios(runs, base, quantity))
-                    for name, quantity in (("steps", ""), ("seconds", "seconds"))
-                ]
+        if "adam" not in runs:
+            continue
+        ratios = {
+            (optimizer, name): _ratios(runs[optimizer], runs["adam"], goal, quantity)
+            for optimizer in runs
+            if optimizer != "adam"
+            for name, quantity in _QUANTITIES.items()
+        }
+        verdicts += [
+            _median(f"{task}, {optimizer} over adam: {name}", numbers) for (optimizer, name), numbers in ratios.items()
+        ]
+        verdicts += [
+            _median(f"{task}, {optimizer} over adam: processor time per step", _paces(own, runs["adam"]))
+            for optimizer, own in runs.items()
+            if optimizer != "adam"
+        ]
+        if "gauss-newton" in runs and all(ratios["gauss-newton", name] for name in _QUANTITIES):
+            judged += 1
+            share, _, time = (statistics.median_low(ratios["gauss-newton", name]) for name in _QUANTITIES)
+            wins += share <= _HALF and time < 1
+    if judged:
+        statement = "tasks on which gauss-newton takes at most half of adam's steps and less wall-clock time"
+        verdicts.append(Verdict(statement, "all", "total", 1, None, float(wins), None, None, None))
     return verdicts + _search_verdict(select(rows, stage="search"))
 
 
-def _by_norm(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Those rows that are there, by norm and then by optimizer."""
+def _by_task(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
+    """Those rows that are there, by task and then by optimizer."""
     found: dict[str, dict[str, list[Row]]] = {}
-    for norm in NORMS:
-        runs = {optimizer: select(rows, norm=norm, optimizer=optimizer) for optimizer in OPTIMIZERS}
+    for task in TASKS:
+        runs = {optimizer: select(rows, task=task, optimizer=optimizer) for optimizer in OPTIMIZERS}
         runs = {optimizer: some for optimizer, some in runs.items() if some}
         if runs:
-            found[_TITLES[norm]] = runs
+            found[task] = runs
     return found
 
 
-def _ratios(runs: dict[str, list[Row]], base: str, quantity: str) -> list[float]:
-    """Block curvature over its base, per seed: 0 if only it got there, inf if only the base did."""
-    block, alone = reached(runs[f"block-{base}"], quantity), reached(runs[base], quantity)
-    pairs = [(block[seed], alone[seed]) for seed in block if seed in alone]
+def _ratios(rows: Sequence[Row], adam: Sequence[Row], goal: float, quantity: str) -> list[float]:
+    """What an optimizer needs over what Adam needs, per seed: 0 if only it got there, inf if only Adam did."""
+    mine, adams = reached(rows, goal, quantity), reached(adam, goal, quantity)
+    pairs = [(mine[seed], adams[seed]) for seed in mine if seed in adams]
     return [one / other for one, other in pairs if math.isfinite(one) or math.isfinite(other)]
+
+
+def _paces(rows: Sequence[Row], adam: Sequence[Row]) -> list[float]:
+    """The processor time of a step over that of Adam's, per seed, over the whole runs."""
+    mine, adams = _seconds_per_step(rows), _seconds_per_step(adam)
+    return [mine[seed] / adams[seed] for seed in mine if seed in adams]
+
+
+def _seconds_per_step(rows: Sequence[Row]) -> dict[int, float]:
+    """By seed."""
+    found = {}
+    for seed in {row.seed for row in rows}:
+        own = [row.found for row in select(rows, quantity="seconds") if row.seed == seed]
+        last = max(own, key=lambda value: value.at)
+        if last.at:
+            found[seed] = last.value / last.at
+    return found
 
 
 def _median(statement: str, numbers: Sequence[float]) -> Verdict:
@@ -90,17 +125,19 @@ def _median(statement: str, numbers: Sequence[float]) -> Verdict:
 
 
 def _search_verdict(rows: Sequence[Row]) -> list[Verdict]:
-    """Of how many cells the number used in the study is the best of its candidates."""
+    """Of how many cells the rate used in the study is the best: fewest steps to the goal, then least mean loss."""
     cells, best = 0, 0
-    for norm in NORMS:
-        for optimizer, tuned in zip(OPTIMIZERS, _TUNED[norm], strict=True):
-            found = select(rows, norm=norm, optimizer=optimizer, quantity="mean_loss")
-            if found:
+    for task in TASKS:
+        for optimizer, tuned in zip(OPTIMIZERS, _TUNED[task], strict=True):
+            own = select(rows, task=task, optimizer=optimizer)
+            means = {row.found.at: row.found.value for row in select(own, quantity="mean_loss")}
+            steps = {row.found.at: row.found.value for row in select(own, quantity="steps")}
+            if steps:
                 cells += 1
-                best += min(found, key=lambda row: row.found.value).found.at == tuned
+                best += min(steps, key=lambda rate: (steps[rate], means[rate])) == tuned
     if not cells:
         return []
-    statement = "cells whose tuned number has the least mean loss of the candidates, in the search"
+    statement = "cells whose rate is the best of the search"
     return [Verdict(statement, "all", "total", 1, float(cells), float(best), None, None, cells == best)]
 
 
@@ -108,76 +145,69 @@ def _search_verdict(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
-    """A row for each norm: loss, λ_max, share of the edge, steps to 99 %, and the search."""
-    panels, searched = [], _by_norm(select(rows, stage="search"))
-    for title, runs in _by_norm(select(rows, stage="study")).items():
-        sharpness = [replace(series, label="") for series in _curves(runs, "sharpness")]
+    """A row for each task: loss along the steps and along the seconds, steps to the goal, and the search."""
+    panels, searched = [], _by_task(select(rows, stage="search"))
+    for task, runs in _by_task(select(rows, stage="study")).items():
+        curves = {optimizer: _loss_curve(own, optimizer) for optimizer, own in runs.items()}
         panels += [
-            Panel(title, "step", "loss", x_log=False, series=_curves(runs, "loss")),
-            Panel(title, "step", "λ_max", x_log=False, series=[*sharpness, *_edges(runs)]),
-            Panel(title, "step", "share of the edge", x_log=False, series=_curves(runs, "edge")),
-            _steps_panel(title, runs),
+            Panel(task, "step", "loss", x_log=False, series=list(curves.values())),
+            Panel(task, "processor seconds", "loss", x_log=False, series=_over_seconds(runs, curves)),
+            _steps_panel(task, runs),
         ]
-        if title in searched:
+        if task in searched:
             series = [
-                curve(select(own, quantity="mean_loss"), "at", "", OPTIMIZERS.index(optimizer))
-                for optimizer, own in searched[title].items()
+                curve(found, "at", "", OPTIMIZERS.index(optimizer))
+                for optimizer, own in searched[task].items()
+                if (found := select(own, quantity="steps"))
             ]
-            panels.append(Panel(f"search, {title}", "learning rate or safety", "mean loss", y_log=False, series=series))
+            panels.append(Panel(f"search, {task}", "learning rate", "steps", y_log=False, series=series))
     return panels
 
 
-def _steps_panel(title: str, runs: dict[str, list[Row]]) -> Panel:
+def _loss_curve(rows: Sequence[Row], optimizer: str) -> Series:
+    """Mean and standard error over seeds, at the steps at which none has diverged."""
+    chosen, seeds = select(rows, quantity="loss"), len({row.seed for row in rows})
+    whole = {at for at, group in by(chosen, "at").items() if len(group) == seeds}
+    return curve([row for row in chosen if row.found.at in whole], "at", optimizer, OPTIMIZERS.index(optimizer))
+
+
+def _over_seconds(runs: dict[str, list[Row]], curves: dict[str, Series]) -> list[Series]:
+    """The same curves over the mean processor time of their steps."""
+    found = []
+    for optimizer, series in curves.items():
+        times = {
+            at: statistics.mean(some) for at, some in by(select(runs[optimizer], quantity="seconds"), "at").items()
+        }
+        index = OPTIMIZERS.index(optimizer)
+        found.append(Series("", [times[at] for at in series.x], series.y, series.error, colour=index, stroke=index))
+    return found
+
+
+def _steps_panel(task: str, runs: dict[str, list[Row]]) -> Panel:
     """A point for each seed that got there."""
-    series = []
+    series, goal = [], _CONFIGURATION.goals[task]
     for i, optimizer in enumerate(OPTIMIZERS):
-        steps = [step for step in reached(runs.get(optimizer, ())).values() if math.isfinite(step)]
+        steps = [step for step in reached(runs.get(optimizer, ()), goal).values() if math.isfinite(step)]
         series += [Series("", [i + 1.0] * len(steps), steps, colour=i, stroke=i)] if steps else []
-    note = "" if series else "99 % not reached"
-    names = ("SGD", "+ block", "Adam", "+ block")
-    return Panel(title, "", "steps to 99 %", x_log=False, y_log=False, series=series, x_names=names, note=note)
+    note, names = "" if series else "not reached", ("SGD", "Adam", "Muon", "SOAP", "GN")
+    return Panel(task, "", f"steps to {goal:g}", x_log=False, y_log=False, series=series, x_names=names, note=note)
 
 
-def _curves(runs: dict[str, list[Row]], quantity: str) -> list[Series]:
-    """Mean and standard error over seeds, at the steps at which the curvature is measured and none has diverged."""
-    series = []
-    for optimizer, rows in runs.items():
-        chosen, places = select(rows, quantity=quantity), by(select(rows, quantity="sharpness"), "at")
-        seeds = len({row.seed for row in rows})
-        whole = {at for at, group in by(chosen, "at").items() if at in places and len(group) == seeds}
-        chosen = [row for row in chosen if row.found.at in whole]
-        if chosen:
-            series.append(curve(chosen, "at", optimizer, OPTIMIZERS.index(optimizer)))
-    return series
-
-
-def _edges(runs: dict[str, list[Row]]) -> list[Series]:
-    """The edge of stability of SGD with its momentum β, 2 (1 + β)/lr, and 2/lr of gradient descent."""
-    if "sgd" not in runs:
-        return []
-    rate, last = float(runs["sgd"][0].point["rate"]), max(row.found.at for row in runs["sgd"])
-    edges = (("2/lr of sgd", 2 / rate), ("2 (1 + β)/lr", 2 * (1 + _CONFIGURATION.momentum) / rate))
+def _study(task: str) -> list[Point]:
     return [
-        Series(name, [0.0, last], [edge, edge], steps=True, colour=6, stroke=3 + i)
-        for i, (name, edge) in enumerate(edges)
+        {"stage": "study", "task": task, "optimizer": optimizer, "rate": rate}
+        for optimizer, rate in zip(OPTIMIZERS, _TUNED[task], strict=True)
     ]
 
 
-def _study(norm: str) -> list[Point]:
-    return [
-        {"stage": "study", "norm": norm, "optimizer": optimizer, "rate": rate}
-        for optimizer, rate in zip(OPTIMIZERS, _TUNED[norm], strict=True)
-    ]
-
-
-_SEARCH: list[Point] = [{"stage": "search", "norm": norm, "optimizer": name} for norm in NORMS for name in OPTIMIZERS]
+_SEARCH: list[Point] = [{"stage": "search", "task": task, "optimizer": name} for task in TASKS for name in OPTIMIZERS]
 
 FIGURE = declared(
     "optimizers",
     _CONFIGURATION,
-    [*_SEARCH, *_study("pre"), *_study("none")],
+    [*_SEARCH, *(point for task in TASKS for point in _study(task))],
     measure,
     _verdicts,
     _panels,
-    quick_points=_study("pre"),
+    quick_points=_study("digits"),
 )
