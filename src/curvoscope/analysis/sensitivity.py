@@ -77,13 +77,15 @@ def sensitivity(
     changes = expansion.changes(coefficients)
     forms = [expansion.first, expansion.parts, *([expansion.pairs] if pairs else [])]
     first, parts, *between = expansion.forms(*forms)
+    outer, functional = found.spread(parts).unbind(1)
     units = Units(
         found.unit,
         expansion.weights,
         expansion.losses,
         changes[:, 0],
         found.spread(first),
-        *found.spread(parts).unbind(1),
+        outer,
+        functional,
         found.spread(found.spread(between[0]).mT) if pairs else None,
         found.spread(expansion.changes(torch.eye(count))) if pairs else None,
         changes[:, 1:],
