@@ -37,17 +37,13 @@ def best_of_all(costs, budget):
 
 
 def test_allocation_against_brute_force():
-    """Within the budget always, never better than the optimum, and the optimum in at least nine of ten problems."""
-    found = []
+    """Within the budget, and the best of all choices, on 40 random problems."""
     for seed in range(40):
         costs, budget = problem(seed), 3.0 + seed % 5
         one = allocate(costs, budget)
         assert one.bits <= budget + 1e-9 and one.bits == pytest.approx(costs.average_bits(costs.choice(one.formats)))
         assert one.predicted == pytest.approx(costs.cost(costs.choice(one.formats)), abs=1e-12)
-        least = best_of_all(costs, budget)
-        assert one.predicted >= least - 1e-12
-        found.append(one.predicted <= least + 1e-9)
-    assert sum(found) >= 36
+        assert one.predicted == pytest.approx(best_of_all(costs, budget), abs=1e-9)
 
 
 def test_the_smallest_and_the_largest_budget():
@@ -193,6 +189,15 @@ def test_the_damping_of_gptq_and_its_rounding():
     assert errors[1] < errors[0]
     whole = round_and_repair({"W": identity}, "W", one.W, nearest, step=6)
     torch.testing.assert_close(whole, plain)
+
+
+def test_rounding_by_inputs_does_not_see_the_factor_of_the_outputs():
+    """With the curvature gram (x) V the other inputs make up for a rounded one as with X^T X alone, for any V."""
+    one = Regression()
+    gram, V = one.X.T @ one.X, torch.tensor([[2.0, 1.0, 0.5], [1.0, 3.0, 0.2], [0.5, 0.2, 1.0]]).double()
+    curvature = {"W": Dense(torch.kron(gram, V), (6, 3))}
+    found = round_and_repair(curvature, "W", one.W, lambda i, w: w.round(), damping=0.0, tolerance=1e-13)
+    torch.testing.assert_close(found, gptq(one.W, gram, lambda i, w: w.round(), damping=0.0))
 
 
 def test_the_default_damping_is_a_hundredth_of_the_mean_diagonal():

@@ -9,6 +9,7 @@ from torch.func import functional_call
 import curvoscope as cv
 from autodiff_cases import GPT, tokens
 from curvoscope.analysis import recipes
+from curvoscope.analysis.recipes import number_formats
 from curvoscope.curvature import blocks_of
 from model_folders import make
 from surface_cases import state
@@ -44,7 +45,7 @@ def test_nf4_and_fp8_take_the_nearest_level():
     model = nn.Linear(64, 4).double()
     W = model.weight.detach()
     nf4 = recipes.nf4(model)["weight"] / W.abs().amax(1, keepdim=True)
-    levels = torch.tensor(recipes._NF4).double()
+    levels = torch.tensor(number_formats._NF4).double()
     nearest = levels[(W[..., None] / W.abs().amax(1)[:, None, None] - levels).abs().argmin(-1)]
     torch.testing.assert_close(nf4, nearest)
     scale = W.abs().amax(1, keepdim=True) / 448

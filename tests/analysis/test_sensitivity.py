@@ -319,6 +319,14 @@ def test_integer_weights_and_non_finite_ones():
     assert refused(state | {name: state[name] * float("nan")}).startswith(f"changed: {name!r} has entries that are NaN")
 
 
+def test_a_model_that_stores_integers():
+    model, changed = GPT(), moved(GPT())
+    weight = model.h[0].mlp.c_fc.weight
+    model.h[0].mlp.c_fc.weight = nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
+    said = "changed: 'h.0.mlp.c_fc.weight' is torch.int8 in the model, expected floating point"
+    assert refused(changed, model).startswith(said)
+
+
 def test_nothing_changes_or_only_what_is_frozen():
     model = GPT()
     assert refused(model.state_dict()).startswith("changed: every tensor is the model's own")

@@ -16,7 +16,9 @@ from curvoscope.errors import EmptyError, RangeError
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction
 
-_MOST_STEPS = 10_000  # of the local search; each lowers the cost
+_MOST_STEPS = 10_000  # of one local search; each lowers the cost
+_KICKS = 32  # local searches that start from a disturbed optimum
+_KICKED = 3  # blocks that get another format then
 _SLACK = 1e-9  # of the size, for rounding
 KEPT, CHANGED = "kept", "changed"
 
@@ -181,8 +183,9 @@ def menu(
     first = torch.zeros(len(names), len(formats), dtype=torch.float64)
     second = torch.zeros(len(names), len(formats), len(names), len(formats), dtype=torch.float64)
     b, f = torch.tensor(places).T
-    first[b, f] = expansion.weights @ expansion.first()
-    second[b[:, None], f[:, None], b, f] = torch.einsum("i,ijk->jk", expansion.weights, expansion.pairs())
+    slopes, pairs = expansion.forms(expansion.first, expansion.pairs)
+    first[b, f] = expansion.weights @ slopes
+    second[b[:, None], f[:, None], b, f] = torch.einsum("i,ijk->jk", expansion.weights, pairs)
     sizes = tuple(everything[block].size for block in names)
     return Menu(tuple(names), sizes, tuple(formats), tuple(float(bits) for _, bits in formats.values()), first, second)
 
@@ -191,9 +194,10 @@ def allocate(menu: Menu, budget: float) -> Allocation:
     """The formats with the least predicted loss whose average size is within the budget.
 
     min Σ_b first[b, f_b] + Σ_bc second[b, f_b, c, f_c] subject to Σ_b size_b bits[f_b] ≤ budget Σ_b size_b, a
-    quadratic integer problem. Two searches start from the largest formats, reduced greedily until they fit, and from
-    the smallest ones; then single blocks and pairs of blocks change formats as long as the cost falls. The better
-    result is a local optimum, not always the global one.
+    quadratic integer problem. Searches start from each format for all blocks, reduced greedily until it fits: single
+    blocks and pairs of blocks change formats as long as the cost falls. Then three blocks of the best choice get random
+    formats, and the search starts again, 32 times. The result is a local optimum: on problems small enough to try every
+    choice it was the best one, but there is no bound for larger ones.
 
     Args:
         menu: the costs, from `cv.analysis.menu` or `Menu.of_ledger`.
@@ -211,11 +215,13 @@ def allocate(menu: Menu, budget: float) -> Allocation:
         ({'a': 'int4', 'b': 'int4', 'c': 'int8'}, 0.3)
     """
     search = _Search(menu, budget)
-    least, most = (int(torch.tensor(menu.bits).argmin()), int(torch.tensor(menu.bits).argmax()))
-    if search.size(torch.full((len(menu.names),), least)) > search.limit:
+    if min(menu.bits) * sum(menu.sizes) > search.limit:
         raise RangeError("budget", f"got {budget:g} bits, the smallest format has {min(menu.bits):g}")
-    found = [search.improved(search.reduced(most)), search.improved(torch.full((len(menu.names),), least))]
-    best = min(found, key=menu.cost)
+    starts = [torch.full((len(menu.names),), f) for f in range(len(menu.formats))]
+    best = min((search.improved(search.reduced(start)) for start in starts), key=menu.cost)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_KICKS):
+        best = min(best, search.improved(search.reduced(search.kicked(best, generator))), key=menu.cost)
     names = {block: menu.formats[f] for block, f in zip(menu.names, best.tolist(), strict=True)}
     return Allocation(names, menu.average_bits(best), menu.cost(best))
 
@@ -233,9 +239,16 @@ class _Search:
     def size(self, choice: Tensor) -> float:
         return float(self._sizes @ self._bits[choice])
 
-    def reduced(self, start: int) -> Tensor:
-        """From one format for all, greedily the least cost per bit saved until the budget is kept."""
-        choice = torch.full_like(self._blocks, start)
+    def kicked(self, choice: Tensor, generator: torch.Generator) -> Tensor:
+        """Some blocks with random formats."""
+        choice = choice.clone()
+        places = torch.randperm(len(choice), generator=generator)[:_KICKED]
+        choice[places] = torch.randint(len(self.menu.formats), (len(places),), generator=generator)
+        return choice
+
+    def reduced(self, choice: Tensor) -> Tensor:
+        """Greedily the least cost per bit saved until the budget is kept."""
+        choice = choice.clone()
         while self.size(choice) > self.limit:
             cost, size = self._single(choice)
             worth = torch.where(size < 0, cost / -size, torch.inf)

@@ -14,6 +14,7 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.errors import LossError, NonFiniteError
 from curvoscope.losses import LossFunction, objective_of
 
+Form = Callable[[Tensor, BatchProduct], Tensor]  # of a unit's gradient (P,) and of products with its Hessian
 _AGREE = 1e3  # units of rounding that the loss of a batch and that of its rows may differ by
 
 
@@ -28,63 +29,56 @@ class Move:
 class Expansion:
     """g_i·d and ½ d·H_i d' for moves d, d' of the blocks, and the loss after any sum of them, for each unit i.
 
-    A unit is a micro-batch of the engine that has loss terms; N is their number, m that of the moves. All results are
-    float64.
+    A unit is a micro-batch of the engine that has loss terms; N is their number, m that of the moves. A form is a
+    function of the unit's gradient and of products with its Hessian. All results are float64.
     """
 
     def __init__(self, engine: Autodiff, moves: Sequence[Move]) -> None:
         self.engine = engine
         self.moves = [Move(one.block, one.vector.to(engine.device, engine.dtype)) for one in moves]
         survey = engine.survey
-        self._positions = [i for i, weight in enumerate(survey.weights) if weight]
-        self.weights = torch.tensor([survey.weights[i] for i in self._positions], dtype=torch.float64)
-        self.losses = torch.tensor([survey.losses[i] for i in self._positions], dtype=torch.float64)
-
-    def first(self) -> Tensor:
-        """g_i·d for each move, (N, m)."""
-        return self._gradients(_dot)
-
-    def fisher(self) -> Tensor:
-        """½ n_i Σ_j g_ij² d_j² for each move, (N, m), n_i loss terms: by the diagonal of the empirical Fisher."""
-        terms = [self.engine.survey.terms[i] for i in self._positions]
-        return (
-            self._gradients(lambda gradient, vector: _dot(gradient.square(), vector.square()) / 2)
-            * (torch.tensor(terms, dtype=torch.float64)[:, None])
+        places = [i for i, weight in enumerate(survey.weights) if weight]
+        self.weights, self.losses = (
+            torch.tensor([values[i] for i in places], dtype=torch.float64) for values in (survey.weights, survey.losses)
         )
 
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """½ d_b·(H_i Σ d)_b for each move d_b and the sum of all, its outer and its functional part, (N, m) each.
+    def forms(self, *wanted: Form) -> list[Tensor]:
+        """Each of the forms `first`, `parts` and `pairs` for all units, (N, ...), from one graph per unit."""
+        found: list[list[Tensor]] = [[] for _ in wanted]
+
+        def visit(gradient: Tensor, product: BatchProduct) -> None:
+            for form, values in zip(wanted, found, strict=True):
+                values.append(form(gradient, product))
+
+        self.engine.each(visit)
+        return [torch.stack(values) for values in found]
+
+    def first(self, gradient: Tensor, product: BatchProduct) -> Tensor:
+        """g·d for each move, (m,)."""
+        slopes = self._by_block(gradient)
+        return _numbers(_dot(slopes[move.block.name], move.vector) for move in self.moves)
+
+    def parts(self, gradient: Tensor, product: BatchProduct) -> Tensor:
+        """½ d_b·(H Σ d)_b for each move d_b and the sum of all, its outer and its functional part, (2, m).
 
         No two moves may be of one block.
         """
         blocks = [move.block for move in self.moves]
         whole = torch.cat([move.vector for move in self.moves])[None]
-        sizes = [block.size for block in blocks]
-        found = self._table(2, len(self.moves))
+        halves = product("both", blocks, blocks, whole)[0].chunk(2)
+        return torch.stack([_halves(self.moves, half.split([block.size for block in blocks])) for half in halves])
 
-        def visit(position: int, product: BatchProduct) -> None:
-            halves = product("both", blocks, blocks, whole)[0].chunk(2)
-            for part, half in enumerate(halves):
-                found[position, part] = self._forms(self.moves, half.split(sizes))
-
-        self._each(visit)
-        return found[:, 0], found[:, 1]
-
-    def pairs(self) -> Tensor:
-        """½ d·H_i d' for all pairs of moves, (N, m, m). One product per move; symmetry gives half of the pairs."""
+    def pairs(self, gradient: Tensor, product: BatchProduct) -> Tensor:
+        """½ d·H d' for all pairs of moves, (m, m). One product per move; symmetry gives half of the pairs."""
         order = list(self.engine.blocks)
         places = [order.index(move.block.name) for move in self.moves]
-        found = self._table(len(self.moves), len(self.moves))
-
-        def visit(position: int, product: BatchProduct) -> None:
-            for i, (move, place) in enumerate(zip(self.moves, places, strict=True)):
-                rows = [self.engine.blocks[name] for name in order[place:]]
-                pieces = product("total", rows, [move.block], move.vector[None])[0].split([row.size for row in rows])
-                later = [j for j, other in enumerate(places) if other > place or (other == place and j >= i)]
-                forms = self._forms([self.moves[j] for j in later], [pieces[places[j] - place] for j in later])
-                found[position, i, later] = found[position, later, i] = forms
-
-        self._each(visit)
+        found = torch.zeros(len(self.moves), len(self.moves), dtype=torch.float64)
+        for i, (move, place) in enumerate(zip(self.moves, places, strict=True)):
+            rows = [self.engine.blocks[name] for name in order[place:]]
+            pieces = product("total", rows, [move.block], move.vector[None])[0].split([row.size for row in rows])
+            later = [j for j, other in enumerate(places) if other > place or (other == place and j >= i)]
+            halves = _halves([self.moves[j] for j in later], [pieces[places[j] - place] for j in later])
+            found[i, later] = found[later, i] = halves
         return found
 
     def changes(self, coefficients: Tensor) -> Tensor:
@@ -102,45 +96,22 @@ class Expansion:
                 region = piece.of(weights[path])
                 region.add_(part.reshape(region.shape), alpha=coefficient)
 
-        def visit(batch: Batch) -> list[float]:
-            with torch.no_grad():
-                return [float(self.engine.loss(weights, batch))]
+        values: list[float] = []
 
-        found = self._walk(visit)[:, 0]
+        def visit(weight: float, batch: Batch) -> None:
+            with torch.no_grad():
+                values.append(float(self.engine.loss(weights, batch)))
+
+        self.engine.walk(visit)
+        found = torch.tensor(values, dtype=torch.float64)
         if not bool(torch.isfinite(found).all()):
             raise NonFiniteError("changed", "the loss is NaN or infinite after the change; scale it down")
         return found - self.losses
 
-    def _gradients(self, form: Callable[[Tensor, Tensor], float]) -> Tensor:
-        """form(g_i, d) for the gradient in the block of each move, (N, m)."""
-        names = sorted(self.engine.blocks.parameters)
-
-        def visit(batch: Batch) -> list[float]:
-            weights, leaves = self.engine.snapshot.leaves(names)
-            value = self.engine.loss(weights, batch)
-            found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
-            gradient = dict(zip(leaves, found, strict=True))
-            return [form(move.block.gather(gradient), move.vector) for move in self.moves]
-
-        return self._walk(visit)
-
-    def _forms(self, moves: Sequence[Move], products: Sequence[Tensor]) -> Tensor:
-        """½ d·p for each move and its part of a product."""
-        halves = [_dot(move.vector, product) / 2 for move, product in zip(moves, products, strict=True)]
-        return torch.tensor(halves, dtype=torch.float64)
-
-    def _table(self, *shape: int) -> Tensor:
-        return torch.zeros(len(self._positions), *shape, dtype=torch.float64)
-
-    def _walk(self, visit: Callable[[Batch], list[float]]) -> Tensor:
-        """What `visit` finds for each unit, (N, ...)."""
-        found: list[list[float]] = []
-        self.engine.walk(lambda weight, batch: found.append(visit(batch)))
-        return torch.tensor(found, dtype=torch.float64)
-
-    def _each(self, visit: Callable[[int, BatchProduct], None]) -> None:
-        places = {position: i for i, position in enumerate(self._positions)}
-        self.engine.each(lambda position, product: visit(places[position], product))
+    def _by_block(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector over all blocks of the engine, cut."""
+        blocks = self.engine.blocks
+        return dict(zip(blocks, vector.split(list(blocks.sizes.values())), strict=True))
 
 
 def engine_of(
@@ -163,6 +134,15 @@ def engine_of(
         if abs(rows.survey.loss - survey.loss) <= limit:
             return rows, "sequence"
     return Autodiff(model, objective, Batches(batches), blocks, device=device), "batch"
+
+
+def _halves(moves: Sequence[Move], products: Sequence[Tensor]) -> Tensor:
+    """½ d·p for each move and its part of a product."""
+    return _numbers(_dot(move.vector, product) / 2 for move, product in zip(moves, products, strict=True))
+
+
+def _numbers(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
 
 
 def _dot(one: Tensor, other: Tensor) -> float:

@@ -37,9 +37,9 @@ def sensitivity(
     """What a change δ of the weights costs, block by block: L(w + δ) - L(w) = g·δ + ½ δ·Hδ + remainder.
 
     With d_b the part of δ in block b, (Hδ)_b = Σ_c H_bc d_c: one product with δ gives ½ d_b·(Hδ)_b for all blocks, one
-    product per block gives ½ d_b·H_bc d_c for all pairs. Without pairs the ledger takes about two products, with all
-    pairs of n blocks that change n + 2. The changes are measured by forward passes: of all blocks together and, with
-    pairs, of each block alone.
+    product per block gives ½ d_b·H_bc d_c for all pairs. Without pairs the ledger takes less than two products, with
+    all pairs of n blocks that change less than n + 2, a product counted with the graph that it needs. The changes are
+    measured by forward passes: of all blocks together and, with pairs, of each block alone.
 
     Args:
         model, loss_fn, batches, device: as in `hessian`.
@@ -75,16 +75,18 @@ def sensitivity(
     count = len(expansion.moves)
     coefficients = torch.tensor([1.0, *scales], dtype=torch.float64)[:, None].expand(-1, count)
     changes = expansion.changes(coefficients)
-    outer, functional = map(found.spread, expansion.parts())
+    forms = [expansion.first, expansion.parts, *([expansion.pairs] if pairs else [])]
+    first, parts, *between = expansion.forms(*forms)
+    outer, functional = found.spread(parts).unbind(1)
     units = Units(
         found.unit,
         expansion.weights,
         expansion.losses,
         changes[:, 0],
-        found.spread(expansion.first()),
+        found.spread(first),
         outer,
         functional,
-        found.spread(found.spread(expansion.pairs()).mT) if pairs else None,
+        found.spread(found.spread(between[0]).mT) if pairs else None,
         found.spread(expansion.changes(torch.eye(count))) if pairs else None,
         changes[:, 1:],
     )

@@ -1,6 +1,5 @@
 """Repairing a weight after some of its entries are changed: the update of Optimal Brain Surgeon, with any curvature."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +10,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.operators import LinearOperator
+from curvoscope.solve import Solver
 
 _DAMPING = 0.01  # of the mean diagonal entry, as GPTQ has it
 _TRACE_PRODUCTS = 16
@@ -103,48 +103,49 @@ def surgeon(
     if not damping >= 0:
         raise RangeError("damping", f"got {damping}, expected a number that is not negative")
     start = delta.to(operator.device, operator.dtype)
-    free = (~held).to(operator.device)
-
-    def product(vector: Tensor) -> Tensor:
-        return operator @ vector
-
-    pushed = product(start)
-    update, steps, residual = _conjugate_gradients(
-        lambda x: torch.where(free, product(x) + damping * x, 0.0),
-        torch.where(free, -pushed - damping * start, 0.0),
-        tolerance,
-        iterations,
-    )
+    free = _Free(operator, (~held).to(operator.device).nonzero()[:, 0])
+    pushed = operator @ start
+    target = -(pushed + damping * start)[free.places]
+    update = torch.zeros_like(start)
+    solver = Solver(free, damping, tolerance, "cg", matvecs=max(2, iterations))
+    try:
+        solution = solver(target) if len(target) else None
+    except RangeError as error:
+        if error.argument != "method":
+            raise
+        raise RangeError(
+            "H", "has negative curvature among the free entries; give H.outer, or a larger damping"
+        ) from error
+    if solution is not None:
+        update[free.places] = solution.value
     repaired = start + update
     return Repair(
         repaired,
         _half(start, pushed),
-        _half(repaired, product(repaired)),
+        _half(repaired, operator @ repaired),
         damping,
-        steps,
-        residual,
+        solution.iterations if solution is not None else 0,
+        solution.relative_residual if solution is not None else 0.0,
     )
 
 
-def _conjugate_gradients(
-    product: Callable[[Tensor], Tensor], target: Tensor, tolerance: float, iterations: int
-) -> tuple[Tensor, int, float]:
-    """x with A x = target, the steps taken and the relative residual."""
-    x, residual = torch.zeros_like(target), target.clone()
-    size = float(target.norm())
-    direction, square = residual.clone(), float(residual @ residual)
-    for step in range(iterations):
-        if math.sqrt(square) <= tolerance * size:
-            return x, step, math.sqrt(square) / size if size else 0.0
-        bent = product(direction)
-        curvature = float(direction @ bent)
-        if curvature <= 0:
-            raise RangeError("H", "has negative curvature among the free entries; give H.outer, or a larger damping")
-        x += square / curvature * direction
-        residual -= square / curvature * bent
-        previous, square = square, float(residual @ residual)
-        direction = residual + square / previous * direction
-    return x, iterations, math.sqrt(square) / size
+class _Free:
+    """The rows and columns of a symmetric operator at some places, (n, n)."""
+
+    symmetric = True
+
+    def __init__(self, operator: LinearOperator, places: Tensor) -> None:
+        self._operator, self.places = operator, places
+        self.shape, self.dtype, self.device = (len(places), len(places)), operator.dtype, operator.device
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        whole = other.new_zeros(self._operator.shape[0], *other.shape[1:])
+        whole[self.places] = other
+        return (self._operator @ whole)[self.places]
+
+    def lower_bound(self) -> float:
+        """Eigenvalues of a part lie between those of the whole."""
+        return self._operator.lower_bound()
 
 
 def _half(vector: Tensor, product: Tensor) -> float:

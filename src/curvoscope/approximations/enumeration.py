@@ -4,7 +4,7 @@ The loss Hessian in the outputs is S = R R^T. Backward passes of the columns of 
 with the weight, and gamma = X^T delta. Rows of a batch do not meet in the loss, so each is a group of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import unless_unbatched
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
-from curvoscope.blocks import STORED, TRANSPOSED, Block
+from curvoscope.blocks import STORED, TRANSPOSED, Block, parameters_of
 from curvoscope.errors import ModelError
 from curvoscope.losses import CrossEntropy
 from curvoscope.losses.outputs import flatten
@@ -30,25 +30,51 @@ def enumerated(engine: Autodiff, block: Block) -> GradientSource:
     if engine.ranks.size > 1:
         raise ModelError("process_group", "approximations are of one process; leave the group out")
     parts: list[GradientFactors] = []
-    labelled: list[GradientFactors] = []
+    of_labels: list[GradientFactors] = []
+
+    def visit(share: float, row: _Row) -> None:
+        parts.append(row.spanning(share)[block.name])
+        if isinstance(engine.objective, CrossEntropy):
+            of_labels.append(row.labelled(share)[block.name])
+
+    _each_row(engine, [block], visit)
+    return _source(engine, block, parts, of_labels)
+
+
+def labelled(engine: Autodiff, blocks: Sequence[Block]) -> dict[str, GradientSource]:
+    """The gradients of the labels that the data has, one for each sequence, for several blocks by one backward pass for
+    each sequence: those of the empirical Fisher matrix."""
+    parts: dict[str, list[GradientFactors]] = {block.name: [] for block in blocks}
+
+    def visit(share: float, row: _Row) -> None:
+        for name, factors in row.labelled(share).items():
+            parts[name].append(factors)
+
+    _each_row(engine, blocks, visit)
+    return {block.name: _source(engine, block, parts[block.name], []) for block in blocks}
+
+
+def _source(
+    engine: Autodiff, block: Block, parts: list[GradientFactors], of_labels: list[GradientFactors]
+) -> GradientSource:
+    alone = not engine.objective.couples_rows
+    found = _stacked(parts), True, block.heads, block.axis
+    return GradientSource(block.name, *found, sequences=alone, labelled=_stacked(of_labels))
+
+
+def _each_row(engine: Autodiff, blocks: Sequence[Block], visit: "Callable[[float, _Row], None]") -> None:
+    """Call `visit` with each row that has loss terms, and its share of the loss."""
     objective = engine.objective
 
-    def visit(weight: float, batch: Batch) -> None:
+    def rows_of(weight: float, batch: Batch) -> None:
         rows = [batch] if objective.couples_rows or objective.reads_parameters else batch.split(1)
-        found = [_Row(engine, block, row) for row in rows]
+        found = [_Row(engine, blocks, row) for row in rows]
         terms = sum(row.terms for row in found)
         for row in found:
-            share = weight if objective.summed else weight * row.terms / terms
             if row.terms:
-                parts.append(row.factors([share**0.5 * column for column in row.cotangents.root()]))
-                if isinstance(objective, CrossEntropy):
-                    parts_of_labels = [(share * row.terms) ** 0.5 * G[None] for G in row.gradient]
-                    labelled.append(row.factors(parts_of_labels))
+                visit(weight if objective.summed else weight * row.terms / terms, row)
 
-    engine.walk(visit)
-    alone = not objective.couples_rows
-    found = _stacked(parts), True, block.heads, block.axis
-    return GradientSource(block.name, *found, sequences=alone, labelled=_stacked(labelled))
+    engine.walk(rows_of)
 
 
 def directions(engine: Autodiff) -> int:
@@ -65,45 +91,53 @@ def directions(engine: Autodiff) -> int:
 class _Row:
     """The graph of one row of a batch, or of a whole batch whose rows meet in the loss."""
 
-    def __init__(self, engine: Autodiff, block: Block, batch: Batch) -> None:
-        self._block = block
-        names = sorted({piece.parameter for piece in block.pieces})
-        weights, self._leaves = engine.snapshot.leaves(names)
+    def __init__(self, engine: Autodiff, blocks: Sequence[Block], batch: Batch) -> None:
+        self._objective, self._blocks, self._targets = engine.objective, blocks, batch.targets
+        weights, self._leaves = engine.snapshot.leaves(sorted(parameters_of(blocks)))
         with kept_derivatives(engine.model):
             outputs = engine.snapshot(weights, batch)
-        seen = engine.objective.seen(outputs, engine.snapshot.parameters(weights))
-        self.terms = float(engine.objective.terms(seen, batch.targets))
-        if self.terms:
-            self._cut, self.cotangents = cotangents(engine.objective, seen, batch.targets)
-            _, gradient = engine.objective.gradient(seen, batch.targets)
-            self.gradient = [G.detach() for G in gradient]
+        self._seen = engine.objective.seen(outputs, engine.snapshot.parameters(weights))
+        self.terms = float(engine.objective.terms(self._seen, batch.targets))
 
-    def factors(self, directions: Sequence[Tensor]) -> GradientFactors:
-        """X and delta of directions (k, *shape) of each F; the gradients if the weight is used in another way."""
-        roots = [F.grad_fn for F in self._cut if F.grad_fn is not None]
-        uses, dense = find_uses(nodes_below(roots), self._leaves)
+    def spanning(self, share: float) -> dict[str, GradientFactors]:
+        """The gradients of all directions of the loss Hessian, by block, for a share of the loss."""
+        cut, found = cotangents(self._objective, self._seen, self._targets)
+        return self._factors(cut, [share**0.5 * column for column in found.root()])
+
+    def labelled(self, share: float) -> dict[str, GradientFactors]:
+        """The gradient of the labels, summed over terms, by block."""
+        cut, gradient = self._objective.gradient(self._seen, self._targets)
+        return self._factors(cut, [(share * self.terms) ** 0.5 * G.detach()[None] for G in gradient])
+
+    def _factors(self, cut: Sequence[Tensor], directions: Sequence[Tensor]) -> dict[str, GradientFactors]:
+        """X and delta of directions (k, *shape) of each F; the gradients if a weight is used in another way."""
+        uses, _ = find_uses(nodes_below([F.grad_fn for F in cut if F.grad_fn is not None]), self._leaves)
+        if self._objective.reads_parameters:  # its own gradient is at no product
+            uses = []
         samples = torch.arange(len(directions[0]))
-        if uses and not dense:
-            found = zip(uses, self._backward(directions, [use.edge for use in uses]), strict=True)
-            products = [
-                Factors(samples, use.factor, use.delta(delta), use.region, use.transposed)
-                for use, delta in found
-                if delta is not None
-            ]
-            joined = of_products(self._block, products)
+        products: dict[str, list[Factors]] = {}
+        for use, delta in zip(uses, self._backward(cut, directions, [use.edge for use in uses]), strict=True):
+            if delta is not None:
+                one = Factors(samples, use.factor, use.delta(delta), use.region, use.transposed)
+                products.setdefault(use.parameter, []).append(one)
+        found: dict[str, GradientFactors] = {}
+        for block in self._blocks:
+            joined = of_products(block, products.get(block.pieces[0].parameter, []))
             if joined is not None:
-                return joined
-        found_leaves = zip(self._leaves.items(), self._backward(directions, list(self._leaves.values())), strict=True)
-        gradients = {
-            name: leaf.new_zeros(len(samples), *leaf.shape) if g is None else g for (name, leaf), g in found_leaves
-        }
-        return GradientFactors(None, self._block.matrix(gradients)[None])
+                found[block.name] = joined
+        others = [block for block in self._blocks if block.name not in found]
+        leaves = {name: self._leaves[name] for name in parameters_of(others)}
+        formed = zip(leaves.items(), self._backward(cut, directions, list(leaves.values())), strict=True)
+        gradients = {name: leaf.new_zeros(len(samples), *leaf.shape) if g is None else g for (name, leaf), g in formed}
+        return found | {block.name: GradientFactors(None, block.matrix(gradients)[None]) for block in others}
 
     def _backward(
-        self, directions: Sequence[Tensor], targets: Sequence[Tensor] | Sequence[GradientEdge]
+        self, cut_at: Sequence[Tensor], directions: Sequence[Tensor], targets: Sequence[Tensor] | Sequence[GradientEdge]
     ) -> Sequence[Tensor | None]:
         """What k directions (k, *shape of F) find at each target, (k, ...)."""
-        pairs = [(F, g) for F, g in zip(self._cut, directions, strict=True) if F.requires_grad]
+        if not targets:
+            return []
+        pairs = [(F, g) for F, g in zip(cut_at, directions, strict=True) if F.requires_grad]
         cut, columns = [F for F, _ in pairs], [g for _, g in pairs]
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
         many = unless_unbatched(lambda: torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options))

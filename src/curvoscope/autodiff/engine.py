@@ -161,24 +161,27 @@ class Autodiff:
         height = self.length(rows) * (2 if part == "both" else 1)
         return totals[0] if totals else vectors.new_zeros(len(vectors), height)
 
-    def each(self, visit: Callable[[int, BatchProduct], None]) -> None:
-        """Call `visit` with the position of each micro-batch that has loss terms, and with `product` of its own mean
-        loss: any number of products with one micro-batch take one graph."""
+    def each(self, visit: Callable[[Tensor, BatchProduct], None]) -> None:
+        """Call `visit` for each micro-batch that has loss terms, with the gradient (P,) of its own mean loss, in the
+        order of the blocks, and with `product` of that loss. All of it comes from one graph, which is not kept."""
         blocks = list(self.blocks.values())
         names = frozenset(self.blocks.parameters)
+        self._check_memory()
+        with self.running():
+            for position, batch in enumerate(self._batches):
+                if not self.survey.weights[position]:
+                    continue
+                graph = Graph(*self._first_order(self.snapshot.moved(batch), names), keep_slope=True)
+                if (names, None) not in self._examined:
+                    self._examine(graph, position, blocks, blocks, None)
+                    self._examined.add((names, None))
 
-        def products(position: int, graph: Graph) -> None:
-            if (names, None) not in self._examined:
-                self._examine(graph, position, blocks, blocks, None)
-                self._examined.add((names, None))
+                def product(
+                    part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor, graph: Graph = graph
+                ) -> Tensor:
+                    return self._products(graph, part, rows, parameters_of(rows), self._spread(columns, vectors))
 
-            def product(part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
-                wanted = list(dict.fromkeys(piece.parameter for block in rows for piece in block.pieces))
-                return self._products(graph, part, rows, wanted, self._spread(columns, vectors))
-
-            visit(position, product)
-
-        self._visit(names, None, products)
+                visit(self._flat(blocks, parameters_of(blocks), graph.slope, ()), product)
 
     def is_positive(self, part: str) -> bool:
         """Whether a part is known to be positive semidefinite: J^T S J at the model's output, S of a convex loss."""
@@ -310,12 +313,7 @@ class Autodiff:
         if not missing:
             self._kept.move_to_end(key)
             return
-        checks.fits(
-            self.product_bytes,
-            None,
-            "a product with the Hessian, by the size of the forward pass,",
-            "give a smaller micro_batch=, or fewer or shorter sequences",
-        )
+        self._check_memory()
         with self.running():
             for i, batch in enumerate(self._batches):
                 if i in missing:
@@ -324,6 +322,14 @@ class Autodiff:
                     if self._make_room(key, graph.nbytes):
                         self._kept.setdefault(key, {})[i] = graph
                     del graph
+
+    def _check_memory(self) -> None:
+        checks.fits(
+            self.product_bytes,
+            None,
+            "a product with the Hessian, by the size of the forward pass,",
+            "give a smaller micro_batch=, or fewer or shorter sequences",
+        )
 
     def loss(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """The loss of a micro-batch at these weights."""
@@ -361,11 +367,9 @@ class Autodiff:
 
     def _graph(self, batch: Batch, names: frozenset[str], layer: Site | None) -> Graph:
         batch = self.snapshot.moved(batch)
-        weights, leaves = self.snapshot.leaves(sorted(names))
         if layer is None:
-            with kept_derivatives(self.model):
-                outputs = self.snapshot(weights, batch)
-            return self._kept_graph(leaves, *self._gradient(weights, outputs, batch))
+            return self._kept_graph(*self._first_order(batch, names))
+        weights, leaves = self.snapshot.leaves(sorted(names))
         with kept_derivatives(self.model), ActivationHook(self.model, layer) as tap:
             outputs = self.snapshot(weights, batch)
         cut, gradient = self._gradient(weights, outputs, batch)
@@ -375,6 +379,15 @@ class Autodiff:
         inner = torch.autograd.grad(cut, tap.tensor, gradient, create_graph=True)
         check_layer(layer, leaves, (cut, gradient), ([tap.tensor], inner))
         return self._kept_graph(leaves, [tap.tensor], inner)
+
+    def _first_order(
+        self, batch: Batch, names: frozenset[str]
+    ) -> tuple[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """The parameters as leaves, F and G of a micro-batch."""
+        weights, leaves = self.snapshot.leaves(sorted(names))
+        with kept_derivatives(self.model):
+            outputs = self.snapshot(weights, batch)
+        return leaves, *self._gradient(weights, outputs, batch)
 
     def _gradient(
         self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch

@@ -122,10 +122,17 @@ class _Gate(torch.autograd.Function):
 class Graph:
     """Products with the Hessian of one batch's loss and its parts, by name of parameter.
 
-    `leaves` are the parameters; `cut` the tensors F, `gradient` G, a differentiable function of F.
+    `leaves` are the parameters; `cut` the tensors F, `gradient` G, a differentiable function of F. With `keep_slope`,
+    `slope` has g = J^T G by name of parameter, those that are not zero.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor], cut: Sequence[Tensor], gradient: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor],
+        cut: Sequence[Tensor],
+        gradient: Sequence[Tensor],
+        keep_slope: bool = False,
+    ) -> None:
         self._leaves = dict(leaves)
         self._switch = _Switch()
         pairs = [(F, G) for F, G in zip(cut, gradient, strict=True) if F.requires_grad]
@@ -138,6 +145,7 @@ class Graph:
             found = torch.autograd.grad(
                 [F for F, _ in pairs], list(leaves.values()), gated, create_graph=True, allow_unused=True
             )
+        self.slope = self._named(list(leaves), [g if g is None else g.detach() for g in found]) if keep_slope else {}
         # Edges, not tensors: the logits themselves need not be kept.
         self._cut, self._gradient = _edges([F for F, _ in pairs]), _edges([G for _, G in pairs])
         self._gated = _edges(gated)
