@@ -116,6 +116,12 @@ def test_bad_options_are_named(call, tmp_path, option, value):
     assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize("command", [["analyze"], ["spectrum"], ["audit"], ["sensitivity", "--recipe", "int8"]])
+def test_all_commands_on_a_model_take_the_options_of_its_data(call, tmp_path, command):
+    code, out, err = call(*command, "addition", *SMALL, "--targets", "random", "--out", tmp_path / "run")
+    assert code == 2 and out == "" and err.startswith("error: targets: ")
+
+
 def test_an_error_of_the_package_is_one_line(call, tmp_path):
     code, _, stderr = call("analyze", "--d", "0", "--out", tmp_path)
     assert code == 2 and stderr == "error: d: got 0, expected at least 1\n"

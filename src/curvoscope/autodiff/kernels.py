@@ -1,4 +1,4 @@
-"""Second derivatives that cost less, or exist and are right where the model's own do not: what replaces its operations.
+"""Replacements for operations of a model whose second derivatives are slow, wrong or missing.
 
 **Layer norm**: a dozen operations instead of three dozen. For each token, with n features, x̂ = r (x - mean x),
 r = 1/sqrt(var x + eps) and the projection away from 1 and x̂

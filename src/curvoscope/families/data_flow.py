@@ -225,55 +225,34 @@ class DataFlow:
         return node is None or node in self._chain or node in self._parted
 
     def behind(self, starts: Iterable[Node | None], stop: Callable[[Node], bool]) -> dict[Node, None]:
-        """The nearest nodes before `starts`, including them, for which `stop` holds; the start of every path counts."""
-        found: dict[Node, None] = {}
-        stack, seen = list(starts), set[Node]()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if stop(node):
-                found[node] = None
-            else:
-                stack += [before for before, _ in node.next_functions]
-        return found
+        """The nearest nodes before `starts`, including them, for which `stop` holds."""
+        return _backward(starts, stop)[0]
 
     def passed(self, starts: Iterable[Node | None], stop: Callable[[Node], bool]) -> set[Node]:
         """All nodes before `starts`, including them, up to those for which `stop` holds, without these."""
-        stack, seen = list(starts), set[Node]()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen or stop(node):
-                continue
-            seen.add(node)
-            stack += [before for before, _ in node.next_functions]
-        return seen
+        return _backward(starts, stop)[1]
 
     def ahead(self, start: Node, stop: Callable[[Node], bool]) -> dict[Node, None]:
         """The nearest nodes after `start` for which `stop` holds."""
-        found: dict[Node, None] = {}
-        stack, seen = [start], set[Node]()
-        while stack:
-            for node, _ in self.consumers.get(stack.pop(), []):
-                if node in seen:
-                    continue
-                seen.add(node)
-                if stop(node):
-                    found[node] = None
-                else:
-                    stack.append(node)
-        return found
+        return self._forward(start, stop)[0]
 
     def followed(self, start: Node, stop: Callable[[Node], bool]) -> set[Node]:
         """All nodes after `start` up to those for which `stop` holds, without these."""
-        stack, seen = [start], set[Node]()
+        return self._forward(start, stop)[1]
+
+    def _forward(self, start: Node, stop: Callable[[Node], bool]) -> tuple[dict[Node, None], set[Node]]:
+        """Where a walk towards the outputs ends, and what it passes."""
+        ends, seen, stack = dict[Node, None](), set[Node](), [start]
         while stack:
             for node, _ in self.consumers.get(stack.pop(), []):
-                if node not in seen and not stop(node):
+                if node in seen or node in ends:
+                    continue
+                if stop(node):
+                    ends[node] = None
+                else:
                     seen.add(node)
                     stack.append(node)
-        return seen
+        return ends, seen
 
     def stops(self, node: Node) -> bool:
         """Whether a node ends a part of the graph: a product with a weight, one of two activations, or a softmax."""
@@ -356,6 +335,21 @@ class DataFlow:
         """The vector-Jacobian product from one edge of the graph to an earlier one."""
         found = torch.autograd.grad([start], [end], [cotangent], retain_graph=True, allow_unused=True)[0]
         return None if found is None else found.detach()
+
+
+def _backward(starts: Iterable[Node | None], stop: Callable[[Node], bool]) -> tuple[dict[Node, None], set[Node]]:
+    """Where walks towards the inputs end, and what they pass."""
+    ends, seen, stack = dict[Node, None](), set[Node](), list(starts)
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node in ends:
+            continue
+        if stop(node):
+            ends[node] = None
+        else:
+            seen.add(node)
+            stack += [before for before, _ in node.next_functions]
+    return ends, seen
 
 
 def _softmax(node: Node) -> tuple[GradientEdge, int] | None:
