@@ -24,6 +24,7 @@ from curvoscope.commands.subject import Request, subject_of
 from curvoscope.sweep import Sweep
 
 LENGTH, SAMPLES, LAYERS = 128, 64, 22
+LIMIT_GIB = 16  # for the model of 1.1 billion parameters
 GROWTH = 3.5  # memory of one layer more, in units of its weights in bfloat16
 SAMPLE = ("h.0.attn.Q", "h.2.mlp.down", "h.5.attn.V", "h.8.mlp.up", "h.11.attn.K")
 LIMITS = {
@@ -194,6 +195,7 @@ def billion(layers: int = LAYERS) -> dict[str, object]:
         "blocks": len(sweep.names),
         "seconds": seconds,
         "peak_gib": peak_gib(),
+        "limit_gib": LIMIT_GIB,
         "median_error": float(errors.median()),
         "95th_percentile_of_the_error": float(errors.quantile(0.95)),
     }

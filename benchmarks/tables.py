@@ -117,8 +117,11 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
     if "billion" in one:
         large = one["billion"]
         task = f"a Llama of {large['parameters'] / 1e9:.2g} billion parameters in bfloat16, {large['blocks']} blocks"
-        told = f"{large['seconds'] / 60:.2g} minutes, peak {large['peak_gib']:.3g} GiB"
-        yield task, "aim: 16 GiB", _bold(told, large["peak_gib"] > 16)
+        peak = _bold(f"peak {large['peak_gib']:.2g} GiB", large["peak_gib"] > large["limit_gib"])
+        middle, high = (100 * large[key] for key in ("median_error", "95th_percentile_of_the_error"))
+        errors = f"median error of the norms {middle:.2g} %, 95th percentile {high:.2g} %"
+        told = f"{large['seconds'] / 60:.2g} minutes, {peak}; {errors}"
+        yield f"{task}{apart}", f"limit: {large['limit_gib']} GiB", told
 
 
 def _time_and_error(one: dict[str, Any], aims: dict[str, float], apart: str) -> Iterator[Row]:

@@ -49,3 +49,18 @@ def test_no_terminal_no_bar(monkeypatch):
         step("one")
         raise KeyboardInterrupt
     assert stream.getvalue() == "" and sys.stderr is stream
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ((0.2,), "1 second"),
+        ((40,), "40 seconds"),
+        ((80, 320), "1 to 5 minutes"),
+        ((20, 320), "1 to 5 minutes"),
+        ((100, 110), "2 minutes"),
+        ((3000, 7560), "0.8 to 2.1 hours"),
+    ],
+)
+def test_durations(seconds, words):
+    assert progress.duration(*seconds) == words

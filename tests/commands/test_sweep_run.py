@@ -1,6 +1,7 @@
 """`curvoscope analyze --parts outer`: the numbers are those of `cv.sweep`, what is known is written, runs go on."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import curvoscope as cv
 from curvoscope.commands import sweep_run
 from curvoscope.commands.subject import Request, select, subject_of
+from curvoscope.sweep import run
 from curvoscope.sweep.walk import Walk
 
 pytest.importorskip("transformers")
@@ -48,9 +50,14 @@ def test_the_numbers_are_those_of_the_library(analyze):
     assert not (out / "samples.pt").exists()
 
 
-def test_what_a_reader_sees(call, tmp_path):
+def test_what_a_reader_sees(call, tmp_path, monkeypatch):
+    clock = iter([0.0, 2.0])  # a gradient of one of the two rows takes two seconds
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     code, stdout, _ = call("analyze", *MODEL, "--parts", "outer", "--out", tmp_path / "out")
     assert code == 0
+    plan = "Plan: 64 samples, about 64 seconds; then the largest eigenvalue of the whole Hessian, about 3 minutes. ("
+    assert stdout.index("parameters in float32") < stdout.index(plan) < stdout.index("h.0.attn.Q")
+    assert "one gradient of one row, which took 2 s" in stdout
     assert stdout.index("parameters in float32") < stdout.index("h.0.attn.Q") < stdout.index("Gauss-Newton part, ")
     assert "smaller than the value block in" in stdout
     report = (tmp_path / "out" / "report.html").read_text()

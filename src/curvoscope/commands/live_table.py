@@ -12,7 +12,7 @@ from rich.text import Text
 from curvoscope.estimate import Estimate
 from curvoscope.report.model_tables import with_error
 from curvoscope.sweep import Sweep
-from curvoscope.sweep.run import CHUNK, MOST
+from curvoscope.sweep.plan import CHUNK, MOST
 
 _AROUND = 7  # lines of the terminal that are not rows of the table
 _PAUSE = 0.25  # seconds between two pictures

@@ -11,6 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from curvoscope.settings import settings
 
 _PATIENCE = 1.0  # seconds without a bar
+_UNITS = ((5400, 3600, "hours", 1), (90, 60, "minutes", 0), (0, 1, "seconds", 0))  # from so many seconds on
+
+
+def duration(least: float, most: float | None = None) -> str:
+    """A time in words, such as "4 minutes"; with `most`, a range, such as "1 to 4 minutes"."""
+    longest = least if most is None else most
+    _, size, unit, digits = next(one for one in _UNITS if longest >= one[0])
+    low, high = (f"{max(seconds / size, 10**-digits):.{digits}f}" for seconds in (least, longest))
+    if low != high:
+        return f"{low} to {high} {unit}"
+    return f"1 {unit[:-1]}" if high == "1" else f"{high} {unit}"
 
 
 def counted(left: bool = False) -> Progress:

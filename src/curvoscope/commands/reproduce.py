@@ -13,7 +13,7 @@ from rich.text import Text
 from curvoscope import checks, commands
 from curvoscope.commands import reproduce_report
 from curvoscope.commands.document import REPORTS
-from curvoscope.commands.progress import counted
+from curvoscope.commands.progress import counted, duration
 from curvoscope.papers import experiments
 from curvoscope.papers.experiments import Figure, Row, Store, Task, Verdict, panel_figures, panel_pages
 from curvoscope.report.reproduction_sections import VERDICTS
@@ -73,7 +73,7 @@ def _measure(figures: Sequence[Figure], store: Store, quick: bool, jobs: int, da
     seconds = sum(task.figure.seconds(task.point) for task in tasks) / jobs
     if seconds > _LONG:
         Console(stderr=True, highlight=False).print(
-            f"{len(tasks)} points to measure, about {_duration(seconds)} with {jobs} jobs. Measurements are kept: "
+            f"{len(tasks)} points to measure, about {duration(seconds)} with {jobs} jobs. Measurements are kept: "
             "stop at any time and run the same command again to continue."
         )
     with counted(left=True) as bar:
@@ -129,7 +129,3 @@ def _show(figure: Figure, verdicts: Sequence[Verdict], written: Sequence[Path]) 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes"

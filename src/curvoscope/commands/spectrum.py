@@ -58,7 +58,7 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
         console.print(Text(line), soft_wrap=True)
     first = None
     if subject.facts["parameters"] > sweep_run.SWEPT:  # densities of a large model take long: the cheap numbers first
-        console.print("The Gauss-Newton part by sampled backward passes first, then the spectra one by one.\n")
+        console.print("The Gauss-Newton part by sampled backward passes first, then the spectra one by one.")
         first = sweep_run.shown_sweep(subject, chosen, _TOLERANCE, request.seed, console)
         console.print(first.table(largest_first=True))
     data, found = [subject.batch], []

@@ -19,6 +19,7 @@ from curvoscope.commands.document import (
     write_run,
 )
 from curvoscope.commands.live_table import LiveTable
+from curvoscope.commands.progress import duration
 from curvoscope.commands.subject import Request, Subject, select
 from curvoscope.curvature import hessian
 from curvoscope.errors import RangeError
@@ -26,7 +27,7 @@ from curvoscope.estimate import Estimate
 from curvoscope.report import answers
 from curvoscope.report.sweep_figures import depth_profile, head_map, norm_map
 from curvoscope.settings import current, settings
-from curvoscope.sweep import Sweep, sweep
+from curvoscope.sweep import Sweep, SweepPlan, sweep
 from curvoscope.sweep.result import Grams
 
 SWEPT = 2_000_000  # parameters, above which a sweep of the Gauss-Newton part takes the place of products
@@ -37,6 +38,7 @@ _TOLERANCE = (
 )
 _INTERRUPTED = "The run was interrupted: the same command continues it."
 _PRODUCTS = 16  # for the largest eigenvalue of the whole Hessian
+_GRADIENTS = 2.5  # time of a product, in gradients
 
 
 def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bool) -> None:
@@ -51,11 +53,12 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
     console = Console(quiet=True) if as_json else commands.console()
     for line in subject.about:
         console.print(Text(line), soft_wrap=True)
-    console.print(f"{len(chosen)} blocks; Gauss-Newton part by sampled backward passes, one row of the batch each.\n")
+    console.print(f"{len(chosen)} blocks; Gauss-Newton part by sampled backward passes, one row of the batch each.")
     kept = _Kept(out, chosen, [*subject.about, str(request.seed)])
     tolerance, largest, ended = options.tolerance or _TOLERANCE, None, True
     try:
-        found: Sweep | None = shown_sweep(subject, chosen, tolerance, request.seed, console, kept)
+        products = 0 if options.fast else _PRODUCTS
+        found: Sweep | None = shown_sweep(subject, chosen, tolerance, request.seed, console, kept, products)
         if not options.fast:
             largest = _largest(subject, request)
     except KeyboardInterrupt:
@@ -90,9 +93,18 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
 
 
 def shown_sweep(
-    subject: Subject, chosen: Blocks, tolerance: float, seed: int, console: Console, kept: "_Kept | None" = None
+    subject: Subject,
+    chosen: Blocks,
+    tolerance: float,
+    seed: int,
+    console: Console,
+    kept: "_Kept | None" = None,
+    products: int = 0,
 ) -> Sweep:
-    """A sweep that is shown as it proceeds, and whose complete chunks are kept."""
+    """A sweep that is shown as it proceeds, with its plan first, and whose complete chunks are kept.
+
+    `products`: with the whole Hessian, which will follow.
+    """
     with LiveTable(console, len(chosen.per_head()), tolerance) as live:
 
         def tell(so_far: Sweep) -> None:
@@ -111,10 +123,21 @@ def shown_sweep(
                 micro_batch=_ROWS,
                 earlier=None if kept is None else kept.last,
                 tell=tell,
+                plan=lambda plan: console.print(_prediction(plan, products), soft_wrap=True),
             )
     if kept is not None:
         kept.keep(found, found.chunks)
     return found
+
+
+def _prediction(plan: SweepPlan, products: int) -> str:
+    """How long the samples of a sweep will take, and the products after it."""
+    samples = str(plan.most) if plan.fewest == plan.most else f"{plan.fewest} to {plan.most}"
+    said = f"Plan: {samples} samples, about {duration(*plan.seconds)}" if plan.most else "Plan: no more samples"
+    if products:
+        seconds = products * _GRADIENTS * plan.gradient * plan.batches
+        said += f"; then the largest eigenvalue of the whole Hessian, about {duration(seconds)}"
+    return f"{said}. (Predicted from one gradient of one row, which took {plan.gradient:.2g} s.)\n"
 
 
 class _Kept:

@@ -1,6 +1,6 @@
 """Operators on vectors that are spread over ranks like the parameters of a model, and the space that they live in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from curvoscope.distributed.ranks import RankError
 from curvoscope.distributed.sharded import Sharded
 from curvoscope.errors import CurvoscopeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
-from curvoscope.estimate.space import Space
+from curvoscope.estimate.space import Draw, Space
 from curvoscope.operators.base import LinearOperator, ProductPair
 from curvoscope.operators.compositions import MatrixFree
 
@@ -51,16 +51,16 @@ class Spread(Space):
         stacked[self._ranks.rank, : len(triangle)] = triangle
         return self.total(stacked).flatten(0, 1)
 
-    def random(self, draw: Callable[[int], Tensor]) -> Tensor:
+    def random(self, draw: Draw, out: Tensor) -> None:
         """The numbers that a single process would draw, a chunk at a time; each rank keeps its own."""
         found, start = list[Tensor](), 0
         while start < self.size:
             stop = self.size if self.size - start < 2 * _CHUNK else start + _CHUNK  # no chunk is short
-            some = draw(stop - start)
+            some = draw(torch.empty(stop - start))
             first, last = torch.searchsorted(self._numbers, torch.tensor([start, stop])).tolist()
             found.append(some[self._numbers[first:last] - start])
             start = stop
-        return torch.cat(found)
+        out.copy_(torch.cat(found))
 
     def units(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Zeros, and those ones of the unit vectors that this rank holds."""

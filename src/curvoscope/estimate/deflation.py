@@ -125,7 +125,7 @@ def projected(space: Space, Q: Tensor, columns: Tensor) -> Tensor:
     if not Q.shape[1]:
         return columns
     inside = space.inner(Q, columns).to(Q.dtype)
-    return (columns.T - inside.T @ Q.T).T
+    return torch.addmm(columns.T, inside.T, Q.T, alpha=-1).T
 
 
 def basis_beyond(space: Space, Q: Tensor, columns: Tensor) -> Tensor:

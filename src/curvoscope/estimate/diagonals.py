@@ -88,7 +88,7 @@ def diagonal(
                 samples = DiagonalSamples(products, sketch.Q, sketch.Z)
                 outside = partial(projected, products.space, sketch.Q)
             else:
-                samples.add(sketch.W * sketch.Y)
+                samples.add(sketch.W.mul_(sketch.Y))
         return _collected(products, samples, outside, probes, budget, tolerance)
 
 
@@ -102,14 +102,14 @@ class DiagonalSamples:
         if Q is not None and Z is not None:
             self._known = (Q * (2 * Z - Q @ products.space.inner(Q, Z).to(Q.dtype))).sum(1)
             self._method = "deflated"
-        self._mean, self._spread = torch.zeros_like(self._known), torch.zeros_like(self._known)
+        self._mean, self._spread, self._change = (torch.zeros_like(self._known) for _ in range(3))
         self.count = 0
 
     def add(self, samples: Tensor) -> None:
         """(n, c) more."""
         for sample in samples.T:
             self.count += 1
-            change = sample - self._mean
+            change = torch.sub(sample, self._mean, out=self._change)
             self._mean.add_(change, alpha=1 / self.count)
             self._spread.addcmul_(change, change, value=(self.count - 1) / self.count)
 
@@ -137,9 +137,12 @@ def _collected(
 ) -> DiagonalEstimate:
     """Sample until the budget is spent, the tolerance met, or the exact answer cheaper; `outside` is P."""
     look, most = LEAST, budget or MOST
+    memory = products.memory(products.columns), products.memory(products.columns, products.row_space)
     while products.matvecs < most:
-        z = probes.signs(min(products.columns, most - products.matvecs))
-        samples.add(z * (products(z) if outside is None else outside(products(outside(z)))))
+        z, product = (columns[:, : most - products.matvecs] for columns in memory)
+        probes.signs(z.shape[1], z)
+        products(z if outside is None else outside(z), out=product)
+        samples.add(z.mul_(product if outside is None else outside(product)))
         if tolerance is not None and samples.count >= look:
             error = samples.error()
             if error <= tolerance:

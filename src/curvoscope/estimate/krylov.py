@@ -10,7 +10,6 @@ from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.missed import Projection, Starts
 from curvoscope.estimate.products import COLUMNS, MOST, Matrix, Probes, Products, check_budget, check_symmetric
 from curvoscope.estimate.result import EstimatedVector
-from curvoscope.estimate.space import empty
 
 DEFAULT_TOLERANCE = 1e-6
 WHICH = ("LM", "LA", "SA")
@@ -165,7 +164,7 @@ class _Run:
         wanted = min(self._size, matvecs or max(256, 8 * (k + self._block)))
         self._limit = self._room(wanted)
         rows = self._limit + 2 * self._block
-        self._V = empty(rows, self._space.length, products.dtype, products.device)
+        self._V = products.memory(rows).T
         self._H = torch.zeros(rows, rows, dtype=torch.float64, device=products.device)
         self._done = self._joined = 0  # rows that have been multiplied, and rows
         self._scale = 0.0  # the largest |B v| so far
@@ -236,7 +235,7 @@ class _Run:
         inside = torch.zeros(len(basis), len(rows), dtype=torch.float64, device=rows.device)
         for _ in range(2 if len(basis) else 0):
             part = self._space.inner(basis.T, rows.T)
-            rows = rows - part.T.to(basis.dtype) @ basis
+            rows = torch.addmm(rows, part.T.to(basis.dtype), basis, alpha=-1)
             inside += part
         return rows, inside
 

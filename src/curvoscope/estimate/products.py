@@ -1,6 +1,6 @@
 """Products with an operator, counted and checked, and the arguments that all estimators share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
-from curvoscope.estimate.space import Space, empty
+from curvoscope.estimate.space import Draw, Space
 from curvoscope.magnitudes import exponent_of
 from curvoscope.settings import current
 
@@ -101,8 +101,11 @@ class Products:
         return found
 
     def memory(self, count: int, space: Space | None = None) -> Tensor:
-        """Columns (size, count), or of another space, that are not written yet."""
-        return empty(count, (space or self.space).length, self.dtype, self.device).T
+        """Columns (size, count), or of another space, that are not written yet.
+
+        They do not ask for huge pages: to make these free may take longer than a product.
+        """
+        return torch.empty(count, (space or self.space).length, dtype=self.dtype, device=self.device).T
 
     def _at_once(self, operator: Matrix, columns: Tensor) -> Tensor:
         """(size, c) -> (rows, c) in one product, in the operator's precision."""
@@ -176,16 +179,16 @@ class Probes:
 
     def signs(self, count: int, out: Tensor | None = None) -> Tensor:
         """(size, count) of +1 and -1, in the memory of `out` if it is given."""
-        return self._columns(count, out, lambda rows: random_signs(rows, self._generator))
+        return self._columns(count, out, lambda row: row.copy_(random_signs(row.numel(), self._generator)))
 
     def normal(self, count: int, out: Tensor | None = None) -> Tensor:
         """(size, count) of standard normals, in the memory of `out` if it is given."""
-        return self._columns(count, out, lambda rows: torch.randn(rows, generator=self._generator, dtype=torch.float32))
+        return self._columns(count, out, lambda row: row.normal_(generator=self._generator))
 
-    def _columns(self, count: int, out: Tensor | None, draw: Callable[[int], Tensor]) -> Tensor:
+    def _columns(self, count: int, out: Tensor | None, draw: Draw) -> Tensor:
         drawn = self._products.memory(count) if out is None else out
         for row in drawn.T:
-            row.copy_(self._products.space.random(draw))
+            self._products.space.random(draw, row)
         return drawn
 
 

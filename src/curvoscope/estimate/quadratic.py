@@ -186,7 +186,7 @@ class _Question:
         tally, look = Tally(self._products.size), LEAST
         most = MOST if budget is None else budget
         while tally.count < most:
-            self._probe(tally, min(self._products.columns, most - tally.count))
+            self._probe(tally, min(self._products.columns, most - tally.count), self._signs)
             if tolerance is not None and tally.count >= look:
                 sample = tally.summary()
                 if sample.meets(tolerance):
@@ -205,8 +205,11 @@ class _Question:
         sketch.grow(budget // 2)
         if method == "xtrace" or self._pays():
             return self._exchanged()
-        sketch.grow(budget)
-        return self._estimate(self._plain(), "hutchinson")
+        tally = self._tallied()
+        self._memory = tuple(columns[:, : self._products.columns] for columns in (sketch.W, sketch.Y))  # is used again
+        while tally.count < budget:
+            self._probe(tally, min(self._products.columns, sketch.columns, budget - tally.count), signs=False)
+        return self._estimate(tally.summary(), "hutchinson")
 
     def _staged(self, method: str, tolerance: float) -> Estimate:
         """Sketches of growing size, until the tolerance is met, the exact answer is cheaper, or memory is full."""
@@ -217,7 +220,7 @@ class _Question:
                 estimate = self._hutch(columns, columns)
             else:
                 sketch.grow(columns)
-                plain = self._plain()
+                plain = self._tallied().summary()
                 if method == "auto" and plain.meets(tolerance) and columns >= LEAST:
                     return self._estimate(plain, "hutchinson")
                 if method == "xtrace" or self._pays():
@@ -263,25 +266,25 @@ class _Question:
     def _form(self, x: Tensor, bx: Tensor) -> Tensor:
         return self._of_entries(self._space.inner, x, bx)
 
-    def _probe(self, tally: Tally, count: int) -> None:
+    def _probe(self, tally: Tally, count: int, signs: bool) -> None:
         if self._memory is None:
             products, columns = self._products, self._products.columns
             self._memory = products.memory(columns), products.memory(columns, products.row_space)
         z, product = (memory[:, :count] for memory in self._memory)
-        (self._probes.signs if self._signs else self._probes.normal)(count, z)
+        (self._probes.signs if signs else self._probes.normal)(count, z)
         self._products(z, out=product)
         form, inner, on_diagonal = self._form(z, product), self._space.inner(z, z), None
-        if self._signs:
+        if signs:
             z *= product
             on_diagonal = self._space.inner(z, z)
         tally.add(form, inner, on_diagonal)
 
-    def _plain(self) -> Sample:
-        """Hutchinson's estimate from the columns of the sketch."""
+    def _tallied(self) -> Tally:
+        """The columns of the sketch as probes."""
         W, Y = self._sketch.W, self._sketch.Y
         tally = Tally(self._products.size)
         tally.add(self._form(W, Y), self._space.inner(W, W))
-        return tally.summary()
+        return tally
 
     def _pays(self) -> bool:
         """Whether XTrace with the k columns so far has a smaller variance than Hutchinson with 2k.

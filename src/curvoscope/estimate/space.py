@@ -15,6 +15,9 @@ _CHUNK = 2**16  # entries of a vector that are summed in single precision
 _INDEPENDENT = 1e-4  # of the largest column, what each must add for inner products to be enough
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
+Draw = Callable[[Tensor], Tensor]
+"""Fills a vector in single precision with the next entries of a random one, and returns it."""
+
 
 class Space:
     """R^n, vectors being columns (or rows) with all n entries."""
@@ -69,9 +72,12 @@ class Space:
     def _qr_triangle(self, columns: Tensor) -> Tensor:
         return torch.linalg.qr(columns, mode="r").R.double()
 
-    def random(self, draw: Callable[[int], Tensor]) -> Tensor:
-        """A vector of `draw(rows)`, which gives the next entries of a random one."""
-        return draw(self.size)
+    def random(self, draw: Draw, out: Tensor) -> None:
+        """Write a random vector to `out`, (length,)."""
+        if out.dtype == torch.float32 and out.device.type == "cpu":
+            draw(out)
+        else:
+            out.copy_(draw(torch.empty(self.size)))
 
     def units(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Columns `start` to `stop` of the identity, in float64."""

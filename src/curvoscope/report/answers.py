@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curvoscope.analysis.advice import Findings, advice
-from curvoscope.analysis.heterogeneity import times
 from curvoscope.analysis.ledger import Ledger
 from curvoscope.analysis.measurements import Extremes, Measurement
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
@@ -203,9 +202,10 @@ def _apart(sizes: Sequence[tuple[str, float]], zero: float, what: str = "Frobeni
     (least, low), (most, high) = seen[0], seen[-1]
     if len(seen) == 1:
         return f"{high} has a {what} of {most:.2e}."
+    smallest = f"smallest{' above zero' if len(seen) < len(sizes) else ''}"
     return (
-        f"Of {len(sizes)} blocks {high} has the largest {what}, {most:.2e}, {times(most / least)} "
-        f"that of {low}, {least:.2e}, the smallest{' above zero' if len(seen) < len(sizes) else ''}."
+        f"Of {len(sizes)} blocks, {high} has the largest {what}, {most:.3g}, and {low} the {smallest}, {least:.3g}: a "
+        f"factor of {most / least:{',.0f' if most >= 9.95 * least else '.2g'}}."
     )
 
 

@@ -1,5 +1,6 @@
 """`sweep`: the Gauss-Newton part of every block of a model, from sampled backward passes."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,12 +21,11 @@ from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction, objective_of
 from curvoscope.settings import current
 from curvoscope.sweep.layers import NotRepeatableError, without_cache
+from curvoscope.sweep.plan import CHUNK, MOST, SweepPlan, planned
 from curvoscope.sweep.result import Sweep
 from curvoscope.sweep.statistics import LEAST
 from curvoscope.sweep.walk import SampleDraw, Walk
 
-CHUNK = 64  # samples at a time, of which all pairs count
-MOST = 1024  # samples for a tolerance
 _AGREE = 2e-2  # relative difference of a squared length that is found in two ways
 _SHARE = 0.5  # of the memory that a chunk may use
 
@@ -45,6 +45,7 @@ def sweep(
     tell: Callable[[Sweep], None] | None = None,
     keep: Sequence[str] = (),
     observe: Callable[[int, GradientSource], None] | None = None,
+    plan: Callable[[SweepPlan], None] | None = None,
 ) -> Sweep:
     """Traces, norms and effective ranks of the Gauss-Newton part of every block, from a few dozen backward passes.
 
@@ -73,6 +74,7 @@ def sweep(
             `cv.analysis.audit`. They take the memory of the layer's activations times the number of samples.
         observe: called with the number of the chunk of samples and the samples of a block, as soon as they are known.
             They need not be kept: this is how a large model is audited.
+        plan: called once, after the first backward pass, with the number of samples and the time that they will take.
 
     Returns:
         The sweep, which answers `trace(name)`, `frobenius_norm(name, other)`, `effective_rank(name)`,
@@ -105,7 +107,7 @@ def sweep(
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
     with without_cache(model):
         engine = Autodiff(model, objective_of(loss_fn), found, blocks, device=device, ranks=ranks)
-        return _Sweeping(engine, seed, earlier, tell, keep, observe).until(tolerance, samples)
+        return _Sweeping(engine, seed, earlier, tell, keep, observe, plan).until(tolerance, samples)
 
 
 class _Sweeping:
@@ -119,8 +121,9 @@ class _Sweeping:
         tell: Callable[[Sweep], None] | None,
         keep: Sequence[str] = (),
         observe: Callable[[int, GradientSource], None] | None = None,
+        plan: Callable[[SweepPlan], None] | None = None,
     ) -> None:
-        self._engine, self._seed, self._tell, self._observe = engine, seed, tell, observe
+        self._engine, self._seed, self._tell, self._observe, self._plan = engine, seed, tell, observe, plan
         self._keep = set(engine.blocks.select(*keep)) if keep else set()
         self._rows = engine.blocks.per_head()
         self._batches = [  # of all ranks: the rank, the number there, and the share in the loss
@@ -142,6 +145,9 @@ class _Sweeping:
     def until(self, tolerance: float, samples: int | None) -> Sweep:
         """Add chunks until there are enough samples."""
         self._examine()
+        if self._plan is not None:
+            known = self.sweep.samples
+            self._plan(planned(tolerance, samples, known, self._gradient_seconds, len(self._batches)))
         wanted = MOST if samples is None else samples
         if samples is not None:
             self._about = f" of {samples}"
@@ -164,7 +170,10 @@ class _Sweeping:
         with self._engine.running():
             shown = self._take if self._keep or self._observe is not None else None
             self._walk = Walk(self._engine, self._rows, scale, self._cut, shown)
-            self._lengths, one = self._walk.examine(self._draws(1, self._first)[0])
+            draws, _ = self._draws(1, self._first)
+            start = time.perf_counter()
+            self._lengths, one = self._walk.examine(draws)
+            self._gradient_seconds = max(self._engine.ranks.exchange(time.perf_counter() - start))
         budget = min(self._engine.ranks.exchange(int(_SHARE * checks.memory_budget())))
         checks.fits(
             LEAST * one,
