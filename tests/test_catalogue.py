@@ -474,6 +474,15 @@ CALLS = {
     "audit: singular without damping": (
         lambda: cv.analysis.audit(hessian(), ["0.weight"], ["kfac"], damping=0.0), RANGE, "damping",
     ),
+    "audit: damping infinite": (lambda: cv.analysis.audit(hessian(), damping=float("inf")), RANGE, "damping"),
+    "audit: damping of a sweep": (
+        lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=["*"]), damping=0.1),
+        RANGE,
+        "damping",
+    ),
+    "audit: a sweep of few samples": (
+        lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=16, keep=["*"])), RANGE, "samples",
+    ),
     "audit: operator of another size": (
         lambda: cv.analysis.audit(hessian(), ["0.weight"], [hessian()["0.bias"]]), SHAPE, "approximations",
     ),
@@ -547,7 +556,7 @@ COMMANDS = {
     "analyze: out is a file": ("analyze --out plain.txt", "out"),
     "audit: a model that is not there": ("audit nowhere", "model"),
     "audit: nothing selected": ("audit --blocks nothing", "blocks"),
-    "audit: few samples": ("audit --samples 8", "samples"),
+    "audit: few samples": ("audit --samples 31", "samples"),
     "audit: unknown approximation": ("audit --d 4 --sequences 2 --approximations adam", "approximations"),
     "audit: heads of a feed-forward layer": (
         "audit --d 4 --sequences 2 --blocks h.0.mlp.up --approximations heads",

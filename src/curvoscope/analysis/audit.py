@@ -5,6 +5,7 @@ gamma of a small model every term is exact: <H, A> = sum gamma^T A gamma. From s
 and compared with the other half, so that the mean of gamma^T A gamma there is an unbiased estimate of <H, A>.
 """
 
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -54,7 +55,7 @@ def audit(
             None: a choice of names, of which a block is given those that it can have.
         part: of the Hessian to compare with: "outer", "functional" or "total". The approximations are always made of
             the outer part, which is what their definitions have.
-        damping: of the steps; None: a tenth of the mean eigenvalue of the outer part.
+        damping: of the steps, which a sweep does not have; None: a tenth of the mean eigenvalue of the outer part.
 
     Returns:
         One row per block and approximation.
@@ -72,13 +73,15 @@ def audit(
         True
     """
     checks.choice("part", part, PARTS)
-    if damping is not None and not damping >= 0:
-        raise RangeError("damping", f"got {damping}, expected a number of at least 0")
+    if damping is not None and not 0 <= damping < math.inf:
+        raise RangeError("damping", f"got {damping}, expected a finite number of at least 0")
     strict = blocks is not None and approximations is not None
     wanted = DEFAULT if approximations is None else approximations
     if isinstance(H, Sweep):
         if part != "outer":
             raise RangeError("part", f"got {part!r}, but a sweep is of the outer part; give cv.hessian")
+        if damping is not None:
+            raise RangeError("damping", f"got {damping}, but samples say nothing of steps; leave it out")
         return _of_sweep(H, blocks, wanted, strict)
     rows: list[AuditRow] = []
     for key in _chosen(_names(H), blocks):

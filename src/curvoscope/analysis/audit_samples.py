@@ -23,6 +23,7 @@ from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
 from curvoscope.sweep.statistics import LEAST, jackknifed
 
+FEWEST = 32  # samples of an audit: intervals from fewer do not hold if a few samples are much longer than the others
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -120,11 +121,13 @@ class SampledAudit:
     def __init__(self, approximations: Sequence[Standin], strict: bool = False) -> None:
         self._wanted, self._strict = list(approximations), strict
         self._found: dict[str, dict[str, dict[int, _Compared]]] = {}
+        self._samples: dict[str, int] = {}
 
     def __call__(self, chunk: int, source: GradientSource) -> None:
         """The samples of a block in one chunk."""
         if len(source) < 2 * LEAST:
             raise RangeError("samples", f"got {len(source)} in a chunk, expected at least {2 * LEAST}: two halves")
+        self._samples[source.name] = self._samples.get(source.name, 0) + len(source)
         known, samples = self._found.setdefault(source.name, {}), _BlockSamples(source)
         for (name, make), given in zip(standins(source.name, self._wanted), self._given(source.name), strict=True):
             try:
@@ -140,6 +143,9 @@ class SampledAudit:
 
     def table(self) -> AuditTable:
         """The rows so far."""
+        fewest = min(self._samples.values(), default=FEWEST)
+        if fewest < FEWEST:
+            raise RangeError("samples", f"got {fewest}, expected at least {FEWEST}: error bars from fewer do not hold")
         rows = [
             _row(block, name, list(found.values()))
             for block, several in self._found.items()

@@ -8,7 +8,7 @@ import torch
 
 from curvoscope import commands
 from curvoscope.analysis.audit import DEFAULT, audit
-from curvoscope.analysis.audit_samples import SampledAudit
+from curvoscope.analysis.audit_samples import FEWEST, SampledAudit
 from curvoscope.analysis.audit_table import AuditTable
 from curvoscope.analysis.block_diagonal import block_diagonal_error
 from curvoscope.blocks import Blocks
@@ -55,8 +55,8 @@ class _Audited:
 
 def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> None:
     """Audit, print the table and what it shows; write figures, reports and audit.json into `out`."""
-    if options.samples is not None and options.samples < 16:
-        raise RangeError("samples", f"got {options.samples}, expected at least 16: two halves with error bars")
+    if options.samples is not None and options.samples < FEWEST:
+        raise RangeError("samples", f"got {options.samples}, expected at least {FEWEST}: two halves with error bars")
     subject = subject_of(request)
     chosen = _weights(subject.blocks, options.blocks)
     wanted = options.approximations or DEFAULT

@@ -170,8 +170,17 @@ def _root_interval(value: float, shares: Tensor, power: float) -> Estimate:
 
 
 def jackknifed(values: Tensor, power: float = 1.0) -> Estimate:
-    """The mean of the jackknife's values of a number, or its root for `power` 2."""
+    """The mean of the jackknife's values of a number, or its root for `power` 2.
+
+    The variance of m values of kurtosis k has a relative variance of (k - 1) / m, as that of a normal variable with
+    2 m / (k - 1) degrees of freedom: a few large values leave few of them, and a wide interval.
+    """
     found = _root_interval(float(values.mean()), values, 1.0)
+    centred = values - values.mean()
+    square = float(centred.square().mean())
+    kurtosis = float(centred.pow(4).mean()) / square**2 if square else 3.0
+    degrees = min(found.degrees, 2 * len(values) / max(kurtosis - 1, 1.0))
+    found = Estimate(**found.facts() | {"degrees": degrees})
     return found if power == 1 else found.root()
 
 
