@@ -5,6 +5,7 @@ with the weight, and gamma = X^T delta. Rows of a batch do not meet in the loss,
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from curvoscope.errors import ModelError
 from curvoscope.losses import CrossEntropy
 from curvoscope.losses.outputs import flatten
 
+_AT_ONCE = 2**20  # entries of an output up to which several directions at once are faster than one after the other
+
 
 def enumerated(engine: Autodiff, block: Block) -> GradientSource:
     """All gradients of one block, with sum gamma gamma^T = H, its Gauss-Newton part."""
-    if engine.ranks.size > 1:
-        raise ModelError("process_group", "approximations are of one process; leave the group out")
+    _check_alone(engine)
     parts: list[GradientFactors] = []
     labelled: list[GradientFactors] = []
     objective = engine.objective
@@ -47,6 +49,34 @@ def enumerated(engine: Autodiff, block: Block) -> GradientSource:
     alone = not objective.couples_rows
     found = _stacked(parts), True, block.heads, block.axis
     return GradientSource(block.name, *found, sequences=alone, labelled=_stacked(labelled))
+
+
+def sampled(engine: Autodiff, block: Block, samples: int, seed: int = 0) -> GradientSource:
+    """Random gradients of one block with E[gamma gamma^T] = H: backward passes that end at the layer of the block.
+
+    Each sample takes one micro-batch, drawn with its share of the loss as probability, as in a sweep.
+    """
+    _check_alone(engine)
+    weights = torch.tensor([weight for weight in engine.survey.weights if weight], dtype=torch.float64)
+    drawn = torch.multinomial(weights, samples, True, generator=torch.Generator().manual_seed(seed % 2**63))
+    counts = iter(drawn.bincount(minlength=len(weights)).tolist())
+    scale = float(weights.sum()) ** 0.5
+    parts: list[GradientFactors] = []
+
+    def visit(weight: float, batch: Batch) -> None:
+        seeds = [(seed, sum(map(len, parts)) + i) for i in range(next(counts))]
+        if seeds:
+            row = _Row(engine, block, batch)
+            draws = zip(*map(row.cotangents.draw, seeds), strict=True)
+            parts.append(row.factors([scale * torch.stack(several) for several in draws]))
+
+    engine.walk(visit)
+    return GradientSource(block.name, tuple(parts), False, block.heads, block.axis)
+
+
+def _check_alone(engine: Autodiff) -> None:
+    if engine.ranks.size > 1:
+        raise ModelError("process_group", "approximations are of one process; leave the group out")
 
 
 def directions(engine: Autodiff) -> int:
@@ -104,13 +134,11 @@ class _Row:
         pairs = [(F, g) for F, g in zip(self._cut, directions, strict=True) if F.requires_grad]
         cut, columns = [F for F, _ in pairs], [g for _, g in pairs]
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        try:
-            return torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options)
-        except (RuntimeError, NotImplementedError):  # an operation that torch cannot batch
-            each = [
-                torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))
-            ]
-            return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
+        if sum(g[0].numel() for g in columns) <= _AT_ONCE:
+            with suppress(RuntimeError, NotImplementedError):  # an operation that torch cannot batch
+                return torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options)
+        each = [torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))]
+        return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
 
 
 def sampled_source(

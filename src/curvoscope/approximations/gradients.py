@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from curvoscope.errors import ModelError, RangeError
 from curvoscope.operators.base import Shape
 
+Side = TypeVar("Side")  # what belongs to one side of a weight
+
+_FEW = 0.5  # tokens for each entry of x or delta, up to which their span is smaller than its space
 _FORMED = 2**25  # entries of gradients that are formed at a time
 
 
@@ -202,7 +205,7 @@ class GradientSource:
         """Whether the rows of the block are the outputs of its layer, not the inputs."""
         return self.parts[0].flipped
 
-    def ordered(self, of_inputs: Tensor, of_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def ordered(self, of_inputs: Side, of_outputs: Side) -> tuple[Side, Side]:
         """What belongs to the rows of the block and to its columns."""
         return (of_outputs, of_inputs) if self.flipped else (of_inputs, of_outputs)
 
@@ -212,6 +215,11 @@ class GradientSource:
         left = total([share * moment(X) for share, X in self.inputs])
         right = total([moment(part.cotangents) for part in self.parts]) * self.weight
         return left, right, sum(share * len(X) * X.shape[1] for share, X in self.inputs)
+
+    @cached_property
+    def token_spans(self) -> tuple[Tensor | None, Tensor | None]:
+        """All x and all delta, (tokens, a) and (tokens, p), each if they are few: they span their moments."""
+        return _few([X for _, X in self.inputs]), _few([part.cotangents for part in self.parts])
 
     def head(self, number: int) -> "GradientSource":
         """One head alone."""
@@ -300,6 +308,12 @@ def moment(vectors: Tensor) -> Tensor:
     flat = vectors.flatten(0, -2)
     found = flat.mT @ flat
     return (found + found.mT) / 2
+
+
+def _few(tensors: Sequence[Tensor]) -> Tensor | None:
+    """All vectors (n, size) of the last axes, if n is at most half of their size."""
+    count = sum(some.shape[:-1].numel() for some in tensors)
+    return torch.cat([some.flatten(0, -2) for some in tensors]) if count <= _FEW * tensors[0].shape[-1] else None
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:

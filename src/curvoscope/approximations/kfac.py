@@ -35,7 +35,8 @@ def kfac(H: Curvature, name: str | None = None, sharing: str = "expand") -> Kron
     source = source_of(H, name)
     if sharing == "expand":
         left, right, tokens = source.token_moments
-        return KroneckerProduct("kfac", *source.ordered(left, right / tokens))
+        spans = source.ordered(*source.token_spans)
+        return KroneckerProduct("kfac", *source.ordered(left, right / tokens), spans=spans)
     return _reduced(source)
 
 
