@@ -145,6 +145,12 @@ CALLS = {
     "solve: unknown preconditioner": (
         lambda: Product9(MATRIX).solve(VECTOR, preconditioner="magic"), RANGE, "preconditioner",
     ),
+    "solve: preconditioner that is none": (
+        lambda: Product9(MATRIX).solve(VECTOR, preconditioner=0.5), DTYPE, "preconditioner",
+    ),
+    "solve: unknown preconditioner of a model": (
+        lambda: hessian().outer["0.weight"].solve(r(20), preconditioner="magic"), RANGE, "approximations",
+    ),
     "solve: one product": (lambda: Product9(MATRIX).solve(VECTOR, matvecs=1), RANGE, "matvecs"),
     "solve: not symmetric": (lambda: hessian().total["0.weight", "2.weight"].solve(VECTOR), SHAPE, "operator"),
     "solve: broken operator": (lambda: solve.Solver(Broken(), 1.0)(VECTOR), FINITE, "operator"),

@@ -80,7 +80,7 @@ class ModelHessian(BlockHessian):
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
         """`closed`: the blocks in closed form; `why`: there are none."""
         known = None if closed is None else closed.block
-        self.stand_ins = ModelStandIns(self, engine)
+        self.stand_ins = ModelStandIns(engine)
         self.outer, self.functional, self.total = (
             ShardedMatrix(engine, part, engine.blocks)
             if isinstance(engine, Sharded)

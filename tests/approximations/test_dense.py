@@ -157,9 +157,11 @@ def test_definition_and_operator(name, source):
     assert float(found.frobenius_norm()) == pytest.approx(size, rel=1e-9)
     assert np.allclose(found.diagonal(), np.diag(expected), atol=1e-9 * size)
     assert np.allclose(found.eigenvalues(), np.linalg.eigvalsh(expected), atol=1e-9 * size)
-    x = found.solve(v, damping=0.1)
+    solution = found.solve(v, damping=0.1)
+    x = solution.value
+    assert solution.method == "direct" and solution.converged and torch.equal(x, found.damped_solve(v, 0.1))
     assert np.allclose(x, np.linalg.solve(expected + 0.1 * np.eye(A * P), v.numpy()), atol=1e-8)
-    assert torch.allclose(found.solve(v[:, 0], 0.1), x[:, 0])
+    assert torch.allclose(found.solve(v[:, 0], 0.1).value, x[:, 0])
     inner = sum(float(found.quadratic(part).sum()) for part in source.parts)
     assert inner == pytest.approx((expected * TRUTH).sum(), rel=1e-9)
 
@@ -203,7 +205,8 @@ def test_heads_and_layers():
     joint = found.outer.select(both).frobenius_norm(matvecs=32)  # all columns: exact
     assert float(whole.dense().norm()) == pytest.approx(float(joint), rel=1e-9)
     b = r(32)
-    assert torch.allclose(kept @ kept.solve(b, 0.3) + 0.3 * kept.solve(b, 0.3), b)
+    x = kept.solve(b, 0.3).value
+    assert torch.allclose(kept @ x + 0.3 * x, b)
 
 
 def test_kfac_and_ekfac_are_those_of_curvlinops():

@@ -249,7 +249,7 @@ class TestBadInput:
         matrix, b = conditioned(11, 10.0)
 
         class Negative:
-            def solve(self, b, damping):
+            def damped_solve(self, b, damping):
                 return -b
 
         with pytest.raises(RangeError, match="not positive definite"):

@@ -84,7 +84,7 @@ class DenseTruth:
         if right is None:
             return None, None
         try:
-            found = A.solve(G, self.damping) if isinstance(A, Approximation) else _solved(A, G, self.damping)
+            found = A.damped_solve(G, self.damping) if isinstance(A, Approximation) else _solved(A, G, self.damping)
         except RangeError:
             if not self.damping:
                 raise

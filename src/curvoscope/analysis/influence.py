@@ -19,6 +19,8 @@ from curvoscope.losses import LossFunction
 from curvoscope.solve import Solution
 from curvoscope.solve.preconditioning import StandIns
 
+_Solve = Callable[[Tensor], tuple[Tensor, Solution | None]]  # columns -> (H + damping)^-1 columns, its certificate
+
 _PARTS = ("outer", "total")
 _AGREE = 10  # times sqrt(epsilon), between the loss and the mean of those of the rows
 
@@ -40,6 +42,7 @@ class Influence:
         method: "exact", "identity", or the name of an approximation.
         damping: that of the inverse.
         solutions: the solves with their certificates, one for each chunk of test rows; none for other methods.
+        made_of: what an approximation is made of: "all gradients", or a number of random ones in a large model.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -55,6 +58,7 @@ class Influence:
     method: str
     damping: float
     solutions: tuple[Solution, ...] = ()
+    made_of: str = ""
 
     @property
     def converged(self) -> bool:
@@ -150,6 +154,7 @@ def influence(
     here = Surface(model, loss_fn, test, blocks)
     for surface in (there, here):
         surface.objective_of_rows()
+    solve, made_of = _solves(there, damping, method, part, tolerance)
     gradients, _ = _row_gradients(here)
     size = gradients[0].numel() * gradients[0].element_size()
     chunk = max(1, int(checks.memory_budget() // (8 * size)))
@@ -158,29 +163,31 @@ def influence(
     solutions: list[Solution] = []
     for start in range(0, len(gradients), chunk):
         columns = torch.stack(gradients[start : start + chunk], 1)
-        inverse, found = _solved(there, columns, damping, method, part, tolerance)
+        inverse, found = solve(columns)
         products, lengths = _products(there, inverse)
         scores.append(products.T)
         errors = torch.zeros(columns.shape[1], dtype=torch.float64) if found is None else found.error_bounds
         bounds.append(errors[:, None] * lengths)
         solutions += [] if found is None else [found]
-    return Influence(torch.cat(scores), torch.cat(bounds), method, damping, tuple(solutions))
+    return Influence(torch.cat(scores), torch.cat(bounds), method, damping, tuple(solutions), made_of)
 
 
-def _solved(
-    surface: Surface, columns: Tensor, damping: float, method: str, part: str, tolerance: float
-) -> tuple[Tensor, Solution | None]:
-    """(H + damping)^-1 columns (P, c), in float64, and the certificate if it is a solve."""
+def _solves(surface: Surface, damping: float, method: str, part: str, tolerance: float) -> tuple[_Solve, str]:
+    """What solves for columns (P, c), and what its approximation is made of."""
     H = surface.hessian
-    columns = columns.to(H.total.like)
-    if method == "exact":
-        found: Solution = getattr(H, part).solve(columns, damping, tolerance)
-        return found.value.double().cpu(), found
     if method == "identity":
-        return columns.double().cpu() / damping, None
-    stand_ins: StandIns = H.stand_ins
-    solved: Tensor = stand_ins.make(method, H.names).solve(columns, damping)
-    return solved.double().cpu(), None
+        return lambda columns: (columns.double().cpu() / damping, None), ""
+    if method != "exact":
+        stand_ins: StandIns = H.stand_ins
+        chosen = stand_ins.candidate(method, H.names)
+        made, like = chosen.make(), H.total.like
+        return lambda columns: (made.damped_solve(columns.to(like), damping).double().cpu(), None), chosen.made_of
+
+    def exact(columns: Tensor) -> tuple[Tensor, Solution | None]:
+        found: Solution = getattr(H, part).solve(columns.to(H.total.like), damping, tolerance)
+        return found.value.double().cpu(), found
+
+    return exact, ""
 
 
 def _row_gradients(surface: Surface) -> tuple[list[Tensor], list[float]]:

@@ -15,9 +15,9 @@ from curvoscope.operators.base import LinearOperator, Shape
 class Approximation(LinearOperator):
     """A symmetric stand-in A for a block of the weight W (a, p), in the row-major order of W.
 
-    A is a `LinearOperator`: `A @ v`, `A.trace()`, `A.frobenius_norm()`, `A.dense()`, `A.eigenvalues()`. It also solves
-    damped systems in its own structure, and says how many floats it stores. Subclasses give `_matmat`, `_solve` and
-    `_ends`.
+    A is a `LinearOperator`: `A @ v`, `A.trace()`, `A.frobenius_norm()`, `A.dense()`, `A.eigenvalues()`. Its `solve` is
+    direct, by `damped_solve`, which uses its structure. It says how many floats it stores. Subclasses give `_matmat`,
+    `_solve` and `_ends`.
 
     Args:
         name: of the approximation, such as "kfac" or "kronecker:4".
@@ -34,9 +34,11 @@ class Approximation(LinearOperator):
         ('kfac', 8, (4, 4))
         >>> b = torch.ones(4).double()
         >>> x = A.solve(b, damping=0.1)
-        >>> bool(torch.allclose(A @ x + 0.1 * x, b))
-        True
+        >>> x.method, x.converged, bool(torch.allclose(A @ x.value + 0.1 * x.value, b))
+        ('direct', True, True)
     """
+
+    structured = True
 
     def __init__(self, name: str, shape: Shape, like: Tensor, floats: int) -> None:
         super().__init__(shape, shape, like, symmetric=True)
@@ -50,8 +52,8 @@ class Approximation(LinearOperator):
     def _ends(self) -> tuple[float, float]:
         """The smallest and the largest eigenvalue."""
 
-    def solve(self, b: Tensor, damping: float) -> Tensor:  # type: ignore[override]  # exact: there is nothing to certify
-        """(A + damping I)^-1 b, in the structure of A: a plain tensor, not the `Solution` of other operators.
+    def damped_solve(self, b: Tensor, damping: float) -> Tensor:
+        """(A + damping I)^-1 b, in the structure of A: what `solve` returns as the value of its `Solution`.
 
         Args:
             b: (n,) or (n, k).

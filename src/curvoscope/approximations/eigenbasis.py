@@ -9,18 +9,26 @@ from curvoscope.magnitudes import norm
 
 
 class EigenbasisForm(Approximation):
-    """A = (L (x) R) diag(values) (L (x) R)^T, with orthogonal L (a, a) and R (p, p); None for the identity."""
+    """A = (L (x) R) diag(values) (L (x) R)^T, with orthonormal columns L (a, r) and R (p, s); None for the identity.
+
+    With fewer columns than rows, as of a matrix made of few tokens, A is zero outside of their span.
+    """
 
     def __init__(self, name: str, left: Tensor | None, right: Tensor | None, values: Tensor, floats: int) -> None:
-        rows, columns = values.shape
+        rows, columns = (
+            size if basis is None else len(basis) for basis, size in zip((left, right), values.shape, strict=True)
+        )
         super().__init__(name, (rows, columns), values, floats)
         self.left, self.right, self.values = left, right, values
+        self._null = rows * columns - values.numel()  # eigenvalues that are zero outside of the span
 
     def _matmat(self, columns: Tensor) -> Tensor:
         return self._scaled(columns, self.values)
 
     def _solve(self, columns: Tensor, damping: float) -> Tensor:
-        return self._scaled(columns, 1 / (self.values + damping))
+        if not self._null:
+            return self._scaled(columns, 1 / (self.values + damping))
+        return (columns - self._scaled(columns, self.values / (self.values + damping))) / damping
 
     def _scaled(self, columns: Tensor, values: Tensor) -> Tensor:
         """Columns (a p, k) with their coordinates in the basis multiplied by values (a, p)."""
@@ -31,7 +39,8 @@ class EigenbasisForm(Approximation):
         return (back if self.right is None else back @ self.right.mT).flatten(1).mT
 
     def _ends(self) -> tuple[float, float]:
-        return float(self.values.min()), float(self.values.max())
+        ends = float(self.values.min()), float(self.values.max())
+        return (min(0.0, ends[0]), max(0.0, ends[1])) if self._null else ends
 
     def _trace(self) -> float:
         return float(self.values.sum())
@@ -47,7 +56,7 @@ class EigenbasisForm(Approximation):
         return True
 
     def _all_eigenvalues(self) -> Tensor:
-        return self.values.flatten().sort().values
+        return torch.cat([self.values.flatten(), self.values.new_zeros(self._null)]).sort().values
 
     def quadratic(self, found: GradientFactors) -> Tensor:
         """gamma^T A gamma for each gradient, (n,)."""

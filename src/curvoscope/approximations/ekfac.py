@@ -1,9 +1,8 @@
 """EKFAC: KFAC's eigenvectors with the right eigenvalues."""
 
-import torch
-
 from curvoscope.approximations.eigenbasis import EigenbasisForm
 from curvoscope.approximations.factors import total
+from curvoscope.approximations.product import eigenvectors
 from curvoscope.approximations.source import Curvature, source_of
 
 
@@ -32,7 +31,8 @@ def ekfac(H: Curvature, name: str | None = None) -> EigenbasisForm:
         True
     """
     source = source_of(H, name)
-    left, right = (torch.linalg.eigh(factor).eigenvectors for factor in source.ordered(*source.token_moments[:2]))
+    factors, spans = source.ordered(*source.token_moments[:2]), source.ordered(*source.token_spans)
+    left, right = (eigenvectors(*pair)[1] for pair in zip(factors, spans, strict=True))
     turned = (some.gradients() for part in source.compact for some in part.turned(left, right).pieces())
     values = total(gradients.square().sum(0) for gradients in turned) * source.weight
     a, p = source.sides

@@ -24,11 +24,11 @@ from curvoscope.errors import ModelError
 from curvoscope.losses import CrossEntropy
 from curvoscope.losses.outputs import flatten
 
+_AT_ONCE = 2**20  # entries of an output up to which several directions at once are faster than one after the other
+
 
 def enumerated(engine: Autodiff, block: Block) -> GradientSource:
     """All gradients of one block, with sum gamma gamma^T = H, its Gauss-Newton part."""
-    if engine.ranks.size > 1:
-        raise ModelError("process_group", "approximations are of one process; leave the group out")
     parts: list[GradientFactors] = []
     of_labels: list[GradientFactors] = []
 
@@ -64,6 +64,7 @@ def _source(
 
 def _each_row(engine: Autodiff, blocks: Sequence[Block], visit: "Callable[[float, _Row], None]") -> None:
     """Call `visit` with each row that has loss terms, and its share of the loss."""
+    _check_alone(engine)
     objective = engine.objective
 
     def rows_of(weight: float, batch: Batch) -> None:
@@ -75,6 +76,32 @@ def _each_row(engine: Autodiff, blocks: Sequence[Block], visit: "Callable[[float
                 visit(weight if objective.summed else weight * row.terms / terms, row)
 
     engine.walk(rows_of)
+
+
+def sampled(engine: Autodiff, block: Block, samples: int, seed: int = 0) -> GradientSource:
+    """Random gradients of one block with E[gamma gamma^T] = H: backward passes that end at the layer of the block.
+
+    Each sample takes one micro-batch, drawn with its share of the loss as probability, as in a sweep.
+    """
+    _check_alone(engine)
+    weights = torch.tensor([weight for weight in engine.survey.weights if weight], dtype=torch.float64)
+    drawn = torch.multinomial(weights, samples, True, generator=torch.Generator().manual_seed(seed % 2**63))
+    counts = iter(drawn.bincount(minlength=len(weights)).tolist())
+    scale = float(weights.sum()) ** 0.5
+    parts: list[GradientFactors] = []
+
+    def visit(weight: float, batch: Batch) -> None:
+        seeds = [(seed, sum(map(len, parts)) + i) for i in range(next(counts))]
+        if seeds:
+            parts.append(_Row(engine, [block], batch).drawn(seeds, scale)[block.name])
+
+    engine.walk(visit)
+    return GradientSource(block.name, tuple(parts), False, block.heads, block.axis)
+
+
+def _check_alone(engine: Autodiff) -> None:
+    if engine.ranks.size > 1:
+        raise ModelError("process_group", "approximations are of one process; leave the group out")
 
 
 def directions(engine: Autodiff) -> int:
@@ -103,6 +130,12 @@ class _Row:
         """The gradients of all directions of the loss Hessian, by block, for a share of the loss."""
         cut, found = cotangents(self._objective, self._seen, self._targets)
         return self._factors(cut, [share**0.5 * column for column in found.root()])
+
+    def drawn(self, seeds: Sequence[tuple[int, int]], scale: float) -> dict[str, GradientFactors]:
+        """The gradients of random directions, times `scale`, one for each seed, by block."""
+        cut, found = cotangents(self._objective, self._seen, self._targets)
+        draws = zip(*map(found.draw, seeds), strict=True)
+        return self._factors(cut, [scale * torch.stack(several) for several in draws])
 
     def labelled(self, share: float) -> dict[str, GradientFactors]:
         """The gradient of the labels, summed over terms, by block."""
@@ -140,9 +173,12 @@ class _Row:
         pairs = [(F, g) for F, g in zip(cut_at, directions, strict=True) if F.requires_grad]
         cut, columns = [F for F, _ in pairs], [g for _, g in pairs]
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        many = unless_unbatched(lambda: torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options))
-        if many is not None:
-            return many
+        if sum(g[0].numel() for g in columns) <= _AT_ONCE:
+            many = unless_unbatched(
+                lambda: torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options)
+            )
+            if many is not None:
+                return many
         each = [torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))]
         return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
 

@@ -8,7 +8,7 @@ drawn at random, the mean over the samples is an unbiased estimate of H. Both ar
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 from curvoscope.approximations.factors import GradientFactors, moment, symmetric, total
 from curvoscope.errors import ModelError, RangeError
 from curvoscope.operators.base import Shape
+
+Side = TypeVar("Side")  # what belongs to one side of a weight
+
+_FEW = 0.5  # tokens for each entry of x or delta, up to which their span is smaller than its space
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +111,7 @@ class GradientSource:
         """Whether the rows of the block are the outputs of its layer, not the inputs."""
         return self.parts[0].flipped
 
-    def ordered(self, of_inputs: Tensor, of_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def ordered(self, of_inputs: Side, of_outputs: Side) -> tuple[Side, Side]:
         """What belongs to the rows of the block and to its columns."""
         return (of_outputs, of_inputs) if self.flipped else (of_inputs, of_outputs)
 
@@ -117,6 +121,11 @@ class GradientSource:
         left = total([share * moment(X) for share, X in self.inputs])
         right = total([moment(part.cotangents) for part in self.parts]) * self.weight
         return left, right, sum(share * len(X) * X.shape[1] for share, X in self.inputs)
+
+    @cached_property
+    def token_spans(self) -> tuple[Tensor | None, Tensor | None]:
+        """All x and all delta, (tokens, a) and (tokens, p), each if they are few: they span their moments."""
+        return _few([X for _, X in self.inputs]), _few([part.cotangents for part in self.parts])
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -255,3 +264,9 @@ class GivesGradients(Protocol):
 
     def gradient_source(self, name: str) -> GradientSource:
         """The gradients of one block."""
+
+
+def _few(tensors: Sequence[Tensor]) -> Tensor | None:
+    """All vectors (n, size) of the last axes, if n is at most half of their size."""
+    count = sum(some.shape[:-1].numel() for some in tensors)
+    return torch.cat([some.flatten(0, -2) for some in tensors]) if count <= _FEW * tensors[0].shape[-1] else None

@@ -36,7 +36,9 @@ def kfac(H: Curvature, name: str | None = None, sharing: str = "expand") -> Kron
     source = source_of(H, name)
     if sharing == "expand":
         left, right, tokens = source.token_moments
-        return KroneckerProduct("kfac", *source.ordered(left, right / tokens), source.product_floats)
+        spans = source.ordered(*source.token_spans)
+        factors = source.ordered(left, right / tokens)
+        return KroneckerProduct("kfac", *factors, source.product_floats, spans=spans)
     return _reduced(source)
 
 

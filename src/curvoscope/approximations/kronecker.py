@@ -178,9 +178,14 @@ class KroneckerTerms(Approximation):
     def _ends(self) -> tuple[float, float]:
         return self._extremes
 
+    @cached_property
+    def _first(self) -> KroneckerProduct:
+        """The first term, whose eigenvectors are kept."""
+        return _product(self.name, self.left[0], self.right[0])
+
     def _solve(self, columns: Tensor, damping: float) -> Tensor:
         """Conjugate gradients, with the first term as a preconditioner."""
-        first = _product(self.name, self.left[0], self.right[0])
+        first = self._first
         x, residual = torch.zeros_like(columns), columns.clone()
         direction = near = first._solve(residual, damping)
         length = (residual * near).sum(0)

@@ -79,12 +79,20 @@ def approximation(H: Curvature, text: str, name: str | None = None) -> Approxima
     return found
 
 
+def check_name(text: str) -> None:
+    """Raise `RangeError` for a text that is the name of no approximation."""
+    kind, colon, _ = text.removesuffix("/heads").removesuffix("/layers").partition(":")
+    if kind not in (_WITH_OPTION if colon else _PLAIN):
+        known = ", ".join([*NAMES, "kronecker:4", "shampoo:1/4", "kfac:reduce", "kfac/heads"])
+        raise RangeError("approximations", f"got {text!r}, expected a name such as {known}")
+
+
 def _made(source: GradientSource, text: str) -> Approximation:
     kind, colon, option = text.partition(":")
+    check_name(text)
     try:
         return _WITH_OPTION[kind](source, option) if colon else _PLAIN[kind](source)
-    except (KeyError, ValueError) as error:
-        if isinstance(error, RangeError) or (isinstance(error, ValueError) and hasattr(error, "argument")):
+    except ValueError as error:
+        if hasattr(error, "argument"):
             raise
-        known = ", ".join([*NAMES, "kronecker:4", "shampoo:1/4", "kfac:reduce", "kfac/heads"])
-        raise RangeError("approximations", f"got {text!r}, expected a name such as {known}") from None
+        raise RangeError("approximations", f"got {text!r}, whose option {option!r} is no number") from None

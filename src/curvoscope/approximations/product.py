@@ -21,14 +21,21 @@ class KroneckerProduct(Approximation):
         right: V.
         floats: that it stores; None: those of U and V.
         rest: squared norm and trace of A in the directions that a `spanned` source leaves out.
+        spans: vectors (n, a) and (n, p) that span the columns of U and of V, if they are few.
     """
 
     def __init__(
-        self, name: str, left: Tensor, right: Tensor, floats: int | None = None, rest: tuple[float, float] = (0.0, 0.0)
+        self,
+        name: str,
+        left: Tensor,
+        right: Tensor,
+        floats: int | None = None,
+        rest: tuple[float, float] = (0.0, 0.0),
+        spans: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         stored = left.numel() + right.numel() if floats is None else floats
         super().__init__(name, (len(left), len(right)), left, stored)
-        self.left, self.right, self._rest = left, right, rest
+        self.left, self.right, self._rest, self._spans = left, right, rest, spans
 
     def within(self, parts: int, axis: int) -> "KroneckerProduct":
         """Without the entries that couple two of the equal parts of its rows (axis 0) or columns (axis 1)."""
@@ -41,7 +48,8 @@ class KroneckerProduct(Approximation):
     @cached_property
     def diagonalised(self) -> EigenbasisForm:
         """The same matrix in its eigenbasis, which solves use."""
-        (values, left), (others, right) = torch.linalg.eigh(self.left), torch.linalg.eigh(self.right)
+        pairs = zip((self.left, self.right), self._spans, strict=True)
+        (values, left), (others, right) = (eigenvectors(factor, span) for factor, span in pairs)
         both = torch.outer(values.clamp_min(0), others.clamp_min(0))
         return EigenbasisForm(self.name, left, right, both, self.floats)
 
@@ -72,3 +80,13 @@ class KroneckerProduct(Approximation):
     def quadratic(self, found: GradientFactors) -> Tensor:
         """<gamma, U gamma V> for each gradient, (n,)."""
         return found.inner(found.turned(self.left, self.right))
+
+
+def eigenvectors(matrix: Tensor, span: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (r,) and eigenvectors (n, r) of a symmetric matrix in the span of vectors (r, n); None: all."""
+    if span is None:
+        found = torch.linalg.eigh(matrix)
+        return found.eigenvalues, found.eigenvectors
+    Q = torch.linalg.qr(span.mT).Q
+    values, vectors = torch.linalg.eigh(Q.mT @ matrix @ Q)
+    return values, Q @ vectors

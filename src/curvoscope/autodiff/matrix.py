@@ -14,7 +14,7 @@ from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockMatrix
 from curvoscope.operators.compositions import MatrixFree
 from curvoscope.solve import Eigenbasis
-from curvoscope.solve.preconditioning import Preconditioner, StandIns
+from curvoscope.solve.preconditioning import Candidate, StandIns
 
 
 class AutodiffBlock(MatrixFree):
@@ -37,11 +37,11 @@ class AutodiffBlock(MatrixFree):
         """0 for a diagonal block of the Gauss-Newton part of a convex loss; otherwise -inf."""
         return 0.0 if self.symmetric and self._engine.is_positive(self._part) else super().lower_bound()
 
-    def _compared(self) -> tuple[str, ...]:
-        return super()._compared() if self._stand_ins is None else self._stand_ins.compared
+    def _compared(self) -> tuple[Candidate, ...]:
+        return super()._compared() if self._stand_ins is None else self._stand_ins.compared([self._row.name])
 
-    def _stand_in(self, name: str) -> Preconditioner:
-        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.make(name, [self._row.name])
+    def _stand_in(self, name: str) -> Candidate:
+        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.candidate(name, [self._row.name])
 
 
 class AutodiffParts(MatrixFree):
@@ -163,11 +163,11 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
         """0 for the Gauss-Newton part of a convex loss; otherwise -inf."""
         return 0.0 if self._engine.is_positive(self._part) else super().lower_bound()
 
-    def _compared(self) -> tuple[str, ...]:
-        return super()._compared() if self._stand_ins is None else self._stand_ins.compared
+    def _compared(self) -> tuple[Candidate, ...]:
+        return super()._compared() if self._stand_ins is None else self._stand_ins.compared(self.names)
 
-    def _stand_in(self, name: str) -> Preconditioner:
-        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.make(name, self.names)
+    def _stand_in(self, name: str) -> Candidate:
+        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.candidate(name, self.names)
 
     def _write(self, out: Tensor) -> None:
         LinearOperator._write(self, out)

@@ -1,16 +1,16 @@
 """What a symmetric operator answers about its damped inverse: solves, log-determinants, effective dimensions."""
 
 import math
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from curvoscope import checks, estimate
-from curvoscope.estimate import DiagonalEstimate, Estimate
-from curvoscope.solve import Eigenbasis, Solution, Solver, effective_dimension, logdet
-from curvoscope.solve.preconditioning import Diagonal, Preconditioner
+from curvoscope.errors import DtypeError
+from curvoscope.estimate import DiagonalEstimate
+from curvoscope.solve import Eigenbasis, Solution, Solver, functions
+from curvoscope.solve.preconditioning import Candidate, Diagonal, Preconditioner
 
 if TYPE_CHECKING:
     from curvoscope.operators.base import LinearOperator
@@ -33,6 +33,8 @@ class Solvable:
         >>> round(H.outer.logdet(0.5), 6) == round(float(torch.logdet(H.outer.dense() + 0.5 * torch.eye(4))), 6)
         True
     """
+
+    structured = False  # whether `damped_solve` is direct, by the structure of the operator
 
     def lower_bound(self) -> float:
         """A number not above the smallest eigenvalue, if one is known without computing eigenvalues; -inf if not.
@@ -81,17 +83,18 @@ class Solvable:
             tolerance: the relative residual |b - (B + damping) x| / |b| at which to stop.
             method: "auto", "direct", "cg" or "minres".
             preconditioner: None; "diagonal"; for a model any name of `cv.approximations`, such as "kfac" or
-                "kronecker:2", made of the exact gradients of each block; or something positive semidefinite with
-                `solve(b, damping)`, such as an approximation from a sweep. "auto": if eight plain steps do not reach
-                the tolerance, the diagonal of a closed form, or KFAC or EKFAC of a model whose gradients cost at
-                most 2,048 backward passes, if its residual after eight steps is ten times smaller than without.
+                "kronecker:2", made of the exact gradients of each block, or of 8 random ones if those cost more than
+                2,048 backward passes; or something positive semidefinite with `damped_solve(b, damping)`, such as an
+                approximation from a sweep. "auto": if eight plain steps do not reach the tolerance, they predict how
+                many products are left. The diagonal of a closed form, or KFAC and EKFAC of a model, then take eight
+                steps each, if making them costs less than that, and the one that predicts the fewest products is used.
             start: approximate solutions of the shape of b, to continue an earlier solve.
             matvecs: the budget of products per right-hand side; None: ten times n, at least 200, at most 10,000.
             seed: of the Lanczos runs that bound the error; by default that of `cv.settings`.
 
         Returns:
-            A `Solution`: `value`, `residual`, `error_bound`, `converged`, `iterations`, `matvecs`. Ctrl-C ends the
-            iterations and returns the best so far.
+            A `Solution`: `value`, `residual`, `error_bound`, `converged`, `iterations`, `matvecs`, `preconditioner` and
+            the `reason` for it. Ctrl-C ends the iterations and returns the best so far.
         """
         return self._solver(damping, tolerance, method, preconditioner, matvecs, seed)(b, start)
 
@@ -104,22 +107,41 @@ class Solvable:
         matvecs: int | None,
         seed: int | None,
     ) -> Solver:
-        candidates: dict[str, Callable[[], Preconditioner]] = {}
+        candidates: tuple[Candidate, ...] = ()
         if preconditioner == "auto":
-            candidates = {name: partial(self._stand_in, name) for name in self._compared()}
+            candidates = self._compared()
+        elif isinstance(preconditioner, str):
+            candidates = (self._stand_in(preconditioner),)
+        elif isinstance(preconditioner, Preconditioner):
+            given = preconditioner
+            candidates = (Candidate(str(getattr(given, "name", "given")), lambda: given),)
         elif preconditioner is not None:
-            given = self._stand_in(preconditioner) if isinstance(preconditioner, str) else preconditioner
-            candidates = {"given": lambda: given}
+            kind = type(preconditioner).__name__
+            raise DtypeError(
+                "preconditioner", f"got {kind}, expected a name or something with damped_solve(b, damping)"
+            )
         return Solver(self._whole, damping, tolerance, method, candidates, preconditioner == "auto", matvecs, seed)
 
-    def _compared(self) -> tuple[str, ...]:
-        """Names of preconditioners to compare if none is asked for."""
-        return () if self._whole.estimated else ("diagonal",)
+    def _compared(self) -> tuple[Candidate, ...]:
+        """Preconditioners to compare if none is asked for."""
+        return () if self._whole.estimated else (self._stand_in("diagonal"),)
 
-    def _stand_in(self, name: str) -> Preconditioner:
+    def _stand_in(self, name: str) -> Candidate:
         """The preconditioner of a name."""
         checks.choice("preconditioner", name, ("auto", "diagonal"))
-        return Diagonal(self._whole.diagonal().value)
+        return Candidate(name, lambda: Diagonal(self._whole.diagonal().value))
+
+    def damped_solve(self, b: Tensor, damping: float) -> Tensor:
+        """(B + damping)^-1 b as a plain tensor, which lets any operator precondition another one.
+
+        Args:
+            b: (n,) or (n, c).
+            damping: a number ≥ 0.
+
+        Returns:
+            The solution; `ConvergenceError` if it did not converge.
+        """
+        return self.inverse(damping) @ b
 
     def inverse(
         self,
@@ -143,27 +165,8 @@ class Solvable:
 
         return Inverse(self._whole, self._solver(damping, tolerance, method, preconditioner, matvecs, seed))
 
-    def logdet(
-        self,
-        damping: float = 1e-3,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-    ) -> Estimate:
-        """log det(B + damping), exact if all eigenvalues are cheap: see `curvoscope.solve.logdet`."""
-        return logdet(self._whole, damping, matvecs=matvecs, tolerance=tolerance, seed=seed)
-
-    def effective_dimension(
-        self,
-        damping: float = 1e-3,
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-    ) -> Estimate:
-        """tr B (B + damping)^-1, exact if all eigenvalues are cheap: see `curvoscope.solve.effective_dimension`."""
-        return effective_dimension(self._whole, damping, matvecs=matvecs, tolerance=tolerance, seed=seed)
+    logdet = functions.logdet
+    effective_dimension = functions.effective_dimension
 
     def inverse_diagonal(
         self,

@@ -15,7 +15,7 @@ from curvoscope.solve.certificate import margin_from_eigenvalues
 
 def logdet(
     operator: Matrix,
-    damping: float,
+    damping: float = 1e-3,
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,
@@ -50,7 +50,7 @@ def logdet(
 
 def effective_dimension(
     operator: Matrix,
-    damping: float,
+    damping: float = 1e-3,
     *,
     matvecs: int | None = None,
     tolerance: float | None = None,

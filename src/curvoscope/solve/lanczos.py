@@ -10,6 +10,7 @@ from curvoscope.errors import RangeError
 from curvoscope.estimate.products import Products
 
 _KEPT = 1024  # vectors to which new ones are made orthogonal
+_ENTRIES = 2**21  # of these vectors: more of them would cost a noticeable part of a product
 _SHARE = 4  # of the memory at hand that they may take: one fourth
 _ROUNDING = 16  # units of rounding below which a vector is no new direction
 
@@ -46,7 +47,7 @@ class LanczosProcess:
         self.scale = 0.0  # |A|, as far as seen
         self._size = torch.zeros(len(start), dtype=torch.float64, device=start.device)  # |T|
         room = products.budget() // (_SHARE * max(1, start.nbytes) * (1 if inverse is None else 2))
-        self._most = max(0, min(_KEPT, room))
+        self._most = max(0, min(_KEPT, room, _ENTRIES // max(1, start.numel())))
         self._q_before = torch.zeros_like(start)
         self._kept: tuple[Tensor, Tensor] | None = None
         self._count = 0
@@ -80,7 +81,7 @@ class LanczosProcess:
         alpha = self._dot(v, w)
         lengths = self._space.norm(v, 1).double()
         self.scale = max(self.scale, float((self._space.norm(w, 1) / torch.where(lengths > 0, lengths, 1.0)).max()))
-        self._size = torch.maximum(self._size, alpha.abs() + beta)
+        self._size = torch.maximum(self._size, alpha.abs() + beta * bool(self._count))  # the first is no entry of T
         w = w - beta.to(w.dtype)[:, None] * self._q_before - alpha.to(w.dtype)[:, None] * q
         w = self._orthogonal(w)
         self._q_before = q

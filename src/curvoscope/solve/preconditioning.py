@@ -1,6 +1,7 @@
 """Stand-ins for an operator that can be inverted at once, and the choice among them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 class Preconditioner(Protocol):
     """A symmetric positive semidefinite stand-in A for B, to be inverted with the same damping."""
 
-    def solve(self, b: Tensor, damping: float) -> Any:
-        """(A + damping)^-1 b for columns b (n, c): a tensor, or something with a tensor `value`."""
+    def damped_solve(self, b: Tensor, damping: float) -> Tensor:
+        """(A + damping)^-1 b for columns b (n, c)."""
         ...
 
 
@@ -26,7 +27,7 @@ class Diagonal:
     def __init__(self, values: Tensor) -> None:
         self.values = values.abs()
 
-    def solve(self, b: Tensor, damping: float) -> Tensor:
+    def damped_solve(self, b: Tensor, damping: float) -> Tensor:
         """b / (diagonal + damping)."""
         smallest = torch.finfo(self.values.dtype).eps * self.values.max()
         return b / (self.values + damping).clamp_min(float(smallest))[:, None]
@@ -42,27 +43,45 @@ class BlockDiagonal:
     def __init__(self, blocks: Sequence[Any]) -> None:
         self._blocks = blocks
 
-    def solve(self, b: Tensor, damping: float) -> Tensor:
+    def damped_solve(self, b: Tensor, damping: float) -> Tensor:
         """The solutions of all blocks, one below the other."""
         parts = b.split([block.shape[0] for block in self._blocks])
-        return torch.cat([block.solve(part, damping) for block, part in zip(self._blocks, parts, strict=True)])
+        return torch.cat([block.damped_solve(part, damping) for block, part in zip(self._blocks, parts, strict=True)])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A preconditioner that has not been made yet.
+
+    Args:
+        name: such as "kfac".
+        make: makes it.
+        products: what making it costs, in products with the operator.
+        made_of: what it is made of, in words: "exact gradients", or "16 sampled gradients".
+    """
+
+    name: str
+    make: Callable[[], Preconditioner]
+    products: float = 0.0
+    made_of: str = ""
 
 
 class StandIns(Protocol):
     """What makes preconditioners for named blocks."""
 
-    @property
-    def compared(self) -> tuple[str, ...]:
-        """Kinds that are compared if none is asked for."""
-        ...
-
     def make(self, kind: str, names: Sequence[str]) -> Preconditioner:
         """That of a kind for the blocks together."""
+        ...
+
+    def candidate(self, kind: str, names: Sequence[str]) -> Candidate:
+        """The same, not made yet."""
+        ...
+
+    def compared(self, names: Sequence[str]) -> tuple[Candidate, ...]:
+        """Those to compare if none is asked for."""
         ...
 
 
 def applied(preconditioner: Preconditioner, rows: Tensor, damping: float, unit: float, like: Tensor) -> Tensor:
     """(M / unit)^-1 of rows (c, n), in their own precision; the preconditioner gets columns that are like `like`."""
-    found = preconditioner.solve(rows.T.to(like), damping)
-    value: Tensor = found if isinstance(found, Tensor) else found.value
-    return (value.T * unit).to(rows)
+    return (preconditioner.damped_solve(rows.T.to(like), damping).T * unit).to(rows)

@@ -32,6 +32,8 @@ class Solution:
         certificate: where the margin comes from.
         margin: m.
         damping: that of the system.
+        preconditioner: the name of the one that the last steps used, or "none".
+        reason: why that one: asked for, or the products that eight steps of each predicted.
         interrupted: whether Ctrl-C ended it.
 
     Example:
@@ -55,6 +57,8 @@ class Solution:
     certificate: str
     margin: float
     damping: float
+    preconditioner: str = "none"
+    reason: str = ""
     interrupted: bool = False
 
     @property
@@ -76,9 +80,10 @@ class Solution:
         state = "converged" if self.converged else f"NOT CONVERGED to {self.tolerance:.1g}"
         if self.interrupted:
             state += ", interrupted"
+        used = "" if self.preconditioner == "none" else f" preconditioned by {self.preconditioner}"
         return (
             f"{state}: relative residual {self.relative_residual:.2g}, error ≤ {self.error_bound:.2g} "
-            f"({self.certificate}); {self.method}, {self.iterations} iterations, {self.matvecs} products"
+            f"({self.certificate}); {self.method}{used}, {self.iterations} iterations, {self.matvecs} products"
         )
 
     def __repr__(self) -> str:

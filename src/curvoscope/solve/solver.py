@@ -1,7 +1,7 @@
 """`Solver`: (B + damping) x = b, by the cheapest method that fits the operator, with a certificate."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,9 +12,10 @@ from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate.products import Matrix, Products, check_symmetric
 from curvoscope.solve.certificate import Margin, check_null_direction, margin_from_eigenvalues, margin_from_products
+from curvoscope.solve.choice import PreconditionerChoice
 from curvoscope.solve.eigenbasis import Eigenbasis
-from curvoscope.solve.iterations import KrylovIterations, PreconditionerChoice
-from curvoscope.solve.preconditioning import Preconditioner
+from curvoscope.solve.iterations import KrylovIterations
+from curvoscope.solve.preconditioning import Candidate
 from curvoscope.solve.solution import Solution
 
 METHODS = ("auto", "direct", "cg", "minres")
@@ -27,15 +28,14 @@ class Solver:
     """Solves (B + damping) x = b for one symmetric operator and one damping; what is found is kept for the next b.
 
     Args:
-        operator: B (n, n), symmetric; with an `eigenbasis` that is not None, solves are direct.
+        operator: B (n, n), symmetric. Solves are direct if it is `structured`, with a `damped_solve(b, damping)` of its
+            own, or if its `eigenbasis` is not None.
         damping: a number ≥ 0, added to the diagonal.
         tolerance: the relative residual |b - (B + damping) x| / |b| at which to stop.
         method: "direct", "cg", "minres"; "auto": direct if the eigenbasis is cheap, cg if a lower bound on the spectrum
             shows that B + damping is positive definite, otherwise minres.
-        preconditioners: by name, what makes a stand-in for B with `solve(b, damping)`.
-        race: whether to use the first of them only if eight plain steps do not reach the tolerance, and then the one
-            with the smallest residual after eight steps, if that is ten times smaller than without; otherwise the first
-            is used at once.
+        preconditioners: stand-ins for B, which are made when they are needed.
+        race: whether to compare them, as `PreconditionerChoice` says; otherwise the first is used.
         matvecs: the budget of products of one solve, without those of the certificate; None: ten times the size, but at
             least 200 and at most 10,000.
         seed: of the Lanczos runs of the certificate; by default that of `cv.settings`.
@@ -55,7 +55,7 @@ class Solver:
         damping: float,
         tolerance: float = 1e-6,
         method: str = "auto",
-        preconditioners: Mapping[str, Callable[[], Preconditioner]] | None = None,
+        preconditioners: Sequence[Candidate] = (),
         race: bool = False,
         matvecs: int | None = None,
         seed: int | None = None,
@@ -70,7 +70,7 @@ class Solver:
             raise RangeError("matvecs", f"got {matvecs}, expected at least 2")
         self.operator, self.damping, self.tolerance = operator, float(damping), tolerance
         self._asked, self._matvecs, self._seed = method, matvecs, seed
-        self._choice = PreconditionerChoice(preconditioners or {}, race)
+        self._choice = PreconditionerChoice(tuple(preconditioners), race)
         self.matvecs = 0  # of all solves so far
         self._margin: Margin | None = None
 
@@ -85,6 +85,11 @@ class Solver:
         return None if found is None else found.at_least(self._floor)
 
     @cached_property
+    def _structured(self) -> bool:
+        """Whether the operator solves in its own structure."""
+        return self._asked in ("auto", "direct") and getattr(self.operator, "structured", False)
+
+    @cached_property
     def _floor(self) -> float:
         """A number not above the eigenvalues of B."""
         return float(getattr(self.operator, "lower_bound", lambda: -math.inf)())
@@ -94,7 +99,7 @@ class Solver:
         """The method of every solve."""
         if self._asked != "auto":
             return self._asked
-        if self.basis is not None:
+        if self._structured or self.basis is not None:
             return "direct"
         return "cg" if self._floor + self.damping > 0 else "minres"
 
@@ -129,6 +134,9 @@ class Solver:
         return b.detach().reshape(length, -1)
 
     def _direct(self, columns: Tensor) -> Tensor:
+        if self._structured:
+            solved: Tensor = self.operator.damped_solve(columns, self.damping)  # type: ignore[attr-defined]
+            return solved
         assert self.basis is not None
         self.check_regular()
         found = self.basis.apply(lambda values: 1 / (values + self.damping), columns.double())
@@ -152,16 +160,19 @@ class Solver:
     def _finished(self, products: Products, b: Tensor, x: Tensor, run: KrylovIterations, ndim: int) -> Solution:
         """The solution with its true residuals and their certificate."""
         space, size = products.space, products.size
-        residual = run.residual(b, x)
+        residual = run.left_over(b, x)
         residuals, sizes, lengths = (space.norm(part, 0).double().cpu() for part in (residual, b, x))
         converged = bool((residuals <= self.tolerance * sizes).all())
-        scale = run.scale if self.basis is None else float(self.basis.values.abs().max()) + self.damping
+        scale = self._scale(run)
         if not (converged or run.interrupted) and self.method == "minres" and space.length == size:
             worst = int((residuals / sizes.clamp_min(1e-300)).argmax())
             direction = run.candidate(residual[:, worst : worst + 1])
             image = run.residual(torch.zeros_like(direction), direction)
             check_null_direction(direction[:, 0], image[:, 0], self.damping, scale)
-        margin = self._certified(0 if run.interrupted else max(1, run.steps // 4))
+        try:
+            margin = self._certified(0 if run.interrupted else max(1, run.steps // 4))
+        except KeyboardInterrupt:
+            run.interrupted, margin = True, Margin(0.0, "none")
         bounds = torch.full_like(residuals, math.inf)
         if margin.value > 0:
             rounding = (_ROUNDING + size**0.5) * products.epsilon * (scale * lengths + sizes)
@@ -180,5 +191,16 @@ class Solver:
             margin.source,
             margin.value,
             self.damping,
+            self._choice.used,
+            self._choice.reason,
             run.interrupted,
         )
+
+    def _scale(self, run: KrylovIterations) -> float:
+        """|B + damping|, as far as it is known."""
+        if self.method != "direct":
+            return run.scale
+        if self._structured:
+            return float(self.operator.spectral_norm()) + self.damping  # type: ignore[attr-defined]
+        assert self.basis is not None
+        return float(self.basis.values.abs().max()) + self.damping
