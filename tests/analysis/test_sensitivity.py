@@ -55,6 +55,7 @@ def test_every_number_against_the_dense_hessian():
         alone[piece] = d[piece]
         assert row.alone == pytest.approx(float(g @ alone + alone @ H.total @ alone / 2), abs=1e-11)
         assert row.measured == pytest.approx(float(function(w + alone) - function(w)), abs=1e-12)
+        assert row.remainder == pytest.approx(row.measured - row.alone, abs=1e-12)
         assert row.norm == pytest.approx(float(alone.norm())) and row.relative == pytest.approx(
             float(alone.norm() / w[piece].norm())
         )
@@ -116,6 +117,7 @@ def test_standard_errors_are_those_of_a_mean_by_terms_over_sequences():
     for number in ("loss", "predicted", "measured", "remainder"):
         check(getattr(ledger, number), np.array([float(getattr(one, number)) for one in alone]))
     for i, row in enumerate(ledger.rows):
+        check(row.remainder, np.array([float(one.rows[i].remainder) for one in alone]))
         check(row.second, np.array([float(one.rows[i].second) for one in alone]))
     pair = ledger.names[0], ledger.names[3]
     check(ledger.pairs[pair], np.array([float(one.pairs[pair]) for one in alone]))

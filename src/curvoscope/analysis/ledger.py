@@ -33,6 +33,7 @@ class LedgerRow:
         share: (first + second) / predicted change of all blocks.
         alone: g_b·d_b + ½ d_b·H_bb d_b, the predicted change if this block changes alone; None without pairs.
         measured: L(w + d_b) - L(w), the measured one; None without pairs.
+        remainder: measured - alone, of third and higher order; its standard error is that of the difference.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -55,6 +56,7 @@ class LedgerRow:
     share: float
     alone: Estimate | None
     measured: Estimate | None
+    remainder: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,8 @@ class Ledger:
         mean = units.mean
         second = mean(units.outer[:, i] + units.functional[:, i])
         first, predicted = mean(units.first[:, i]), float(self.predicted)
-        alone = None if units.pairs is None else mean(units.first[:, i] + units.pairs[:, i, i])
+        alone = None if units.pairs is None else units.first[:, i] + units.pairs[:, i, i]
+        measured = None if units.alone is None else units.alone[:, i]
         return LedgerRow(
             self.names[i],
             self.sizes[i],
@@ -285,8 +288,9 @@ class Ledger:
             mean(units.functional[:, i]),
             second,
             (first + second) / predicted if predicted else math.nan,
-            alone,
-            None if units.alone is None else mean(units.alone[:, i]),
+            None if alone is None else mean(alone),
+            None if measured is None else mean(measured),
+            None if alone is None or measured is None else mean(measured - alone),
         )
 
     def __str__(self) -> str:

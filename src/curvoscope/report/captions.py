@@ -64,7 +64,8 @@ CAPTIONS = {
         "Heat map of the pairs of blocks; all numbers are in the table of interactions.",
     ),
     "prediction": (
-        "Predicted against measured change of the loss, each block changed alone, with 95 % intervals over sequences.",
+        "Predicted against measured change of the loss, each block changed alone, with 95 % intervals of their "
+        "difference over sequences.",
         "Scatter with the diagonal; all numbers are in the table of blocks.",
     ),
     "ranking": (

@@ -43,21 +43,26 @@ def interaction_map(ledger: Ledger, title: str) -> "matplotlib.figure.Figure":
 
 
 def prediction_figure(rows: Sequence[LedgerRow], rounding: float, title: str) -> "matplotlib.figure.Figure":
-    """Predicted against measured change of each block alone, with 95 % intervals of both and the diagonal."""
-    points = [(row.alone, row.measured) for row in rows if row.alone is not None and row.measured is not None]
+    """Predicted against measured change of each block alone, with 95 % intervals of their difference, and the diagonal.
+
+    Both numbers vary over sequences together: the interval of each alone would say nothing about how well they agree.
+    """
     figure = style.blank(5.6, 5.4)
     axes = figure.subplots()
-    for predicted, measured in points:
-        bars = [
-            [[one.value - low], [high - one.value]] for one in (measured, predicted) for low, high in [one.interval()]
-        ]
-        look: dict[str, Any] = {"color": style.BLUE, "markersize": 4, "linewidth": 0.8, "alpha": 0.8}
-        axes.errorbar([measured.value], [predicted.value], xerr=bars[0], yerr=bars[1], fmt="o", **look)
-    most = max((abs(one.value) for pair in points for one in pair), default=0.0) or 1.0
+    points: list[tuple[float, float]] = []
+    for row in rows:
+        if row.alone is not None and row.measured is not None and row.remainder is not None:
+            low, high = row.remainder.interval()
+            points.append((row.measured.value, row.alone.value))
+            bar = [[row.remainder.value - low], [high - row.remainder.value]]
+            look: dict[str, Any] = {"color": style.BLUE, "markersize": 4, "linewidth": 0.8, "alpha": 0.8}
+            axes.errorbar([row.measured.value], [row.alone.value], yerr=bar, fmt="o", **look)
+    values = [value for point in points for value in point]
+    most = max(map(abs, values), default=0.0) or 1.0
     linear = max(most / 10**_DECADES, rounding)
     axes.set_xscale("symlog", linthresh=linear)
     axes.set_yscale("symlog", linthresh=linear)
-    ends = [-most, most] if min((one.value for pair in points for one in pair), default=0.0) < 0 else [0.0, most]
+    ends = [-most, most] if min(values, default=0.0) < 0 else [0.0, most]
     axes.plot(ends, ends, color=style.GREY, linestyle=style.DASHED, label="predicted = measured")
     axes.set_xlabel("measured change of the loss", size=_HEADING)
     axes.set_ylabel("predicted to second order", size=_HEADING)
