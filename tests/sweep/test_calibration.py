@@ -9,9 +9,9 @@ from torch import nn
 import curvoscope as cv
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.layer_calls import without_cache
 from curvoscope.curvature import trainable
 from curvoscope.losses import objective_of
-from curvoscope.sweep.layers import without_cache
 from curvoscope.sweep.result import Sweep
 from curvoscope.sweep.run import _Sweeping
 from sweep_cases import bert, convolutions, encoder, gpt2

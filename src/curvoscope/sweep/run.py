@@ -11,6 +11,7 @@ from curvoscope import checks
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.layer_calls import NotRepeatableError, without_cache
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import trainable
 from curvoscope.distributed.ranks import mesh_of, ranks_of
@@ -19,7 +20,6 @@ from curvoscope.estimate.progress import Ticker
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction, objective_of
 from curvoscope.settings import current
-from curvoscope.sweep.layers import NotRepeatableError, without_cache
 from curvoscope.sweep.result import Sweep
 from curvoscope.sweep.statistics import LEAST
 from curvoscope.sweep.walk import SampleDraw, Walk

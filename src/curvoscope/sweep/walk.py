@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.func import functional_call
 
 from curvoscope import checks
 from curvoscope.approximations.enumeration import sampled_source
@@ -31,12 +30,13 @@ from curvoscope.autodiff.cotangents import (
     softmax_cotangents,
 )
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, WeightUse, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
 from curvoscope.losses import CrossEntropy
 from curvoscope.losses.objectives import logits_of
 from curvoscope.sweep.grams import add_crossed, add_gram
-from curvoscope.sweep.layers import LayerCall, NotRepeatableError, cut_at, layers_of
+from curvoscope.sweep.layers import LayerCall, cut_at
 
 _IDENTITIES = {"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0"}
 _COPIES = 2.5  # of a layer's deltas, in memory at once
@@ -77,17 +77,6 @@ class _LastProduct:
     below: Tensor  # the cotangents of X, (n, T, a)
 
 
-class _Within(nn.Module):
-    """Runs any action while `functional_call` has replaced the model's weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, action: Callable[[], None]) -> None:
-        action()
-
-
 class Walk:
     """The walk of one chunk after the other.
 
@@ -114,7 +103,7 @@ class Walk:
                 self._observed.setdefault(block.pieces[0].parameter, []).append(block)
         self._ranks = engine.ranks
         self._weights, self._leaves = engine.snapshot.leaves(sorted(rows.parameters))
-        self._layers = layers_of(engine.model) if cut else {}
+        self._layers = listed_layers(engine.model) if cut else {}
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
         for name, block in rows.items():
             for piece in block.pieces:
@@ -204,9 +193,7 @@ class Walk:
 
     def _inside(self, action: Callable[[], None]) -> None:
         """Run with the copies as the model's weights."""
-        tensors = self._weights | self._engine.snapshot.buffers()
-        renamed = {f"model.{path}": tensor for path, tensor in tensors.items()}
-        functional_call(_Within(self._engine.model), renamed, (action,), tie_weights=True)
+        within(self._engine.model, self._weights | self._engine.snapshot.buffers(), action)
 
     def _drawn(self, outputs: Any, batch: Batch) -> tuple[list[Tensor], Cotangents]:
         parameters = self._engine.snapshot.parameters(self._weights)
