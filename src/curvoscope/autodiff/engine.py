@@ -4,7 +4,7 @@ The model is evaluated at the weights that it had when the Hessian was made, and
 the model, or copied if asked: a product after a change of shared weights is an error, never a number.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -278,18 +278,24 @@ class Autodiff:
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
         """Vectors (n, C) as tensors (n, *shape) like the parameters."""
-        cut = vectors.split([block.size for block in columns], 1)
+        cut = vectors.contiguous().split([block.size for block in columns], 1)  # columns of a matrix are scattered
+        given = Counter[str]()
+        for piece in (piece for block in columns for piece in block.pieces):
+            given[piece.parameter] += piece.size
         spread: dict[str, Tensor] = {}
         for piece, part in (one for block, vector in zip(columns, cut, strict=True) for one in block.parts(vector)):
             name, stored = piece.parameter, piece.stored
-            if piece.size == self.snapshot.weight(name).numel():
+            size = self.snapshot.weight(name).numel()
+            if piece.size == size:
                 order = piece.layout.rows + piece.layout.columns
                 back = sorted(range(len(order)), key=order.__getitem__)
                 ordered = part.reshape(-1, *(stored[axis] for axis in order))
-                spread[name] = ordered.permute(0, *(1 + axis for axis in back)).contiguous()  # some kernels insist
+                found = ordered.permute(0, *(1 + axis for axis in back))
+                spread[name] = found if len(stored) == 2 else found.contiguous()  # products of matrices take any layout
             else:
                 if name not in spread:
-                    spread[name] = vectors.new_zeros(vectors.shape[0], *stored)
+                    make = vectors.new_empty if given[name] == size else vectors.new_zeros
+                    spread[name] = make(vectors.shape[0], *stored)
                 region = piece.of(spread[name])
                 region.copy_(part.reshape(region.shape))
         return spread
@@ -302,7 +308,10 @@ class Autodiff:
             if name not in found:
                 weight = self.snapshot.weight(name)
                 found[name] = weight.new_zeros(()).expand(*lead, *weight.shape)
-        return torch.cat([block.gather(found) for block in rows], -1)
+        flat = torch.empty(*lead, self.length(rows), dtype=self.dtype, device=self.device)
+        for block, part in zip(rows, flat.split([block.size for block in rows], -1), strict=True):
+            block.gather_into(part, found)
+        return flat
 
     # ---- graphs
 
