@@ -5,6 +5,7 @@ must end with exit code 2 and one line on stderr, and leave the directory as it 
 losses are in tests/exact/test_attention_errors.py.)
 """
 
+import copy
 import json
 import sqlite3
 
@@ -32,7 +33,7 @@ NAN, INF = float("nan"), float("inf")
 SHAPE, EMPTY, DTYPE, DEVICE = errors.ShapeError, errors.EmptyError, errors.DtypeError, errors.DeviceError
 RANGE, FINITE, MASK, LOSS = errors.RangeError, errors.NonFiniteError, errors.MaskError, errors.LossError
 NAME, MODEL, MEMORY = errors.BlockNameError, errors.ModelError, errors.MemoryLimitError
-SINGULAR, CONVERGENCE = errors.SingularError, errors.ConvergenceError
+SINGULAR, CONVERGENCE, CHANGED = errors.SingularError, errors.ConvergenceError, errors.ChangedWeightsError
 
 X, Y = r(6, 4), r(6, 3)
 NETWORK = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().requires_grad_()
@@ -84,6 +85,15 @@ OPERATOR = Symmetric()
 
 def hessian(model=NETWORK, loss=mse_loss, batches=BATCHES, **options):
     return cv.hessian(model, loss, batches, **options)
+
+
+def changed():
+    """A product with the Hessian of a model whose weights have changed since."""
+    model = copy.deepcopy(OTHER)
+    H = hessian(model, batches=[(X[:, :2], Y[:, :2])])
+    with torch.no_grad():
+        model.weight.add_(1)
+    return H @ torch.ones(6).double()
 
 
 def gauge():
@@ -197,6 +207,9 @@ CALLS = {
     "hessian: unknown method": (lambda: hessian(method="fast"), RANGE, "method"),
     "hessian: unknown split": (lambda: hessian(split="head"), RANGE, "split"),
     "hessian: unknown hvp": (lambda: hessian(hvp="forward"), RANGE, "hvp"),
+    "hessian: unknown recompute": (lambda: hessian(recompute="block"), RANGE, "recompute"),
+    "hessian: nothing to recompute": (lambda: hessian(recompute="layer"), MODEL, "recompute"),
+    "hessian: weights that have changed": (changed, CHANGED, "model"),
     "hessian: no closed form": (lambda: hessian(method="exact")["0.weight"].trace(), MODEL, None),
     "hessian: frozen model": (lambda: hessian(FROZEN), EMPTY, "model"),
     "hessian: no parameters": (lambda: hessian(nn.Tanh(), batches=[(X, X)]), EMPTY, "model"),

@@ -232,6 +232,16 @@ class Block:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return joined.flatten(-2) if self.side_by_side else joined
 
+    def gather_into(self, vector: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Write this block's entries of the tensors into (size,) or (n, size): `gather`, with one copy."""
+        if self.side_by_side:
+            vector.copy_(self.gather(tensors))
+            return
+        for piece, part in self.parts(vector):
+            region = piece.of(_tensor(tensors, piece))
+            own = region.shape[vector.ndim - 1 :]
+            part.unflatten(-1, own or (1,)).copy_(region if own else region[..., None])
+
     def parts(self, vector: Tensor) -> list[tuple[Piece, Tensor]]:
         """Each piece with its entries of (size,) or (n, size), row by row."""
         if self.side_by_side:

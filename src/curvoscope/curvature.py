@@ -163,6 +163,7 @@ class ModelHessian(BlockHessian):
     def weights(self) -> Tensor:
         """The weights at which the Hessian was taken, (P,), in the order of `names`."""
         snapshot = self._engine.snapshot
+        snapshot.check()
         return self._blocks.gather({name: snapshot.weight(name) for name in self._blocks.parameters})
 
     @property
@@ -221,6 +222,7 @@ class ModelHessian(BlockHessian):
         """
         if isinstance(self._engine, Sharded):
             raise ModelError("model", "is sharded: no rank has the whole of an adapter")
+        self._engine.snapshot.check()
         weights = self._engine.snapshot.parameters(self._engine.snapshot.weights)
         found = factors_of(adapters_of(self._engine.model), self._blocks, self.total.ranges, weights)
         return Gauge(self.shape[0], found)
@@ -252,6 +254,8 @@ def hessian(
     memory_limit: int | None = None,
     process_group: object = None,
     hvp: str = "autodiff",
+    copy: bool = False,
+    recompute: str | None = None,
 ) -> ModelHessian:
     """The Hessian of the mean loss over all batches, at the weights that the model has now.
 
@@ -292,8 +296,12 @@ def hessian(
             functions that are `once_differentiable`); the step is searched for each vector, and `difference_error`
             tells how far off the products are. Nothing is computed in closed form then. "auto": one product by autodiff
             tells which of the two it is to be; `method_of` says "autodiff" or "difference".
+        copy: whether to copy the weights. Otherwise the Hessian shares them with the model: once they have changed, as
+            by an optimizer, it raises a `ChangedWeightsError`. A copy keeps it as it is.
+        recompute: "layer" keeps the inputs of the model's layers (of its `nn.ModuleList`) instead of all activations,
+            and computes what happens inside of a layer anew in each product, which takes about 1.6 times as long.
 
-    Half-precision weights are converted: operators, vectors and sums are float32.
+    Half-precision weights are converted: operators, vectors and sums are float32, and the weights are copied.
 
     A model whose parameters are DTensors (`torch.distributed.fsdp.fully_shard`) is known by them, and the ranks are
     those of its mesh; each gives batches of its own. Vectors are spread like the parameters: `H @ v` takes and gives,
@@ -322,6 +330,8 @@ def hessian(
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
+    if recompute is not None:
+        checks.choice("recompute", recompute, ("layer",))
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
     mesh = mesh_of(model)
@@ -339,7 +349,9 @@ def hessian(
         if method == "exact" and products_only:
             raise ModelError("method", "got 'exact', but sharded models and differences have products only")
     walked = Aligned(found, ranks) if isinstance(ranks, Mesh) else found
-    arguments = model, objective, walked, blocks, split, device, budget, layers.sites, ranks
+    arguments = model, objective, walked, blocks, split, device, budget, layers.sites, ranks, copy, recompute
+    if recompute is not None and products_only:
+        raise ModelError("recompute", "got 'layer', but sharded models and differences have their own; leave it out")
     coupled = objective is not None and objective.couples_rows and micro_batch is not None
     if coupled and products_only:
         raise ModelError("micro_batch", "the loss compares rows: sharded models and differences need whole batches")

@@ -52,6 +52,10 @@ class ModelError(CurvoscopeError, ValueError):
     """A model cannot do what is asked: a parameter is missing or frozen, a closed form is not known, ..."""
 
 
+class ChangedWeightsError(CurvoscopeError, RuntimeError):
+    """The weights of a model have changed since its Hessian was made, which shares them."""
+
+
 class SingularError(CurvoscopeError, ValueError):
     """A damped matrix has an eigenvalue 0; `direction` is the eigenvector (n,)."""
 

@@ -9,10 +9,10 @@ from torch import nn
 import curvoscope as cv
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.layer_calls import without_cache
 from curvoscope.curvature import trainable
 from curvoscope.losses import objective_of
 from curvoscope.sweep import statistics
-from curvoscope.sweep.layers import without_cache
 from curvoscope.sweep.plan import CHUNK
 from curvoscope.sweep.run import _Sweeping
 from sweep_cases import bert, convolutions, encoder, gpt2

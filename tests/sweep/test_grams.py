@@ -8,9 +8,9 @@ import curvoscope as cv
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.cotangents import cotangents
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.layer_calls import without_cache
 from curvoscope.curvature import trainable
 from curvoscope.losses import objective_of
-from curvoscope.sweep.layers import without_cache
 from curvoscope.sweep.run import _Sweeping
 from sweep_cases import albert, bert, beside, convolutions, encoder, gpt2, inside, llama, mixtral, t5, unusual, vit
 

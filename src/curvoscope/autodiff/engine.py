@@ -1,12 +1,12 @@
 """Matrix-free Hessian of any torch model: total, outer and functional part of the same blocks from one forward pass.
 
-The model is evaluated at copies of its weights, made when the Hessian is: it stays as it was, and the Hessian is that
-of these weights, whatever becomes of the model later.
+The model is evaluated at the weights that it had when the Hessian was made, and stays as it was. They are shared with
+the model, or copied if asked: a product after a change of shared weights is an error, never a number.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from curvoscope.autodiff.graph import Graph, Operation, unchecked, unless_unbatc
 from curvoscope.autodiff.guard import check_products
 from curvoscope.autodiff.hooks import ActivationHook, Site, check_layer, layer_of
 from curvoscope.autodiff.kernels import kept_derivatives
+from curvoscope.autodiff.recomputation import Recomputation
 from curvoscope.autodiff.safety import check_mode, undisturbed
 from curvoscope.autodiff.snapshot import (
     LossSummary,
@@ -58,15 +59,21 @@ class Autodiff:
         budget: int | None = None,
         sites: Mapping[str, Site] | None = None,
         ranks: Ranks | None = None,
+        copy: bool = False,
+        recompute: str | None = None,
     ) -> None:
         """`budget`: bytes for the graphs kept between products.
 
         `sites`: where split="layer" cuts, by parameter; those not named are cut where `layer_of` says.
 
         `ranks`: the processes whose batches count; this one's alone by default.
+
+        `copy`: whether to copy the weights, so that the model may change.
+
+        `recompute`: "layer" to keep the inputs of layers, and compute what happens inside anew.
         """
         self.ranks = ranks or Ranks()
-        self.blocks, self.split = blocks, split
+        self.blocks, self.split, self._copy = blocks, split, copy
         self.model, self._batches, self._sites = model, batches, dict(sites or {})
         self._kept: OrderedDict[Selection, dict[int, Graph]] = OrderedDict()
         self._can_batch = True
@@ -75,6 +82,10 @@ class Autodiff:
         with self.ranks.together():
             checks.choice("split", split, ("model", "layer"))
             self._budget = checks.memory_budget() if budget is None else budget
+            self._recomputed = None if recompute is None else Recomputation(model)
+            self._can_batch &= recompute is None
+            if recompute is not None and split != "model":
+                raise ModelError("recompute", "got 'layer', and split='layer' cuts inside of layers; use split='model'")
             check_mode(model)
             blocks.check(model)
             self.device = device_of(model, device)
@@ -87,9 +98,11 @@ class Autodiff:
             self._take_labels()
             self.objective = objective or self._objective_of_model()
             self.survey = self._survey()
+        with self.ranks.together():
+            self.snapshot.check()  # a model that changes its weights while it runs
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self.model, self.blocks, self.device)
+        return Snapshot(self.model, self.blocks, self.device, self._copy)
 
     def _take_labels(self) -> None:
         """Let an encoder-decoder make the inputs of its decoder from the labels, unless they are given."""
@@ -189,8 +202,8 @@ class Autodiff:
 
     @property
     def product_bytes(self) -> int:
-        """What a product takes, by the size of the forward pass."""
-        return _PASSES * self.survey.written
+        """What a product takes, by the size of the forward pass, or of one layer's part of it."""
+        return _PASSES * self.survey.written // (1 if self._recomputed is None else self._recomputed.count)
 
     def _weight(self, position: int) -> float:
         return self.survey.weights[position]
@@ -222,7 +235,8 @@ class Autodiff:
 
     def _unknown(self, graph: Graph) -> frozenset[Operation]:
         """Operations of a graph and of the loss that neither our tests nor tests of products have vouched for."""
-        return unchecked(graph.operations() | self.survey.operations) - self._vouched
+        inside = set() if self._recomputed is None else self._recomputed.operations
+        return unchecked(graph.operations() | self.survey.operations | inside) - self._vouched
 
     def length(self, blocks: Sequence[Block]) -> int:
         """Entries of a vector that lives in the blocks."""
@@ -271,18 +285,24 @@ class Autodiff:
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
         """Vectors (n, C) as tensors (n, *shape) like the parameters."""
-        cut = vectors.split([block.size for block in columns], 1)
+        cut = vectors.contiguous().split([block.size for block in columns], 1)  # columns of a matrix are scattered
+        given = Counter[str]()
+        for piece in (piece for block in columns for piece in block.pieces):
+            given[piece.parameter] += piece.size
         spread: dict[str, Tensor] = {}
         for piece, part in (one for block, vector in zip(columns, cut, strict=True) for one in block.parts(vector)):
             name, stored = piece.parameter, piece.stored
-            if piece.size == self.snapshot.weight(name).numel():
+            size = self.snapshot.weight(name).numel()
+            if piece.size == size:
                 order = piece.layout.rows + piece.layout.columns
                 back = sorted(range(len(order)), key=order.__getitem__)
                 ordered = part.reshape(-1, *(stored[axis] for axis in order))
-                spread[name] = ordered.permute(0, *(1 + axis for axis in back)).contiguous()  # some kernels insist
+                found = ordered.permute(0, *(1 + axis for axis in back))
+                spread[name] = found if len(stored) == 2 else found.contiguous()  # products of matrices take any layout
             else:
                 if name not in spread:
-                    spread[name] = vectors.new_zeros(vectors.shape[0], *stored)
+                    make = vectors.new_empty if given[name] == size else vectors.new_zeros
+                    spread[name] = make(vectors.shape[0], *stored)
                 region = piece.of(spread[name])
                 region.copy_(part.reshape(region.shape))
         return spread
@@ -295,7 +315,10 @@ class Autodiff:
             if name not in found:
                 weight = self.snapshot.weight(name)
                 found[name] = weight.new_zeros(()).expand(*lead, *weight.shape)
-        return torch.cat([block.gather(found) for block in rows], -1)
+        flat = torch.empty(*lead, self.length(rows), dtype=self.dtype, device=self.device)
+        for block, part in zip(rows, flat.split([block.size for block in rows], -1), strict=True):
+            block.gather_into(part, found)
+        return flat
 
     # ---- graphs
 
@@ -304,6 +327,7 @@ class Autodiff:
         needed = {i for i, weight in enumerate(self.survey.weights) if weight}
         if not needed:
             return
+        self.snapshot.check()
         complete = (key for key in self._kept if key[0] >= names and key[1] == layer and needed <= set(self._kept[key]))
         key = next(complete, (names, layer))
         kept = self._kept.get(key, {})
@@ -339,6 +363,7 @@ class Autodiff:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, the model may run as it does for products."""
+        self.snapshot.check()
         with undisturbed(self.model, self._batches.generators):
             yield
 
@@ -349,6 +374,7 @@ class Autodiff:
     def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True) -> None:
         """Call `visit` with the weight and the data of each micro-batch that has loss terms; inside, the model may run
         as it does for products, or with torch's own attention only."""
+        self.snapshot.check()
         with undisturbed(self.model, self._batches.generators, own_kernels):
             for weight, batch in zip(self.survey.weights, self._batches, strict=True):
                 if weight:
@@ -385,7 +411,8 @@ class Autodiff:
     ) -> tuple[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """The parameters as leaves, F and G of a micro-batch."""
         weights, leaves = self.snapshot.leaves(sorted(names))
-        with kept_derivatives(self.model):
+        by_layer = nullcontext() if self._recomputed is None else self._recomputed.by_layer()
+        with kept_derivatives(self.model), by_layer:
             outputs = self.snapshot(weights, batch)
         return leaves, *self._gradient(weights, outputs, batch)
 

@@ -278,6 +278,11 @@ def _edges(tensors: Sequence[Tensor | None]) -> Edges:
     return [None if t is None or not t.requires_grad else get_gradient_edge(t) for t in tensors]
 
 
+def check_differentiable(edges: Sequence[GradientEdge]) -> None:
+    """Raise if a function below the edges has no second derivative."""
+    _saved_bytes(edges, set())
+
+
 def _saved_bytes(edges: Any, known: set[int]) -> int:
     """Bytes that the graph below the edges keeps alive, apart from storages already known."""
     stack: list[Node] = [edge.node for edge in edges]

@@ -1,4 +1,4 @@
-"""A model evaluated at copies of its weights, and a first look at its loss on all batches."""
+"""A model evaluated at the weights that it had, and a first look at its loss on all batches."""
 
 import copy
 import math
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
+from curvoscope.autodiff.weight_watch import WeightWatch, can_be_watched, rewritten_by
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
 from curvoscope.errors import CurvoscopeError, DeviceError, EmptyError, LossError, ModelError, NonFiniteError
@@ -27,12 +28,13 @@ _ROUNDING = 64  # times epsilon: what two identical calls may differ by, with th
 
 
 class Snapshot:
-    """The model at the weights that it has now: copies, on one device, in the precision of the computation.
+    """The model at the weights that it has now, on one device, in the precision of the computation.
 
-    The precision is that of the widest parameter of the blocks, float32 at least.
+    The precision is that of the widest parameter of the blocks, float32 at least. Weights that have it already are
+    shared with the model, unless `copied`: `check` raises once they have changed.
     """
 
-    def __init__(self, model: nn.Module, blocks: Blocks, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks, device: torch.device, copied: bool = False) -> None:
         self._model, self.device = model, device
         named = dict(model.named_parameters())
         structural = list(nn.Module.named_parameters(model, remove_duplicate=True))
@@ -43,11 +45,23 @@ class Snapshot:
         for name in blocks.parameters:
             self.dtype = torch.promote_types(self.dtype, named[name].dtype)
         self._labelled = False  # whether targets are given to the model as `labels`, too
-        self.weights = {path: self._copy(tensor) for path, tensor in structural}
+        rewritten = rewritten_by(model)
+        shared = {path for path, tensor in structural if self._is_fit(tensor) and id(tensor) not in rewritten}
+        shared -= shared if copied else set()
+        self.weights = {path: t.detach() if path in shared else self._copy(t) for path, t in structural}
+        self._watch = WeightWatch({path: self.weights[path] for path in sorted(shared)})
         self._buffers = {path: self._copy(tensor) for path, tensor in nn.Module.named_buffers(model)}
 
+    def check(self) -> None:
+        """Raise if the model has changed weights that are shared with it."""
+        self._watch.check()
+
+    def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies of some parameters by path: what is made of them outlives a change of the model."""
+        return {self.paths[name]: self.weight(name).clone() for name in names}
+
     def weight(self, name: str) -> Tensor:
-        """The copy of a parameter."""
+        """A parameter."""
         return self.weights[self.paths[name]]
 
     @property
@@ -56,7 +70,7 @@ class Snapshot:
         return {**self.weights, **self._buffers}
 
     def moved(self, batch: Batch) -> Batch:
-        """The batch where the copies are."""
+        """The batch where the weights are."""
         return batch.to(self.device, self.dtype)
 
     def leaves(self, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -99,6 +113,11 @@ class Snapshot:
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers by path, which a run may change."""
         return {path: buffer.clone() for path, buffer in self._buffers.items()}
+
+    def _is_fit(self, tensor: Tensor) -> bool:
+        """Whether a parameter can be used as it is."""
+        ready = tensor.device == self.device and (tensor.dtype == self.dtype or not tensor.is_floating_point())
+        return ready and can_be_watched(tensor)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().to(self.device, copy=True)

@@ -11,12 +11,13 @@ Gauss-Newton part, and
 What needs no S is in closed form at any size; what does, if it costs less than the products that it saves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import count
 from operator import add
 
 import torch
+from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.autodiff.batches import Batch, BatchError
@@ -198,20 +199,23 @@ class ClosedForms:
                 self._batches.clear()
                 self._passes = passes_of(self._engine, self._groups[layer.name])
             snapshot, passes = self._engine.snapshot, self._passes.pop(layer.name)
-            found = rebuilt_on(layer, snapshot.weights, snapshot.paths, passes)
+            weights = snapshot.copies(layer.parameters)
+            found = rebuilt_on(layer, weights, snapshot.paths, passes)
             if found[0] is not None and layer.kind == "attn" and passes.reason is None:
-                found = self._rebuilt_from_graph(layer, passes)
+                found = self._rebuilt_from_graph(layer, weights, passes)
             self._batches[layer.name] = found
         return self._batches[layer.name]
 
-    def _rebuilt_from_graph(self, layer: ModelLayer, passes: LayerPasses) -> tuple[str | None, list[LayerAtBatch]]:
+    def _rebuilt_from_graph(
+        self, layer: ModelLayer, weights: Mapping[str, Tensor], passes: LayerPasses
+    ) -> tuple[str | None, list[LayerAtBatch]]:
         """Attention as the graph of a pass says that it is computed. One pass serves all layers of a group."""
         attending = [one for one in self._chosen.values() if one.kind == "attn"]
         if sum(self._costs[one.name].gradient_bytes for one in attending) > checks.memory_budget():
             return "its call does not tell how it makes its scores, and their graph does not fit into memory", []
         if layer.name not in self._traced:
             self._traced = traced_layers(self._engine, [one for one in self._groups[layer.name] if one in attending])
-        at = layer, self._engine.snapshot.weights, self._engine.snapshot.paths, passes
+        at = layer, weights, self._engine.snapshot.paths, passes
         moved = self._traced.pop(layer.name)
         if layer.latent:
             return rebuilt_latent(*at, (traced_layers(self._engine, [layer], shake=False)[layer.name], moved))
@@ -264,6 +268,8 @@ class ClosedForms:
         first, second = self._layers.place(row), self._layers.place(column)
         if isinstance(first, str) or isinstance(second, str) or first.layer is not second.layer:
             return None
+        with self._engine.ranks.together():
+            self._engine.snapshot.check()
         if self.reason(row, part) is not None or self.reason(column, part) is not None:
             return None
         of_loss, of_layer = self._parts[part]

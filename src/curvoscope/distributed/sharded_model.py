@@ -42,7 +42,7 @@ class ShardedSnapshot(Snapshot):
             path: self._sharding(path, tensor)
             for path, tensor in nn.Module.named_parameters(model, remove_duplicate=True)
         }
-        super().__init__(model, blocks, device)
+        super().__init__(model, blocks, device, copied=True)
         self._units = _units(model)
 
     def _sharding(self, path: str, tensor: Tensor) -> Sharding:

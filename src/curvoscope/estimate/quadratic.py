@@ -206,7 +206,8 @@ class _Question:
         if method == "xtrace" or self._pays():
             return self._exchanged()
         tally = self._tallied()
-        self._memory = tuple(columns[:, : self._products.columns] for columns in (sketch.W, sketch.Y))  # is used again
+        most = self._products.columns
+        self._memory = sketch.W[:, :most], sketch.Y[:, :most]  # is used again
         while tally.count < budget:
             self._probe(tally, min(self._products.columns, sketch.columns, budget - tally.count), signs=False)
         return self._estimate(tally.summary(), "hutchinson")

@@ -5,7 +5,7 @@ Later, from the top, each layer runs once more with a graph, on the inputs that 
 keeps its own graph, so that nothing is assumed about what happens there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from curvoscope.errors import ModelError
+from curvoscope.autodiff.layer_calls import NotRepeatableError, replaced_forward
 
 _SAME = 1e-2  # relative difference of two runs of a layer that is none: in half precision the order of sums matters
 
@@ -62,66 +62,18 @@ class LayerCall:
         return self._forward(*args, **kwargs)
 
 
-class NotRepeatableError(ModelError):
-    """A layer cannot be run a second time on its own."""
-
-
 def _same(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= _SAME * float(other.abs().max()) if one.numel() else True
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The members of the outermost module lists, by path."""
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and not inside:
-            found |= {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
-    return found
-
-
 @contextmanager
-def cut_at(layers: dict[str, nn.Module]) -> Iterator[list[tuple[str, LayerCall]]]:
+def cut_at(layers: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, LayerCall]]]:
     """Inside, calls of the layers are cut out of the graph and noted, with the layers' paths, in their order."""
     calls: list[tuple[str, LayerCall]] = []
-    inside = [False]
 
-    def replaced(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if inside[0]:
-                return forward(*args, **kwargs)
-            inside[0] = True
-            try:
-                calls.append((path, LayerCall(forward, args, kwargs)))
-            finally:
-                inside[0] = False
-            return calls[-1][1].returned()
+    def note(path: str, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls.append((path, LayerCall(forward, args, kwargs)))
+        return calls[-1][1].returned()
 
-        return run
-
-    chosen = {id(module): (path, module) for path, module in layers.items()}
-    held = [(module, "forward" in vars(module), module.forward) for _, module in chosen.values()]
-    try:
-        for path, module in chosen.values():
-            module.forward = replaced(path, module.forward)
+    with replaced_forward(layers, note):
         yield calls
-    finally:
-        for module, own, forward in held:
-            if own:
-                module.forward = forward
-            else:
-                del module.forward
-
-
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, a model of Hugging Face keeps no keys and values of the past: a layer run twice would see them twice."""
-    found: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
-    configs = [config for config in found if getattr(config, "use_cache", None) is True]
-    try:
-        for config in configs:
-            config.use_cache = False
-        yield
-    finally:
-        for config in configs:
-            config.use_cache = True

@@ -12,6 +12,7 @@ from curvoscope import checks
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.layer_calls import NotRepeatableError, without_cache
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import trainable
 from curvoscope.distributed.ranks import mesh_of, ranks_of
@@ -20,7 +21,6 @@ from curvoscope.estimate.progress import Ticker
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction, objective_of
 from curvoscope.settings import current
-from curvoscope.sweep.layers import NotRepeatableError, without_cache
 from curvoscope.sweep.plan import CHUNK, MOST, SweepPlan, planned
 from curvoscope.sweep.result import Sweep
 from curvoscope.sweep.statistics import LEAST

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call
 
 from curvoscope import checks
 from curvoscope.approximations.enumeration import sampled_source
@@ -23,11 +22,12 @@ from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import COLUMNS, Cotangents, SampleSeed, column_ranges, cotangents
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
 from curvoscope.sweep.grams import add_crossed, add_gram
 from curvoscope.sweep.last_product import LastProduct, last_product
-from curvoscope.sweep.layers import LayerCall, NotRepeatableError, cut_at, layers_of
+from curvoscope.sweep.layers import LayerCall, cut_at
 
 _COPIES = 2.5  # of a layer's deltas, in memory at once
 
@@ -53,17 +53,6 @@ class _CutPass:
     @property
     def samples(self) -> Tensor:
         return torch.tensor(self.draw.samples)
-
-
-class _Within(nn.Module):
-    """Runs any action while `functional_call` has replaced the model's weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, action: Callable[[], None]) -> None:
-        action()
 
 
 class Walk:
@@ -92,7 +81,7 @@ class Walk:
                 self._observed.setdefault(block.pieces[0].parameter, []).append(block)
         self._ranks = engine.ranks
         self._weights, self._leaves = engine.snapshot.leaves(sorted(rows.parameters))
-        self._layers = layers_of(engine.model) if cut else {}
+        self._layers = listed_layers(engine.model) if cut else {}
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
         for name, block in rows.items():
             for piece in block.pieces:
@@ -182,9 +171,7 @@ class Walk:
 
     def _inside(self, action: Callable[[], None]) -> None:
         """Run with the copies as the model's weights."""
-        tensors = self._weights | self._engine.snapshot.buffers()
-        renamed = {f"model.{path}": tensor for path, tensor in tensors.items()}
-        functional_call(_Within(self._engine.model), renamed, (action,), tie_weights=True)
+        within(self._engine.model, self._weights | self._engine.snapshot.buffers(), action)
 
     def _drawn(self, outputs: Any, batch: Batch) -> tuple[list[Tensor], Cotangents]:
         parameters = self._engine.snapshot.parameters(self._weights)

@@ -1,0 +1,126 @@
+"""A Hessian shares the weights with the model: a change is an error, never another number, unless they were copied."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import curvoscope as cv
+from autodiff_cases import GPT, MLP, points, tokens
+from curvoscope.autodiff.batches import Batches
+from curvoscope.autodiff.engine import Autodiff
+from curvoscope.errors import ChangedWeightsError
+from reference import normal, relative
+
+
+def step(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def through_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+
+
+def loaded(model):
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+
+
+def one_layer(model):
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.bias[0] += 1
+
+
+@pytest.fixture
+def model():
+    found, (inputs, targets) = GPT(), tokens()
+    nn.functional.cross_entropy(found(inputs).flatten(0, 1), targets.flatten()).backward()
+    return found
+
+
+@pytest.mark.parametrize("change", [step, through_data, loaded, one_layer])
+@pytest.mark.parametrize("method", ["auto", "autodiff"])
+def test_every_answer_after_a_change_is_an_error(model, change, method):
+    H = cv.hessian(model, cv.losses.CrossEntropy(), [tokens()], method=method)
+    v = normal(1)(H.shape[0])
+    before = H @ v
+    assert relative(H @ v, before) < 1e-13
+    change(model)
+    asked = (
+        lambda: H @ v,
+        lambda: H["h.0.attn.Q"].dense(),
+        lambda: H.outer["h.0.mlp.up"] @ v[: H["h.0.mlp.up"].shape[1]],
+        lambda: H.weights,
+        lambda: H.trace(matvecs=4),
+    )
+    for question in asked:
+        with pytest.raises(ChangedWeightsError, match=r"model: its weights have changed .* copy=True"):
+            question()
+
+
+@pytest.mark.parametrize("change", [step, through_data, loaded, one_layer])
+def test_copies_keep_the_hessian(model, change):
+    H = cv.hessian(model, cv.losses.CrossEntropy(), [tokens()], copy=True)
+    v, weights = normal(1)(H.shape[0]), H.weights
+    before = H @ v
+    change(model)
+    assert relative(H @ v, before) < 1e-13 and torch.equal(H.weights, weights)
+
+
+def test_a_closed_form_that_was_made_before_a_change_stays_what_it_was(model):
+    H = cv.hessian(model, cv.losses.CrossEntropy(), [tokens()])
+    expected = cv.hessian(copy.deepcopy(model), cv.losses.CrossEntropy(), [tokens()])["h.0.attn.Q"].dense()
+    block = H["h.0.attn.Q"]
+    assert H.method_of("h.0.attn.Q") == "exact" and float(block.trace()) != 0
+    through_data(model)
+    assert relative(block.dense(), expected) < 1e-12
+
+
+def test_weights_are_shared_only_if_they_need_no_conversion():
+    def shared(model):
+        engine = Autodiff(model, cv.losses.MSE(), Batches([points()]), cv.blocks_of(model))
+        return [engine.snapshot.weight(name).data_ptr() == p.data_ptr() for name, p in model.named_parameters()]
+
+    assert all(shared(MLP()))
+    assert not any(shared(MLP().bfloat16()))
+    model = MLP()
+    model.up.weight.data = model.up.weight.data.T.contiguous().T
+    assert shared(model) == [False, True, True, True]
+
+
+def test_a_model_moved_to_another_precision_leaves_the_hessian_alone():
+    model = MLP()
+    H = cv.hessian(model, cv.losses.MSE(), [points()])
+    before = H.dense()
+    model.float()
+    assert relative(H.dense(), before) < 1e-13
+
+
+def test_an_embedding_that_renormalises_itself_stays_as_it_is():
+    class Renormalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(5, 3, max_norm=0.5).double(), nn.Linear(3, 2).double()
+
+        def forward(self, x):
+            return self.out(self.table(x))
+
+    torch.manual_seed(0)
+    model = Renormalised()
+    before = model.table.weight.detach().clone()
+    H = cv.hessian(model, nn.MSELoss(), [(torch.arange(5), normal(1)(5, 2))])
+    assert float((H @ normal(2)(H.shape[0])).norm()) > 0
+    assert torch.equal(model.table.weight, before)
+
+
+def test_a_model_that_changes_its_weights_while_it_runs_is_refused():
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-9, 9)
+            return super().forward(x)
+
+    with pytest.raises(ChangedWeightsError, match="weight"):
+        cv.hessian(Clamped(3, 2).double(), nn.MSELoss(), [points()])
+    assert cv.hessian(Clamped(3, 2).double(), nn.MSELoss(), [points()], copy=True).shape == (8, 8)
