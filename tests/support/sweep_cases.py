@@ -17,8 +17,8 @@ def labelled(*shapes):
     return [{"input_ids": ids, "labels": ids} for ids in words(*shapes)]
 
 
-def gpt2():
-    config = transformers.GPT2Config(vocab_size=23, n_embd=8, n_head=2, n_layer=2, n_positions=16)
+def gpt2(layers=2):
+    config = transformers.GPT2Config(vocab_size=23, n_embd=8, n_head=2, n_layer=layers, n_positions=16)
     return transformers.GPT2LMHeadModel(config), None, labelled((2, 7), (1, 5))
 
 
@@ -34,9 +34,9 @@ def llama():
     return transformers.LlamaForCausalLM(config), None, labelled((2, 7))
 
 
-def bert():
+def bert(layers=2):
     config = transformers.BertConfig(
-        vocab_size=23, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=12
+        vocab_size=23, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers, intermediate_size=12
     )
     (ids,) = words((3, 6))
     mask = torch.ones_like(ids)
@@ -89,10 +89,10 @@ def mixtral():
     return transformers.MixtralForCausalLM(config), None, labelled((2, 5))
 
 
-def encoder():
+def encoder(layers=2):
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     X, Y = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    return nn.TransformerEncoder(layer, 2), nn.MSELoss(), [(X, Y), (X[:1, :3], Y[:1, :3])]
+    return nn.TransformerEncoder(layer, layers), nn.MSELoss(), [(X, Y), (X[:1, :3], Y[:1, :3])]
 
 
 def convolutions():
