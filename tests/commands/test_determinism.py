@@ -117,8 +117,16 @@ def test_twice_in_one_process(name, call, tmp_path):
 
 FORKS = """
 import json, os, sys
+import torch._dynamo, transformers.models.gpt2.modeling_gpt2, transformers.models.vit.modeling_vit
+from matplotlib.figure import Figure
 from curvoscope import cli
 from curvoscope.commands import analyze, reproduce, spectrum, verify, watch
+
+def save(figure, *arguments, real=Figure.savefig, **options):
+    figure.set_layout_engine("none")
+    return real(figure, *arguments, **options)
+
+Figure.savefig = save
 for line in sys.stdin:
     words, out = json.loads(line)
     child = os.fork()
@@ -133,7 +141,8 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def interpreters():
     """Two, with other hashes of strings, so that no order of a set shows; with two threads, whose sums are the harder.
-    Each has loaded the package and runs every command in a fork."""
+    Each has loaded the package and runs every command in a fork. To arrange the panels of a figure takes longer than to
+    draw them: that is left to the test above."""
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # on a busy machine the default waits busily
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = [
