@@ -84,7 +84,7 @@ bench: $(VENV)/dev $(VENV)/browser
 families: $(VENV)/dev
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.families > docs/families.md
 
-# docs/gallery: two trained models, whose weights packages carry, measured: about fifteen minutes.
+# docs/gallery: two trained models, whose weights packages carry, measured: about seven minutes, with set-up.
 gallery: $(VENV)/gallery
 	$(BIN)/python -m gallery
 

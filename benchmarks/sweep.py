@@ -24,6 +24,7 @@ from curvoscope.commands.subject import Request, subject_of
 from curvoscope.sweep import Sweep
 
 LENGTH, SAMPLES, LAYERS = 128, 64, 22
+TRAINED_SAMPLES = 256  # with trained weights few directions dominate a block, and its norm needs more samples
 LIMIT_GIB = 16  # for the model of 1.1 billion parameters
 GROWTH = 3.5  # memory of one layer more, in units of its weights in bfloat16
 SAMPLE = ("h.0.attn.Q", "h.2.mlp.down", "h.5.attn.V", "h.8.mlp.up", "h.11.attn.K")
@@ -61,7 +62,7 @@ def smollm2() -> tuple[Any, list[dict[str, torch.Tensor]]]:
     return subject.model, [subject.batch]
 
 
-def swept(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[dict[str, Any], Sweep]:
+def swept(model: Any, batches: list[dict[str, torch.Tensor]], samples: int = SAMPLES) -> tuple[dict[str, Any], Sweep]:
     """The sweep's time, memory and errors in units of a gradient's."""
     gradient_of(model, batches[0])
     model.zero_grad(set_to_none=True)
@@ -76,7 +77,7 @@ def swept(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[dict[str,
         model,
         None,
         batches,
-        samples=SAMPLES,
+        samples=samples,
         tell=lambda so_far: None if first else first.append(time.perf_counter() - start),
     )
     seconds = time.perf_counter() - start
@@ -85,7 +86,7 @@ def swept(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[dict[str,
     errors = torch.tensor([norm.stderr / norm for norm in norms])
     found = {
         "blocks": len(sweep.names),
-        "samples": SAMPLES,
+        "samples": samples,
         "gradient_seconds": gradient,
         "gradients": seconds / gradient,
         "first_block_after_gradients": first[0] / gradient,
@@ -215,7 +216,7 @@ if __name__ == "__main__":
         case ["billion", *layers]:
             result = billion(*map(int, layers))
         case ["trained"]:
-            result = swept(*smollm2())[0]
+            result = swept(*smollm2(), TRAINED_SAMPLES)[0]
         case _:
             result = measured()
     print(json.dumps(result, indent=1))

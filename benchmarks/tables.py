@@ -113,7 +113,8 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
     memory = _bold(f"{ratio:.2g} times", ratio > aims["peak_over_that_of_a_gradient"])
     yield "peak memory", "a gradient", memory
     if "trained" in one:
-        yield from _time_and_error(one["trained"], aims, ", SmolLM2-135M with trained weights")
+        busy = ", on a busy machine" if one["trained"].get("on_a_busy_machine") else ""
+        yield from _time_and_error(one["trained"], aims, f", SmolLM2-135M with trained weights{busy}")
     if "billion" in one:
         large = one["billion"]
         task = f"a Llama of {large['parameters'] / 1e9:.2g} billion parameters in bfloat16, {large['blocks']} blocks"

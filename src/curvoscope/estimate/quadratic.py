@@ -206,10 +206,10 @@ class _Question:
         if method == "xtrace" or self._pays():
             return self._exchanged()
         tally = self._tallied()
-        most = self._products.columns
-        self._memory = sketch.W[:, :most], sketch.Y[:, :most]  # is used again
+        columns = min(self._products.columns, sketch.columns)
+        self._memory = sketch.W[:, :columns], sketch.Y[:, :columns]  # the sketch has said what it can
         while tally.count < budget:
-            self._probe(tally, min(self._products.columns, sketch.columns, budget - tally.count), signs=False)
+            self._probe(tally, min(columns, budget - tally.count), signs=False)
         return self._estimate(tally.summary(), "hutchinson")
 
     def _staged(self, method: str, tolerance: float) -> Estimate:
