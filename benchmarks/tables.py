@@ -100,6 +100,39 @@ def functional(found: dict[str, Any]) -> Iterator[Row]:
         yield f"largest relative error, L = {errors['length']}", worst, *[""] * 5, f"{errors['peak_gib']:.3g}"
 
 
+def solved(found: dict[str, Any]) -> Iterator[Row]:
+    """Damped solves with Gauss-Newton blocks, plain and preconditioned, compared with curvlinops' inverses."""
+    one = found.get("solve", {})
+    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
+    for model, measured in one.get("models", {}).items():
+        for name, block in measured["blocks"].items():
+            task, solves = f"{model}{apart}, `{name}`: {block['rows']:,} rows", block["solves"]
+            kind, ratio = max(block["times_faster_than_cg"].items(), key=lambda pair: pair[1])
+            ours = f"{solves[kind]['products']} products, preconditioner: {solves[kind]['used']}"
+            told = _bold(faster(ratio), ratio < one["limits"]["times_faster"])
+            yield f"{task}, to the residual {one['tolerance']:g}", "curvlinops' CG", f"{told}: {ours}"
+            for other, found_one in solves.items():
+                if "products" in found_one and other != "none":
+                    products, plain = found_one["products"], solves["none"]["products"]
+                    told = _bold(f"{products} products instead of {plain}", products > plain)
+                    yield f"the same, preconditioner `{other}`", "our plain CG", told
+            peer = block["curvlinops KFAC"]
+            against = f"curvlinops' KFAC inverse: {peer['residual']:.2g} in {peer['seconds']:.2g} s"
+            if ours_too := block.get("to the residual of KFAC"):
+                yield "the same, to the residual of KFAC", against, faster(ours_too["times_faster"])
+            else:
+                yield "the same, to the residual of KFAC", against, "x = 0 has the residual 1"
+
+
+def influenced(found: dict[str, Any]) -> Iterator[Row]:
+    """Influence scores, ours and kronfluence's, against retraining."""
+    one = found.get("influence", {})
+    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
+    for name, row in one.get("methods", {}).items():
+        score = f"{row['datamodeling_score']:.2f} ± {row['stderr']:.2f}"
+        yield f"{name}{apart}", score, f"{row['correlation_with_exact']:.3f}"
+
+
 def swept(found: dict[str, Any]) -> Iterator[Row]:
     """All blocks of GPT-2 small by a sweep, compared with products, ours and curvlinops', to the same error."""
     one = found.get("sweep")

@@ -84,10 +84,11 @@ class Solvable:
             method: "auto", "direct", "cg" or "minres".
             preconditioner: None; "diagonal"; for a model any name of `cv.approximations`, such as "kfac" or
                 "kronecker:2", made of the exact gradients of each block, or of 8 random ones if those cost more than
-                2,048 backward passes; or something positive semidefinite with `damped_solve(b, damping)`, such as an
-                approximation from a sweep. "auto": if eight plain steps do not reach the tolerance, they predict how
-                many products are left. The diagonal of a closed form, or KFAC and EKFAC of a model, then take eight
-                steps each, if making them costs less than that, and the one that predicts the fewest products is used.
+                65,536 backward passes (2,048 for "auto"); or something positive semidefinite with
+                `damped_solve(b, damping)`, such as an approximation from a sweep. "auto": if eight plain steps do not
+                reach the tolerance, they predict how many products are left. The diagonal of a closed form, or KFAC
+                and EKFAC of a model, then take eight steps each, if that costs less than half of these products, and
+                the one that predicts the fewest is used.
             start: approximate solutions of the shape of b, to continue an earlier solve.
             matvecs: the budget of products per right-hand side; None: ten times n, at least 200, at most 10,000.
             seed: of the Lanczos runs that bound the error; by default that of `cv.settings`.

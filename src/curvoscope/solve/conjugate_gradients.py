@@ -35,9 +35,9 @@ class ConjugateGradients:
                 f"got 'cg', but the damped matrix is not positive definite: a pivot of {float(pivot.min()):.3g}; "
                 "use method='minres', or a larger damping",
             )
-        self._w = v - lower.to(v.dtype)[:, None] * self._w
+        self._w = torch.addcmul(v, lower.to(v.dtype)[:, None], self._w, value=-1)
         step = torch.where(self._alive, self._z / pivot, 0.0)
-        self.x += step.to(v.dtype)[:, None] * self._w
+        self.x.addcmul_(step.to(v.dtype)[:, None], self._w)
         self._z = -below * step
         self._pivot, self._below = pivot, below
         self._alive = self._alive & (below > 0)

@@ -71,22 +71,27 @@ class LanczosProcess:
 
     def _dot(self, x: Tensor, y: Tensor) -> Tensor:
         """<x_i, y_i> of rows, (c,) in float64."""
-        return self._space.total((x.double() * y.double()).sum(1))
+        return self._space.total(torch.linalg.vecdot(x.double(), y.double()))
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
         """The present v (c, n), and its column of T: alpha (c,) and the next beta (c,)."""
         v, q, beta = self._v, self._q, self.beta
         w = self._products(v.T).T
-        w = w + self._damping / self._products.unit * v
+        w = torch.add(w, v, alpha=self._damping / self._products.unit)
         alpha = self._dot(v, w)
-        lengths = self._space.norm(v, 1).double()
-        self.scale = max(self.scale, float((self._space.norm(w, 1) / torch.where(lengths > 0, lengths, 1.0)).max()))
+        if self._inverse is not None:
+            lengths = self._space.norm(v, 1).double()
+            self.scale = max(self.scale, float((self._space.norm(w, 1) / torch.where(lengths > 0, lengths, 1.0)).max()))
         self._size = torch.maximum(self._size, alpha.abs() + beta * bool(self._count))  # the first is no entry of T
-        w = w - beta.to(w.dtype)[:, None] * self._q_before - alpha.to(w.dtype)[:, None] * q
+        for length, before in ((beta, self._q_before), (alpha, q)):
+            w.addcmul_(length.to(w.dtype)[:, None], before, value=-1)
         w = self._orthogonal(w)
         self._q_before = q
         self._count += 1
         self.beta = self._normalise(w)
+        if self._inverse is None:  # A v is the column of T, in orthonormal vectors
+            column = alpha.square() + self.beta.square() + (beta * bool(self._count > 1)).square()
+            self.scale = max(self.scale, float(column.max()) ** 0.5)
         return v, alpha, self.beta
 
     def _orthogonal(self, w: Tensor) -> Tensor:

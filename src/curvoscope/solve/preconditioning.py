@@ -69,12 +69,8 @@ class Candidate:
 class StandIns(Protocol):
     """What makes preconditioners for named blocks."""
 
-    def make(self, kind: str, names: Sequence[str]) -> Preconditioner:
-        """That of a kind for the blocks together."""
-        ...
-
     def candidate(self, kind: str, names: Sequence[str]) -> Candidate:
-        """The same, not made yet."""
+        """That of a kind for the blocks together."""
         ...
 
     def compared(self, names: Sequence[str]) -> tuple[Candidate, ...]:
