@@ -43,7 +43,11 @@ def run(
     if "all" in names and experiments.left_out():
         absent = ", ".join(experiments.left_out())
         Console(stderr=True, highlight=False).print(
-            Text(f"skipping {absent}: scikit-learn is missing; pip install 'curvoscope[digits]'"), soft_wrap=True
+            Text(
+                f"skipping {absent}: scikit-learn, Muon or SOAP is missing; pip install 'curvoscope[digits]' or "
+                "'curvoscope[optimizers]'"
+            ),
+            soft_wrap=True,
         )
     commands.make_directory(out)
     with Store(store_path or out / STORE) as store:

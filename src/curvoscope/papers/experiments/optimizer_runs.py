@@ -35,8 +35,9 @@ InputsAndTargets = tuple[Tensor, Tensor]
 class OptimizerStudy(BaseModel):
     """What is alike in all runs.
 
-    `steps` are those of a run and `goals` the losses to reach, by task; `looks` the steps between two looks at the
-    loss; `rates` the learning rates that are searched, with networks and data of `search_seeds`, none of the study's.
+    `steps` are the most of a run and `goals` the losses at which it ends, by task; `looks` the steps between two looks
+    at the loss; `rates` the learning rates that are searched, with networks and data of `search_seeds`, none of the
+    study's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,7 +68,7 @@ def search(c: OptimizerStudy, task: str, optimizer: str, rate: float) -> list[Me
     loss up to there; only the step at which a run diverged, if one did."""
     steps, means = [], []
     for seed in c.search_seeds:
-        values = train(c, task, optimizer, rate, seed, to_goal=True)
+        values = train(c, task, optimizer, rate, seed)
         if values[-1].quantity == "diverged":
             return named_values({"diverged": values[-1].value}, at=rate)
         losses = [(value.at, value.value) for value in values if value.quantity == "loss"]
@@ -76,10 +77,8 @@ def search(c: OptimizerStudy, task: str, optimizer: str, rate: float) -> list[Me
     return named_values({"steps": sum(steps) / len(steps), "mean_loss": sum(means) / len(means)}, at=rate)
 
 
-def train(
-    c: OptimizerStudy, task: str, optimizer: str, rate: float, seed: int, to_goal: bool = False
-) -> list[MeasuredValue]:
-    """One run, up to the goal only if asked.
+def train(c: OptimizerStudy, task: str, optimizer: str, rate: float, seed: int) -> list[MeasuredValue]:
+    """One run, up to its goal.
 
     `seconds` are of the processor, so that other work on the machine counts little, `wall` those of the clock; both are
     those of the steps alone. A run whose loss is no longer finite ends with the step at which that was seen.
@@ -94,7 +93,7 @@ def train(
             if step % c.looks == 0:
                 found = {"loss": _loss(model, *sample), "seconds": seconds, "wall": wall}
                 values += named_values(found, at=float(step))
-            if step == c.steps[task] or (to_goal and values[-3].value <= c.goals[task]):
+            if step == c.steps[task] or values[-3].value <= c.goals[task]:
                 break
             batch = subject.batch(_DATA_SEEDS * (seed + 1) + step, subject.rows)
             start, clock = time.process_time(), time.perf_counter()

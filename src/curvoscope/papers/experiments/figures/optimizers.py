@@ -18,7 +18,7 @@ _HALF = 0.5  # of Adam's steps: what a second-order method is asked to save
 _TUNED = {
     "addition": (0.01, 0.002, 0.01, 0.005, 0.005),
     "addition without norm": (0.05, 0.01, 0.05, 0.05, 0.05),
-    "text": (0.1, 0.01, 0.02, 0.02, 0.02),
+    "text": (0.2, 0.01, 0.02, 0.01, 0.02),
     "digits": (0.1, 0.01, 0.02, 0.02, 0.02),
 }
 
