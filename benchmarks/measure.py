@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
-def in_turns(repeats: int, **calls: Callable[[], object]) -> dict[str, float]:
+def in_turns(
+    repeats: int, clock: Callable[[], float] = time.perf_counter, /, **calls: Callable[[], object]
+) -> dict[str, float]:
     """Median seconds of each call, the calls taken in turns after one warm-up each."""
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
