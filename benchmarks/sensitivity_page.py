@@ -1,42 +1,66 @@
 """`python -m benchmarks.sensitivity_page`: print docs/sensitivity.md, from benchmarks/sensitivity.json."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 
-from benchmarks.sensitivity import BUDGET, RESULTS, Found
+from benchmarks.sensitivity import RESULTS
+from benchmarks.weight_studies import BUDGET, Found
 
 _NAMES = {"smol": "SmolLM2-135M", "minilm": "MiniLM-L6"}
 _SCORES = {
+    "second order": "g·d + ½ d·Hd",
+    "curvature": "½ d·Hd",
     "first order": "g·d",
     "gradient": "abs(g·d)",
     "magnitude": "magnitude",
     "fisher": "diagonal Fisher",
     "inputs": "X^T X",
 }
+_CHANGES = (
+    "int3, groups of 64",
+    "int4, groups of 64",
+    "half of the weights pruned",
+    "2:4 pruned",
+    "one head removed",
+    "one layer removed",
+)
+_ACCEPTED = 0.1  # of the second order, for the remainder
 _INTRODUCTION = """# What a change of weights costs, on trained models
 
-[The how-to page](howto/sensitivity.md) says how to compute these numbers. `benchmarks/sensitivity.py` measured them,
-and this page is made of its results, `benchmarks/sensitivity.json`.
+[The how-to page](howto/sensitivity.md) says how to compute these numbers. `make sensitivity` measures them: it runs
+`benchmarks/sensitivity.py` and makes this page of the results, `benchmarks/sensitivity.json`.
 
-SmolLM2-135M-Instruct predicts the next token of the package's own text, in three sequences of 32 tokens; the ledger has
-all weights of layers 1, 10, 19 and 28, or the heads of these layers. Its file stores weights with 4 bits, so rounding
-starts from rounded weights. all-MiniLM-L6-v2 tells which halves of 24 tokens belong to one passage, in four batches of
-four passages, with a contrastive loss; the ledger has all weights of its six layers. These probes are small. ± is the
-standard error over sequences, or over batches for the contrastive loss; from so few of them it is itself uncertain.
+SmolLM2-135M-Instruct predicts the next token of the package's own text, in sequences of 32 tokens. Changed are Q, V, O,
+up and down of layers 1, 14 and 28, the heads of layers 14 and 28, or one of six layers from 2 to 27. Its file stores
+weights with 4 bits, so rounding starts from rounded weights. all-MiniLM-L6-v2 tells from which passage of 48 tokens of
+the text a half of it comes, with the cross-entropy of the cosines times 20 and the embeddings of the passages held
+fixed. Changed are the weights and heads of layers 0, 2 and 5, or one of its six layers.
 
+The Hessian is that of a probe: 3 sequences of SmolLM2, or 24 of MiniLM, which run and count in batches of four. Other,
+held-out sequences come from the same text. ± is a standard error over sequences, or over the batches of MiniLM's probe;
+differences are paired by sequence. From so few, standard errors are themselves uncertain: by half for 3 sequences, by a
+third for 6 batches. The probes are small: take the differences between scores as indications.
+"""
+_RANKS = """
 ## Which score ranks the tensors?
 
-Each tensor, or head, is changed alone. The table has Spearman's rank correlation of each score with the measured change
-of the loss. Second order is g·d + ½ d·Hd, with the jackknife's standard error over sequences or batches; magnitude is
-|d|², diagonal Fisher and X^T X are as in `cv.analysis.scores`. The last four scores are never negative, so they cannot
-rank changes that lower the loss, of which there are many. g·d was not ranked for MiniLM.
+Each tensor, head or layer is changed alone. The tables have Spearman's rank correlation of each score with the measured
+change of the loss. Scores are computed on the probe; magnitude is |d|², diagonal Fisher and X^T X are as in
+`cv.analysis.scores`. The last four are never negative, so they cannot tell changes that lower the loss from those that
+raise it. On the probe itself:
 """
-_REACH = """
+_ELSEWHERE = """
+With the change measured on 5 (SmolLM2) or 24 (MiniLM) held-out sequences, and the jackknife's standard error:
+"""
+_REACH = f"""
 ## How far does second order reach?
 
-All blocks are changed together. |δ|/|w| is the size of the change. The remainder is the share of the measured change
-that is not of first or second order; ¼ δ and ½ δ are shorter steps along the same line. Second order ends where the
-remainder does: read each row up to the step at which it exceeds the error that you accept.
+All blocks are changed together, measured on the probe. The remainder is what the measured change has beyond first and
+second order, in percent of the measured change; ¼ δ and ½ δ are shorter steps along the same line. The last column
+estimates the size of change |δ|/|w| up to which the remainder stays below {_ACCEPTED:.0%} of ½ δ·Hδ, from the remainder
+at ¼ δ, which is taken to grow with the third power of the step. If this is less than the size of δ in the third
+column, the second order does not describe the whole change.
 """
 _PAIRS = """
 Second order is the sum over single blocks and over pairs of blocks:
@@ -44,42 +68,73 @@ Second order is the sum over single blocks and over pairs of blocks:
 _ALLOCATION = f"""
 ## Formats for a size
 
-all-MiniLM-L6-v2, int3, int4 or int8 for each tensor, {BUDGET:g} bits per weight in all, the scales of groups of 64
-included. Costs are computed on four batches, and there the prediction is made; the change of the loss is measured on
-eight others. The last column is the difference to the first row, paired by batch.
+int3 or int4 in groups of 64 for each tensor, at most {BUDGET:g} bits per weight with the scales, a quarter of the way
+from int3 to int4. No single format has this size: three random choices stand for treating all tensors alike. Costs are
+computed on the probe, and the change of the loss is measured on 16 (SmolLM2) or 48 (MiniLM) held-out sequences. The
+last column is the difference to the first row, paired by sequence: positive if the first row is better.
 """
-_FORMATS = """
-On these eight batches no choice differs from the first by more than two standard errors: this probe is too small to
-tell them apart. The gain that the first row predicts on its four batches does not carry over to the others. Choose
-formats on more data, or leave out the gradient with `menu.without_gradient()`, which was not measured here.
+_REPAIRS = """
+## Repairing with different curvatures
+
+V and O of three layers (0, 2 and 5 of MiniLM, 1, 14 and 28 of SmolLM2) are rounded in groups of 64, or half of their
+entries are pruned by magnitude. The other weights of the same tensor make up for it, by the curvature of 16
+calibration sequences. All these tensors are changed together, and measured on held-out sequences. X^T X is GPTQ for
+rounding, and `surgeon` with `cv.approximations.input` for pruning. TKFAC weighs the tokens of X^T X by their gradients.
+KFAC repairs rounding as X^T X does, because all outputs of an input are rounded at once and the other Kronecker factor
+cancels; it is listed for pruning alone. "samples" is the Gauss-Newton matrix of 48 sampled gradients, which updates the
+weights six times while they are rounded, not after each input. "exact" is the Gauss-Newton matrix of the calibration
+text, by products with the model: 8 steps of conjugate gradients.
 """
 _COST = """
 ## Cost
 
-A GPT-2 with 4 layers of width 128, 4 sequences of 64 tokens, {blocks} blocks that change, batches run whole. Times are
-in products with the whole Hessian, medians of three turns in one process:
+A GPT-2 with 4 layers of width 128, 4 sequences of 64 tokens, {blocks} blocks that change, batches run whole. The unit
+is one product with the Hessian: run the model, make the graph of its gradient, multiply. Processor time, medians of
+three turns in one process.
 """
 
 
 def page(results: Found) -> str:
     """The text of docs/sensitivity.md."""
-    columns = ("model", "change", "blocks", "second order", *_SCORES.values())
-    parts = [_INTRODUCTION, _table(columns, _ranks(results))]
-    columns = ("model", "change", "size of δ", "measured", "predicted", "remainder at ¼ δ", "at ½ δ", "at δ")
-    parts += [_REACH, _table(columns, _reach(results))]
+    parts = [_INTRODUCTION, _missing(results)]
+    columns: tuple[str, ...] = ("model", "change", "n", *_SCORES.values())
+    parts += [_RANKS, _table(columns, _ranks(results, "same text")), _ahead(results)]
+    parts += [_ELSEWHERE, _table(columns, _ranks(results, "other text")), _means(results)]
+    columns = ("model", "change", "size of δ", "measured", "predicted", "remainder at ¼ δ", "at ½ δ", "at δ", "reach")
+    parts += [_REACH, _table(columns, _reach(results)), _reach_in_words(results)]
     parts += [_PAIRS, _table(("model", "change", "single blocks", "interactions"), _pairs(results))]
+    parts += [_ALLOCATION]
     columns = ("chosen by", "bits", "predicted", "measured", "more than the first")
-    parts += [_ALLOCATION, _table(columns, _allocations(results["minilm"]["allocation"])), _FORMATS]
+    for model, name in _NAMES.items():
+        if "allocation" in results[model]:
+            parts += [f"{name}:", _table(columns, _allocations(results[model]["allocation"]))]
+    parts += [_verdict(results), _REPAIRS]
+    for model, name in _NAMES.items():
+        columns = ("change", "curvature", "measured", "more than X^T X")
+        if "repairs" in results[model]:
+            parts += [f"{name}:", _table(columns, _repairs(results[model]["repairs"]))]
     costs = results["cost"]["cost"]
     labels = {
-        "without_pairs": "ledger without pairs",
-        "with_pairs": f"ledger with all pairs of {costs['blocks']} blocks",
+        "without_pairs": "first and second order of all blocks",
+        "with_pairs": f"the same with all pairs of {costs['blocks']} blocks",
+        "gradient": "gradient, with its graph",
+        "next_product": "a further product with the same graph",
         "measuring_the_whole": "measuring the whole change, by forward passes",
         "measuring_each_block": "measuring each block alone, by forward passes",
+        "hessian_and_product": "`cv.hessian(...) @ v`, with all that it checks first",
+        "whole_ledger": "`cv.analysis.sensitivity(..., pairs=False)`, with all that it checks and measures",
     }
     rows = [(label, _number(costs[name])) for name, label in labels.items()]
     parts += [_COST.format(blocks=costs["blocks"]), _table(("", "products"), rows)]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _missing(results: Found) -> str:
+    """What the results do not have."""
+    parts = (*_CHANGES, "allocation", "repairs")
+    missing = {name: [part for part in parts if part not in results[model]] for model, name in _NAMES.items()}
+    said = [f"{name}: {', '.join(some)}" for name, some in missing.items() if some]
+    return f"Not measured yet: {'; '.join(said)}." if said else ""
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -99,27 +154,74 @@ def _pm(estimate: Sequence[float]) -> str:
 def changes(results: Found) -> Iterator[tuple[str, str, Found]]:
     """Model, change and its numbers."""
     for model in _NAMES:
-        for part, found in results[model].items():
-            if "ranks" in found:
-                yield model, part, found
+        for part in _CHANGES:
+            if part in results[model]:
+                yield model, part, results[model][part]
 
 
-def _ranks(results: Found) -> list[list[str]]:
+def _ranks(results: Found, text: str) -> list[list[str]]:
     table = []
     for model, part, found in changes(results):
-        value, stderr = found["rank correlation"]
-        others = [f"{found['ranks'][score]:.2f}" if score in found["ranks"] else "" for score in _SCORES]
-        table.append([_NAMES[model], part, str(found["blocks"]), f"{value:.3f} ± {stderr:.3f}", *others])
+        numbers = [found[text][score] for score in _SCORES]
+        shown = [f"{value:.2f} ± {stderr:.2f}" for value, stderr in numbers]
+        table.append([_NAMES[model], part, str(found["blocks"]), *shown])
     return table
+
+
+def ahead(found: Found) -> list[str]:
+    """Scores that rank the changes on the probe itself better than second order does."""
+    known = found["same text"]
+    return [_SCORES[score] for score in _SCORES if known[score][0] > known["second order"][0]]
+
+
+def _ahead(results: Found) -> str:
+    others = [f"{_NAMES[model]}, {part} ({', '.join(ahead(found))})" for model, part, found in changes(results)
+              if ahead(found)]  # fmt: skip
+    exceptions = f" but {'; '.join(others)}" if others else ""
+    return f"{_SCORES['second order']} ranks best in all rows{exceptions}."
+
+
+def _means(results: Found) -> str:
+    tables = {text: [found[text] for _, _, found in changes(results)] for text in ("same text", "other text")}
+    said = [
+        f"{label} {' and '.join(_average([found[score][0] for found in rows]) for rows in tables.values())}"
+        for score, label in _SCORES.items()
+    ]
+    return (
+        f"Means over all rows of the first and of the second table: {'; '.join(said)}. The gradient of a few sequences "
+        "describes these sequences, not others."
+    )
+
+
+def _average(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.2f}"
+
+
+def reach(found: Found) -> float:
+    """|δ|/|w| up to which the remainder, growing as the third power, is below a tenth of ½ δ·Hδ; NaN if the remainder
+    of the shortest step is hidden by rounding."""
+    scale, _, (remainder, _) = found["scaled"][0]
+    if abs(remainder) < 2 * found["rounding"]:
+        return math.nan
+    return float(_ACCEPTED * abs(found["second"][0]) * scale**3 / abs(remainder) * found["size"])
 
 
 def _reach(results: Found) -> list[list[str]]:
     table = []
     for model, part, found in changes(results):
-        shares = [share for _, share in found["scaled"]] + [found["remainder"][0] / found["measured"][0]]
-        numbers = [_pm(found["measured"]), _pm(found["predicted"]), *(f"{share:+.0%}" for share in shares)]
-        table.append([_NAMES[model], _together(part), f"{found['size']:.2f} of w", *numbers])
+        shares = [f"{remainder[0] / measured[0]:+.0%}" for _, measured, remainder in found["scaled"]]
+        size = reach(found)
+        numbers = [_pm(found["measured"]), _pm(found["predicted"]), *shares, "" if math.isnan(size) else _number(size)]
+        table.append([_NAMES[model], _together(part), f"{found['size']:.2f}", *numbers])
     return table
+
+
+def _reach_in_words(results: Found) -> str:
+    within = [f"{_NAMES[model]}, {_together(part)}" for model, part, found in changes(results)
+              if not reach(found) < found["size"]]  # fmt: skip
+    if not within:
+        return "In none of these rows does second order describe the whole change that closely."
+    return f"Second order describes the whole change that closely for {'; '.join(within)}, and not in the other rows."
 
 
 def _pairs(results: Found) -> list[list[str]]:
@@ -130,7 +232,7 @@ def _pairs(results: Found) -> list[list[str]]:
 
 
 def _together(part: str) -> str:
-    return part.replace("one head", "all these heads")
+    return part.replace("one head", "all these heads").replace("one layer", "all these layers")
 
 
 def _allocations(found: Sequence[Found]) -> list[list[str]]:
@@ -140,6 +242,36 @@ def _allocations(found: Sequence[Found]) -> list[list[str]]:
     ]
     rows[0][-1] = ""
     return rows
+
+
+def _verdict(results: Found) -> str:
+    """Which choices differ from the first row by more than two standard errors."""
+    lines = []
+    for model, name in _NAMES.items():
+        if "allocation" not in results[model]:
+            continue
+        found = results[model]["allocation"]
+        clear = [(one["by"], *one["more than ours"]) for one in found[1:] if _is_clear(one["more than ours"])]
+        worse, better = ([by for by, value, _ in clear if (value > 0) == sign] for sign in (True, False))
+        said = [f"{' and '.join(some)} {word}" for some, word in ((worse, "worse"), (better, "better")) if some]
+        lines.append(f"- {name}: {'; '.join(said) or 'no choice differs'}.")
+    return "By more than two standard errors of the paired difference to the first row:\n\n" + "\n".join(lines)
+
+
+def _is_clear(estimate: Sequence[float]) -> bool:
+    return abs(estimate[0]) > 2 * estimate[1]
+
+
+def _repairs(found: Sequence[Found]) -> list[list[str]]:
+    return [
+        [
+            one["change"],
+            one["curvature"],
+            _pm(one["measured"]),
+            "" if one["curvature"] == "X^T X" else _pm(one["more than X^T X"]),
+        ]
+        for one in found
+    ]
 
 
 if __name__ == "__main__":
