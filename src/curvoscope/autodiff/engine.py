@@ -37,7 +37,7 @@ Selection = tuple[frozenset[str], Site | None]  # parameters with derivatives, a
 BatchProduct = Callable[[str, Sequence[Block], Sequence[Block], Tensor], Tensor]  # `Autodiff.product`, of one batch
 
 _PASSES = 2  # what the graph of a product and the product take, in forward passes
-_AT_ONCE = 2**25  # bytes of a graph up to which several vectors at once are faster than one after the other
+_AT_ONCE = 2**23  # bytes of a graph and a vector up to which several at once are faster than one after the other
 _WORKSPACE = 2**28  # bytes for vectors at once
 _MOST_AT_ONCE = 64
 
@@ -247,8 +247,9 @@ class Autodiff:
     ) -> Tensor:
         """One batch's products, (n, R): several vectors at once if the overhead of a call would dominate."""
         count = next(iter(vectors.values())).shape[0]
-        if count > 1 and self._can_batch and graph.nbytes <= _AT_ONCE:
-            step = min(_MOST_AT_ONCE, max(1, _WORKSPACE // max(1, graph.nbytes)))
+        size = graph.nbytes + sum(vector.nbytes for vector in vectors.values()) // count
+        if count > 1 and self._can_batch and size <= _AT_ONCE:
+            step = min(_MOST_AT_ONCE, max(1, _WORKSPACE // max(1, size)))
 
             def together() -> Tensor:
                 found = []
