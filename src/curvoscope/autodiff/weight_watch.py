@@ -1,7 +1,7 @@
 """Notice that weights which are shared with a model have changed, without a copy of them.
 
-Torch counts the changes of a tensor in place. It does not count those through `.data`, so a few entries of each tensor
-are remembered as well.
+Torch counts the changes of a tensor in place. It does not count those through `.data`, so a hash of the bits of each
+tensor and a few of its entries are remembered as well.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,15 @@ class WeightWatch:
         self._tensors = dict(tensors)
         self._versions = self._counts()
         self._views = [tensor.view(-1)[:: max(1, tensor.numel() // _ENTRIES)] for tensor in self._tensors.values()]
-        self._entries = self._bits()
+        self._entries, self._hashes = self._bits(), self._hashed()
 
     def check(self) -> None:
         """Raise if a tensor has changed."""
-        if self._counts() == self._versions and torch.equal(self._bits(), self._entries):
+        if (
+            self._counts() == self._versions
+            and torch.equal(self._bits(), self._entries)
+            and self._hashed() == self._hashes
+        ):
             return
         counts = zip(self._tensors, self._counts(), self._versions, strict=True)
         changed = [path for path, now, then in counts if now != then]
@@ -46,6 +50,14 @@ class WeightWatch:
     def _bits(self) -> Tensor:
         """The remembered entries as bytes: NaN is equal to itself."""
         return torch.cat(self._views).view(torch.uint8) if self._views else torch.empty(0)
+
+    def _hashed(self) -> list[int]:
+        """The exclusive or of the bits of all entries, which does not depend on the order of the work."""
+        full = [tensor for tensor in self._tensors.values() if tensor.numel()]
+        if not full or not hasattr(torch, "hash_tensor"):  # before torch 2.9
+            return []
+        found: list[int] = torch.stack([torch.hash_tensor(tensor) for tensor in full]).tolist()
+        return found
 
 
 def can_be_watched(tensor: Tensor) -> bool:
