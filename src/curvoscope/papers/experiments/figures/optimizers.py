@@ -101,7 +101,7 @@ def _ratios(rows: Sequence[Row], adam: Sequence[Row], goal: float, quantity: str
 
 
 def _paces(rows: Sequence[Row], adam: Sequence[Row]) -> list[float]:
-    """The processor time of a step over that of Adam's, per seed, over the whole runs."""
+    """The processor time of a step over that of Adam's, per seed, over the whole run of each."""
     mine, adams = _seconds_per_step(rows), _seconds_per_step(adam)
     return [mine[seed] / adams[seed] for seed in mine if seed in adams]
 
@@ -165,7 +165,7 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _loss_curve(rows: Sequence[Row], optimizer: str) -> Series:
-    """Mean and standard error over seeds, at the steps at which none has diverged."""
+    """Mean and standard error over seeds, at the steps before any of them reaches its goal or diverges."""
     chosen, seeds = select(rows, quantity="loss"), len({row.seed for row in rows})
     whole = {at for at, group in by(chosen, "at").items() if len(group) == seeds}
     return curve([row for row in chosen if row.found.at in whole], "at", optimizer, OPTIMIZERS.index(optimizer))
