@@ -299,7 +299,7 @@ def hessian(
         copy: whether to copy the weights. Otherwise the Hessian shares them with the model: once they have changed, as
             by an optimizer, it raises a `ChangedWeightsError`. A copy keeps it as it is.
         recompute: "layer" keeps the inputs of the model's layers (of its `nn.ModuleList`) instead of all activations,
-            and computes what happens inside of a layer anew in each product, which takes about 1.6 times as long.
+            and computes what happens inside of a layer anew in each product, which takes about twice as long.
 
     Half-precision weights are converted: operators, vectors and sums are float32, and the weights are copied.
 
