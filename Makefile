@@ -27,7 +27,7 @@ define SAY_WHAT_IS_SKIPPED
 @test -f $(MATHJAX) || echo "Skipped without MathJax (npm): the tests of the built site (tests/docs/test_site.py, in make test-slow)"
 endef
 
-.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery sensitivity docs build test-wheel clean
+.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery sensitivity audit docs build test-wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -89,6 +89,11 @@ gallery: $(VENV)/gallery
 # docs/sensitivity.md, from benchmarks/sensitivity.json.
 sensitivity: $(VENV)/dev
 	$(BIN)/python -m benchmarks.sensitivity_page > docs/sensitivity.md
+
+# docs/audit.md: approximations against the curvature, on small models exactly and on two trained ones.
+audit: $(VENV)/gallery
+	$(BIN)/python -m benchmarks.audit_study
+	$(BIN)/python -m benchmarks.audit_page
 
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax

@@ -33,7 +33,7 @@ are rebuilt. The last row compares products and entries of diagonals with autodi
 _SWEPT = """The Gauss-Newton part of every block of GPT-2 small (124 million parameters, random weights, one sequence of
 128 tokens, float32, two threads) by `cv.sweep`. Products are timed on five blocks of different depths."""
 _AUDITED = """The audit of all linear blocks of a GPT-2 with 6 layers of width 256 (random weights, one sequence of 128
-tokens, float32, two threads), while its sweep runs. The aim is three times the sweep alone."""
+tokens, float32, two threads), while its sweep runs, in processor time. The aim is twice the sweep alone."""
 _OVERHEADS = """What an answer costs beside its products: the model of the next section."""
 _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
 products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
