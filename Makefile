@@ -29,7 +29,7 @@ define SAY_WHAT_IS_SKIPPED
 @test -f $(MATHJAX) || echo "Skipped without MathJax (npm): the tests of the built site (tests/docs/test_site.py, in make test-slow)"
 endef
 
-.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery sensitivity docs build test-wheel clean
+.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery sensitivity audit docs build test-wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -93,6 +93,11 @@ gallery: $(VENV)/gallery
 sensitivity: $(VENV)/gallery
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.sensitivity
 	$(BIN)/python -m benchmarks.sensitivity_page > docs/sensitivity.md
+
+# docs/audit.md: approximations against the curvature, on small models exactly and on two trained ones.
+audit: $(VENV)/gallery
+	$(BIN)/python -m benchmarks.audit_study
+	$(BIN)/python -m benchmarks.audit_page
 
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax

@@ -1,7 +1,8 @@
 """The audit of all linear blocks of a GPT-2 with random weights, 128 tokens, float32, by a sweep.
 
 All approximations but sums of several Kronecker products, in units of the sweep itself; and the exact audit of the
-addition network at d = 64. Six layers of width 256; `python -m benchmarks.audit 12 768` takes GPT-2 small.
+addition network at d = 64. Six layers of width 256; `python -m benchmarks.audit 12 768` takes GPT-2 small. Seconds are
+those of the processor.
 """
 
 import json
@@ -16,7 +17,7 @@ from benchmarks.measure import in_own_process, peak_gib
 from curvoscope.analysis.audit import DEFAULT
 
 LENGTH, SAMPLES = 128, 64
-LIMITS = {"audit_over_sweep": 3.0}  # the aim: at most twice the time of the sweep that it watches
+LIMITS = {"audit_over_sweep": 2.0}  # of a sweep with the audit, to the sweep alone
 
 
 def gpt2(layers: int, width: int) -> tuple[Any, list[dict[str, torch.Tensor]]]:
@@ -38,9 +39,9 @@ def sampled(layers: int, width: int) -> dict[str, object]:
     seconds: dict[str, float] = {}
     watch = cv.analysis.SampledAudit(DEFAULT)
     for name, observe in (("sweep", None), ("audited", watch)):
-        start = time.perf_counter()
+        start = time.process_time()  # of all threads: others may use the cores
         cv.sweep(model, None, batches, blocks, samples=SAMPLES, observe=observe)
-        seconds[name] = time.perf_counter() - start
+        seconds[name] = time.process_time() - start
     table = watch.table()
     return {
         "limits": LIMITS,
@@ -75,10 +76,12 @@ def exact() -> dict[str, object]:
     }
 
 
-def measured(layers: int = 6, width: int = 256) -> dict[str, object]:
-    """In a process of its own."""
+def measured(layers: int = 0, width: int = 0) -> dict[str, object]:
+    """In a process of its own; with sizes, of that model alone."""
     torch.set_num_threads(2)
-    return {"sampled": sampled(layers, width), "exact, d = 64": exact()}
+    if layers:
+        return {"sampled": sampled(layers, width)}
+    return {"sampled": sampled(6, 256), "exact, d = 64": exact()}
 
 
 def run() -> dict[str, object]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _TEXT, _HEADING = 8, 11
 _COLUMNS = 4
+_TICKS = 8
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h", "<", ">", "d")
 _SHOWN = ("diagonal", "input", "kfac", "ekfac", "shampoo", "kronecker:1")  # through the depth
 
@@ -67,18 +68,19 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
     roles = list(dict.fromkeys(role_of(block) for block in found.blocks if layer_and_role(block) is not None))
     for axes, name in zip(grid, names, strict=True):
         for place, role in enumerate(roles):
-            points = [
+            points = sorted(
                 (layers.index(where[0]), row.best_scale_error)
                 for row in found
                 if row.approximation == name and (where := layer_and_role(row.block)) is not None and where[1] == role
-            ]
+            )
             style = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
             values, errors = [float(error) for _, error in points], [error.stderr for _, error in points]
             places = [layer for layer, _ in points]
             axes.errorbar(places, values, errors, label=plain(role), markersize=3.5, linewidth=1.0, **style)
         axes.set_ylim(0, 1.05)
         axes.set_xlabel("layer", size=_TEXT)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        step = -(-len(layers) // _TICKS)
+        axes.set_xticks(range(0, len(layers), step), [layer.removeprefix("h.") for layer in layers[::step]])
         axes.set_title(plain(name), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)
@@ -88,5 +90,6 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
 
 
 def layers_of_blocks(blocks: Sequence[str]) -> list[str]:
-    """The layers that the blocks are in, in order."""
-    return list(dict.fromkeys(where[0] for block in blocks if (where := layer_and_role(block)) is not None))
+    """The layers that the blocks are in, the first one first: a sweep begins with the last."""
+    found = {where[0] for block in blocks if (where := layer_and_role(block)) is not None}
+    return sorted(found, key=lambda layer: (layer.rstrip("0123456789"), int(layer.rpartition(".")[2])))
