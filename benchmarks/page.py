@@ -43,6 +43,8 @@ many are counted as our plain CG takes, which is the same method with the same m
 _INFLUENCE = """A Transformer block of width 16 learns to add numbers of one digit from 64 rows, in float64, and is
 retrained on 32 random halves of them. The linear datamodeling score is Spearman's correlation between predicted and
 measured losses over these halves, averaged over 24 test rows."""
+_SEVERAL = """Processor time of one thread, small GPT-2s in float32. Up to some size the vectors share the cost of the
+calls. Above it each vector takes passes of its own: with the graph kept, all of a product depends on the vector."""
 _OVERHEADS = """What an answer costs beside its products, in processor time with one thread, in a run of its own. The
 model is that of the next section."""
 _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
@@ -87,6 +89,7 @@ SECTIONS = (
     Section("Solving", _SOLVED, _AGAINST, tables.solved),
     Section("Influence against retraining", _INFLUENCE, _SCORED, tables.influenced),
     Section("Estimates beside their products", _OVERHEADS, _AGAINST, tables.overheads),
+    Section("Several vectors", _SEVERAL, _AGAINST, tables.vectors_at_once),
     *(
         Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind))
         for i, (kind, name) in enumerate(MODELS.items())

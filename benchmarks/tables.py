@@ -314,9 +314,19 @@ def started(found: dict[str, Any]) -> Iterator[Row]:
     above, limits, torch = one["seconds_above_torch"], one["limits_seconds"], one["seconds"]["torch"]
     told = _bold(f"{one['seconds']['help']:.2f} s", one["seconds"]["help"] > limits["help"])
     yield "`curvoscope --help`", f"aim: {limits['help']} s", told
-    told = _bold(f"{above['import']:.2f} s more", above["import"] > limits["import"])
+    told = _bold(f"{max(0.0, above['import']):.2f} s more", above["import"] > limits["import"])
     yield "`import curvoscope`", f"`import torch`, {torch:.1f} s (aim: {limits['import']} s more)", told
     yield "`import curvoscope` and the first `cv.hessian`", "`import torch`", f"{above['cv.hessian']:.2f} s more"
+
+
+def vectors_at_once(found: dict[str, Any]) -> Iterator[Row]:
+    """Eight vectors against eight single ones."""
+    one = found.get("several_vectors", {})
+    for size in one.get("sizes", ()):
+        ratio = size["eight_over_eight_single"]
+        told = _bold(f"{ratio:.2f} of their time", ratio > one["aim"])
+        task = f"product with 8 vectors, {size['parameters']:,} parameters, {size['tokens']} tokens"
+        yield task, f"8 products (aim: {one['aim']})", told
 
 
 def growths(found: dict[str, Any]) -> Iterator[Row]:
