@@ -10,7 +10,7 @@ import curvoscope as cv
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.errors import ChangedWeightsError
+from curvoscope.errors import ChangedWeightsError, ModelError
 from reference import normal, relative
 
 
@@ -128,3 +128,33 @@ def test_a_model_that_changes_its_weights_while_it_runs_is_refused():
     with pytest.raises(ChangedWeightsError, match="weight"):
         cv.hessian(Clamped(3, 2).double(), nn.MSELoss(), [points()])
     assert cv.hessian(Clamped(3, 2).double(), nn.MSELoss(), [points()], copy=True).shape == (8, 8)
+
+
+class TestAModelThatScalesItsWeights:
+    """RWKV divides some weights by powers of two, in place, when it first runs in evaluation mode."""
+
+    @pytest.fixture
+    def rwkv(self):
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 11, "hidden_size": 4, "attention_hidden_size": 4, "intermediate_size": 8}
+        config = transformers.RwkvConfig(**sizes, num_hidden_layers=2, rescale_every=1, use_cache=False)
+        tokens = torch.randint(0, 11, (2, 3))
+        return transformers.RwkvForCausalLM(config).double().eval(), {"input_ids": tokens, "labels": tokens}
+
+    def test_before_it_did_is_an_error(self, rwkv):
+        model, batch = rwkv
+        with pytest.raises(ModelError, match=r"scales weights when it next runs: run the model once"):
+            cv.hessian(model, None, [batch])
+
+    @pytest.mark.parametrize("every", [1, 6])
+    def test_its_loss_is_left_as_it_was(self, rwkv, every):
+        model, batch = rwkv
+        model.config.rescale_every = every  # six: nothing to scale in two layers
+        if every == 1:
+            model(**batch)
+        before = copy.deepcopy(model)(**batch).loss
+        H = cv.hessian(model, None, [batch], method="autodiff")
+        v = normal(1)(H.shape[0])
+        assert relative(H @ v, H @ v) == 0
+        assert torch.equal(copy.deepcopy(model)(**batch).loss, before)

@@ -339,6 +339,25 @@ def _is_kernel(file: ModuleType, name: str) -> bool:
     return name in _FLAGS or (file.__name__, name) in _kernels_inside or (chosen and hasattr(value, "__wrapped__"))
 
 
+def rescales(module: nn.Module) -> bool:
+    """Whether a module is about to scale weights in place, as RWKV does when it first runs in evaluation mode."""
+    return getattr(module, "layers_are_rescaled", None) is module.training
+
+
+@contextmanager
+def not_rescaled(model: nn.Module) -> Iterator[None]:
+    """Inside, no module scales its weights in place."""
+    found: Iterator[Any] = (module for module in model.modules() if rescales(module))
+    held = [(module, module.layers_are_rescaled, module.config.rescale_every) for module in found]
+    try:
+        for module, _, _ in held:
+            module.config.rescale_every = 0
+        yield
+    finally:
+        for module, rescaled, every in held:
+            module.layers_are_rescaled, module.config.rescale_every = rescaled, every
+
+
 # ---- in a model
 
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from curvoscope.autodiff.kernels import REPLACED, attached, long_attention, torch_recurrences
+from curvoscope.autodiff.kernels import REPLACED, attached, long_attention, not_rescaled, rescales, torch_recurrences
 from curvoscope.errors import ModelError
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
@@ -48,6 +48,7 @@ def undisturbed(
                 if own_kernels:
                     settings.enter_context(long_attention(REPLACED))
                 settings.enter_context(torch_recurrences(model))
+                settings.enter_context(not_rescaled(model))
                 settings.enter_context(torch.compiler.set_stance("force_eager"))
                 for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
                     settings.enter_context(torch.autocast(device, enabled=False))
@@ -82,11 +83,13 @@ def same_randomness(generators: Iterable[torch.Generator] = ()) -> Iterator[None
 
 
 def check_mode(model: nn.Module) -> None:
-    """Raise if the loss would depend on chance or on the cut into batches."""
+    """Raise if the loss depends on chance or on the cut into batches, or if the next run changes the weights."""
     for path, module in model.named_modules():
+        name = f"{path or 'the model itself'} ({type(module).__name__})"
+        if rescales(module) and 0 < module.config.rescale_every <= module.config.num_hidden_layers:
+            raise ModelError("model", f"{name} scales weights when it next runs: run the model once before, as it is")
         if not module.training:
             continue
-        name = f"{path or 'the model itself'} ({type(module).__name__})"
         if isinstance(module, _DropoutNd) and module.p > 0:
             raise ModelError("model", f"dropout is active in {name}: the loss is random. Call model.eval() first")
         if isinstance(module, _BatchNorm):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from curvoscope.autodiff.kernels import rescales
 from curvoscope.errors import ChangedWeightsError
 
 _ENTRIES = 16  # remembered of each tensor
@@ -66,6 +67,9 @@ def can_be_watched(tensor: Tensor) -> bool:
 
 
 def rewritten_by(model: nn.Module) -> set[int]:
-    """The ids of parameters that a model changes while it runs: embeddings with `max_norm`."""
+    """The ids of parameters that a model changes as it runs: embeddings with `max_norm`, what it is about to scale."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return {id(table.weight) for table in tables if table.max_norm is not None}
+    scaled = (module for module in model.modules() if rescales(module))
+    return {id(table.weight) for table in tables if table.max_norm is not None} | {
+        id(parameter) for module in scaled for parameter in module.parameters()
+    }

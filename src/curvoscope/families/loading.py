@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from curvoscope import checks
+from curvoscope.autodiff.kernels import rescales
 from curvoscope.errors import CurvoscopeError, RangeError
 from curvoscope.families.tasks import HEADS_OF_BODIES, ModelTask, bodies_of, classes_of
 
@@ -257,7 +258,16 @@ def _load(path: Path, configuration: dict[str, Any], dtype: torch.dtype, safe: b
     if hasattr(model, "set_experts_implementation") and not _can_group(model):
         model.set_experts_implementation("eager")  # one by one
     unused = tuple(sorted(found.get("unexpected_keys", ())))
-    return Loaded(model.eval(), found_task, unused, None if name in saved_from else saved_from)
+    return Loaded(_ready(model), found_task, unused, None if name in saved_from else saved_from)
+
+
+def _ready(model: Any) -> nn.Module:
+    """The model in evaluation mode, with the weights that it computes with in this mode: RWKV scales them."""
+    model.eval()
+    for module in model.modules():
+        if rescales(module):
+            module._rescale_layers()
+    return model
 
 
 def _can_group(model: nn.Module) -> bool:
