@@ -116,7 +116,7 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Subject:
+class StudyTask:
     """A network as a function of its seed, data as a function of a seed and a number of rows, and rows per batch."""
 
     network: Callable[[int], nn.Module]
@@ -124,7 +124,7 @@ class Subject:
     rows: int
 
 
-def subject_of(c: OptimizerStudy, task: str) -> Subject:
+def subject_of(c: OptimizerStudy, task: str) -> StudyTask:
     """What a task trains, in float32."""
     if task == "text":
         tokens = text.encode(text.corpus(), c.characters).tokens
@@ -134,7 +134,7 @@ def subject_of(c: OptimizerStudy, task: str) -> Subject:
             found = tokens[starts[:, None] + torch.arange(c.context + 1)]
             return found[:, :-1], found[:, 1:]
 
-        return Subject(lambda seed: _gpt2(c.d, "pre", c.characters, c.context, seed), excerpts, c.texts)
+        return StudyTask(lambda seed: _gpt2(c.d, "pre", c.characters, c.context, seed), excerpts, c.texts)
     if task == "digits":
 
         def pictures(seed: int, rows: int) -> InputsAndTargets:
@@ -145,14 +145,14 @@ def subject_of(c: OptimizerStudy, task: str) -> Subject:
         def vision(seed: int) -> nn.Module:
             return digits.VisionTransformer(c.d, 4 * c.d, seed).float()
 
-        return Subject(vision, pictures, c.images)
+        return StudyTask(vision, pictures, c.images)
     norm = "pre" if task == "addition" else "none"
 
     def additions(seed: int, rows: int) -> InputsAndTargets:
         found = tasks.addition(rows, c.digits, seed)
         return found[:, :-1], tasks.answer_targets(found)
 
-    return Subject(lambda seed: _gpt2(c.d, norm, tasks.VOCABULARY, 3 * c.digits + 3, seed), additions, c.sequences)
+    return StudyTask(lambda seed: _gpt2(c.d, norm, tasks.VOCABULARY, 3 * c.digits + 3, seed), additions, c.sequences)
 
 
 def _gpt2(d: int, norm: str, vocabulary: int, context: int, seed: int) -> GPT2:
