@@ -82,11 +82,12 @@ def lanczos(
 ) -> Eigenvalues:
     """The k eigenvalues of largest magnitude (LM), largest (LA) or smallest (SA) of a symmetric operator.
 
-    The basis V grows by the part of B V_last outside V, orthogonalised against the rows that B couples with V_last, then
-    against all of V; the projection V B V^T is kept and diagonalised in float64. When V fills its memory, the best Ritz vectors and the last block make a new V.
-    A block of b starting vectors finds eigenvalues of multiplicity up to b. When V becomes an invariant subspace, new
-    random vectors join, until they change nothing. A run goes on until the residuals are small and an eigenvalue
-    further out is improbable (`estimate.missed`); with a budget the error bars say what may have been missed.
+    The basis V grows by the part of B V_last outside V, orthogonalised against the rows that B couples with V_last,
+    then against all of V; the projection V B V^T is kept and diagonalised in float64. When V fills its memory, the best
+    Ritz vectors and the last block make a new V. A block of b starting vectors finds eigenvalues of multiplicity up to
+    b. When V becomes an invariant subspace, new random vectors join, until they change nothing. A run goes on until the
+    residuals are small and an eigenvalue further out is improbable (`estimate.missed`); with a budget the error bars
+    say what may have been missed.
 
     Args:
         operator: (n, n), symmetric.
