@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,17 +81,22 @@ class ModelHessian(BlockHessian):
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
         """`closed`: the blocks in closed form; `why`: there are none."""
         known = None if closed is None else closed.block
-        self.stand_ins = ModelStandIns(engine)
+        self._stand_ins = cache(lambda: ModelStandIns(engine))
         self.outer, self.functional, self.total = (
             ShardedMatrix(engine, part, engine.blocks)
             if isinstance(engine, Sharded)
-            else AutodiffMatrix(engine, part, engine.blocks, known, self.stand_ins)
+            else AutodiffMatrix(engine, part, engine.blocks, known, self._stand_ins)
             for part in PARTS
         )
         self.loss = engine.survey.loss
         self.terms = engine.survey.total
         self._blocks, self._engine, self._closed, self._why = engine.blocks, engine, closed, why
         self._plan: tuple[int, Plan] | None = None
+
+    @property
+    def stand_ins(self) -> ModelStandIns:
+        """Preconditioners of its blocks, made of approximations."""
+        return self._stand_ins()
 
     @property
     def plan(self) -> Plan:

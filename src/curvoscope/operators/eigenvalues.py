@@ -23,6 +23,16 @@ class Spectral(Solvable):
     """The questions about eigenvalues and singular values that every `LinearOperator` answers.
 
     Subclasses that know more say so in `_all_eigenvalues`, with `_spectrum_is_cheap`, `_spectral_norm` or `norm_bound`.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> X = torch.arange(6.0).double().view(3, 2)
+        >>> H = cv.exact.LinearMLP([torch.eye(2).double()]).hessian(X, cv.losses.MSE(X))
+        >>> values = H.outer["W1"].eigenvalues(2, "LA")
+        >>> bool(torch.allclose(values.value, torch.linalg.eigvalsh(H.outer["W1"].dense())[-2:]))
+        True
+        >>> abs(H.outer["W1"].spectral_norm() - values[-1]) < 1e-12
+        True
     """
 
     shape: tuple[int, int]
