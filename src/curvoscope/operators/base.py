@@ -20,6 +20,7 @@ from curvoscope.estimate import Density, DiagonalEstimate, Eigenvalues, Estimate
 from curvoscope.estimate.space import empty
 from curvoscope.magnitudes import norm, power_of_two
 from curvoscope.operators.solving import Solvable
+from curvoscope.operators.strips import write_transposed
 from curvoscope.settings import settings
 
 Shape = tuple[int, int]
@@ -97,6 +98,11 @@ class LinearOperator(Solvable, ABC):
             flat.copy_((flat + flat.T).mul_(0.5))
         if not out.is_contiguous():
             out.copy_(flat.view(out.shape))
+
+    def _write_both(self, out: Tensor, mirror: Tensor) -> None:
+        """Write the entries to `out`, and their transpose to `mirror`, a view of shape (b, q, a, p)."""
+        self._write(out)
+        write_transposed(mirror, out)
 
     def _workspace(self, room: int) -> int:
         """Bytes that `_write` needs beside the entries, `room` being left for it: what can be cut into chunks is."""
