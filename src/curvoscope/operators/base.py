@@ -19,6 +19,7 @@ from curvoscope.estimate import DiagonalEstimate, Estimate
 from curvoscope.estimate.space import empty
 from curvoscope.magnitudes import norm
 from curvoscope.operators.eigenvalues import Spectral
+from curvoscope.operators.strips import write_transposed
 from curvoscope.settings import settings
 
 Shape = tuple[int, int]
@@ -91,6 +92,11 @@ class LinearOperator(Spectral, ABC):
             flat.copy_((flat + flat.T).mul_(0.5))
         if not out.is_contiguous():
             out.copy_(flat.view(out.shape))
+
+    def _write_both(self, out: Tensor, mirror: Tensor) -> None:
+        """Write the entries to `out`, and their transpose to `mirror`, a view of shape (b, q, a, p)."""
+        self._write(out)
+        write_transposed(mirror, out)
 
     def _workspace(self, room: int) -> int:
         """Bytes that `_write` needs beside the entries, `room` being left for it: what can be cut into chunks is."""
