@@ -24,7 +24,7 @@ from curvoscope.commands.subject import Request, subject_of
 from curvoscope.sweep import Sweep
 
 LENGTH, SAMPLES, LAYERS = 128, 64, 22
-TRAINED_SAMPLES = 256  # with trained weights few directions dominate a block, and its norm needs more samples
+TRAINED_SAMPLES = 208  # with trained weights few directions dominate a block, and its norm needs more samples
 LIMIT_GIB = 16  # for the model of 1.1 billion parameters
 GROWTH = 3.5  # memory of one layer more, in units of its weights in bfloat16
 SAMPLE = ("h.0.attn.Q", "h.2.mlp.down", "h.5.attn.V", "h.8.mlp.up", "h.11.attn.K")

@@ -52,6 +52,10 @@ class ModelError(CurvoscopeError, ValueError):
     """A model cannot do what is asked: a parameter is missing or frozen, a closed form is not known, ..."""
 
 
+class MissingPackageError(CurvoscopeError, ImportError):
+    """A package must be installed first."""
+
+
 class ChangedWeightsError(CurvoscopeError, RuntimeError):
     """The weights of a model have changed since its Hessian was made, which shares them."""
 

@@ -6,7 +6,7 @@ import webbrowser
 import torch
 from rich.console import Console
 
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import MissingPackageError
 
 
 def run(host: str | None, port: int, open_browser: bool) -> None:
