@@ -82,3 +82,7 @@ class MemoryLimitError(CurvoscopeError, MemoryError):
     def __init__(self, argument: str, message: str, needed: int) -> None:
         super().__init__(argument, message)
         self.needed = needed
+
+
+class CompileWarning(UserWarning):
+    """Products were to be compiled, and are computed without: the same numbers, not as fast."""

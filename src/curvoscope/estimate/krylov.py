@@ -165,7 +165,7 @@ class _Run:
         wanted = min(self._size, matvecs + self._block if matvecs else max(256, 8 * (k + self._block)))
         self._limit = self._room(wanted)
         rows = self._limit + 2 * self._block
-        self._V = products.memory(rows).T
+        self._V = products.basis(rows).T
         self._H = torch.zeros(rows, rows, dtype=torch.float64, device=products.device)
         self._done = self._joined = 0  # rows that have been multiplied, and rows
         self._coupled = 0  # the first row that B couples with those not yet multiplied, but for rounding
@@ -183,12 +183,13 @@ class _Run:
         beside = 4 * self._block  # new rows, their products and projections
         least = min(self._size, self._k + 2 * self._block + 2)
         one = self._products.dtype.itemsize * length
-        rows = max(least, min(budget // one - beside, wanted))
+        on_disk = self._products.scratch is not None
+        rows = max(least, wanted if on_disk else min(budget // one - beside, wanted))
         checks.fits(
-            one * (rows + beside),
+            one * (beside if on_disk else rows + beside),
             budget,
             f"a basis of {rows} vectors of length {length}",
-            "ask for fewer eigenvalues, or give a smaller block",
+            "ask for fewer eigenvalues, give a smaller block, or a folder: cv.settings(scratch=...)",
         )
         return rows
 
