@@ -618,6 +618,10 @@ COMMANDS = {
     "report: a run that is not there": ("report nowhere", "RUN"),
     "report: a folder without a run": ("report folder", "RUN"),
     "report: a file that is no run": ("report plain.txt", "RUN"),
+    "explore: a run that is not there": ("explore nowhere", "RUN"),
+    "explore: a folder without a run": ("explore folder --output page.html", "RUN"),
+    "explore: a file that is no run": ("explore plain.txt", "RUN"),
+    "explore: a page of no run": ("explore --output page.html", "output"),
 }
 
 

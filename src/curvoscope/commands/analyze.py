@@ -36,6 +36,7 @@ from curvoscope.commands.document import (
     show_extremes,
     show_subject,
     shown_files,
+    spectrum_facts,
     write_run,
 )
 from curvoscope.commands.progress import work
@@ -77,6 +78,7 @@ class DenseBlocks:
 
     rows: list[BlockRow] = dataclasses.field(default_factory=list)
     verdict: str | None = None
+    spectra: list[BlockSpectrum] = dataclasses.field(default_factory=list)
     figures: dict[str, "matplotlib.figure.Figure"] = dataclasses.field(default_factory=dict)
 
 
@@ -199,7 +201,7 @@ def _dense_blocks(H: BlockHessian | None) -> DenseBlocks:
     figures = {"hessian": hessian_figure(H, title)}
     if spectra:
         figures["densities"] = density_figures.density_figure(spectra, density_figures.headline_of(spectra))
-    return DenseBlocks(rows, verdict(rows) if comparable else None, figures)
+    return DenseBlocks(rows, verdict(rows) if comparable else None, spectra, figures)
 
 
 def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Request) -> None:
@@ -274,6 +276,7 @@ def _facts(name: str, found: Found) -> dict[str, Any]:
         "hessian": extremes_facts(found.ends),
         "pairs": pairs,
         "dense": [dataclasses.asdict(row) for row in found.dense.rows],
+        "spectra": [spectrum_facts(one) for one in found.dense.spectra],
         "verdict": found.dense.verdict,
         "histograms": [dataclasses.asdict(one) for one in found.histograms],
         "attention": heads_facts(found.heads),
