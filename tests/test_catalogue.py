@@ -21,7 +21,7 @@ from curvoscope.analysis import recipes
 from curvoscope.analysis.power_law import power_law
 from curvoscope.autodiff.batches import BatchError
 from curvoscope.distributed.ranks import RankError
-from curvoscope.families.loading import NotAModelError
+from curvoscope.families.model_folders import NotAModelError
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments import StoreError
 from curvoscope.papers.networks import GPT2

@@ -7,7 +7,7 @@ from torch import nn
 import curvoscope as cv
 from curvoscope.approximations import read_factors
 from curvoscope.errors import ModelError, ShapeError
-from curvoscope.families.loading import CorruptFileError, NotAModelError
+from curvoscope.families.model_folders import CorruptFileError, NotAModelError
 from reference import normal
 
 save_file = pytest.importorskip("safetensors.torch").save_file

@@ -10,7 +10,8 @@ import zoo
 from curvoscope.commands.subject import Request, subject_of
 from curvoscope.curvature import hessian
 from curvoscope.errors import CurvoscopeError, RangeError, ShapeError
-from curvoscope.families.loading import MissingWeightsError, UnknownArchitectureError
+from curvoscope.families.loading import UnknownArchitectureError
+from curvoscope.families.model_folders import MissingWeightsError
 from curvoscope.families.tasks import ModelTask
 from curvoscope.families.text import TextError, corpus
 from model_folders import characters, saved

@@ -15,14 +15,14 @@ from curvoscope import cli
 from curvoscope.commands.subject import NAMES, Request, subject_of
 from curvoscope.errors import CurvoscopeError, MemoryLimitError, MissingPackageError
 from curvoscope.families import configs, loading
-from curvoscope.families.loading import (
+from curvoscope.families.loading import UnknownArchitectureError, load
+from curvoscope.families.model_folders import (
     CorruptFileError,
+    LoadingError,
     MissingWeightsError,
     NotAModelError,
     QuantisedError,
     RemoteCodeError,
-    UnknownArchitectureError,
-    load,
 )
 from model_folders import saved
 
@@ -376,5 +376,5 @@ def test_a_broken_gguf_file_is_named(tmp_path):
     pytest.importorskip("gguf")
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF and nothing else")
-    with pytest.raises(loading.LoadingError, match=r"model\.gguf"):
+    with pytest.raises(LoadingError, match=r"model\.gguf"):
         load(file)

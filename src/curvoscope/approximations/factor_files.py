@@ -21,7 +21,7 @@ from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks
 from curvoscope.errors import MissingPackageError, ModelError, ShapeError
 from curvoscope.families.block_maps import blocks_of
-from curvoscope.families.loading import CorruptFileError, NotAModelError
+from curvoscope.families.model_folders import CorruptFileError, NotAModelError
 
 Tensors = Mapping[str, Tensor]
 

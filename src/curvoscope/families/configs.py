@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from curvoscope.errors import RangeError
-from curvoscope.families.loading import Loaded, NotAModelError, transformers
+from curvoscope.families.loading import Loaded, transformers
+from curvoscope.families.model_folders import NotAModelError
 from curvoscope.families.tasks import ModelTask
 
 

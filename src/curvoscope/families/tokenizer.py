@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from curvoscope.families.loading import GGUF, CorruptFileError, RemoteCodeError, quiet, transformers
+from curvoscope.families.loading import GGUF, quiet, transformers
+from curvoscope.families.model_folders import CorruptFileError, RemoteCodeError
 
 _TABLES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
