@@ -5,7 +5,6 @@ both widths of its own weight W (a, p). That is tried on random numbers, so that
 W may be quantised. Several pairs A, B may act on one weight.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from curvoscope.autodiff.kernels import forward_replaced
 from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks, Layout, Piece
+from curvoscope.families.adapter_probe import AdapterProbe, FactorPair
 
 _PEFT = {  # where PEFT keeps the parts of an adapter, and what they are called here
     **{"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B"},
@@ -29,8 +28,6 @@ _WHY = {
     "other": "its adapter is not of the form x W + s x A B",
 }
 _MOST_MATRICES = 9  # of a module that is tried: a weight and four adapters
-_TOKENS = 3
-_ROUNDING = 1e-9  # relative, in float64
 
 
 @dataclass(frozen=True)
@@ -166,28 +163,14 @@ def _low_rank(path: str, module: nn.Module) -> list[Adapter]:
         pairs = list(_pairs(matrices, base))
         if {name for pair in pairs for name in pair.names} != set(matrices) - {base}:
             continue
-        found = _Probe(module).adapters(path, pairs)
+        found = AdapterProbe(module, pairs).acting()
         if found:
-            return found
+            return [_lora(path, matrices, number, *one) for number, one in enumerate(found, 1)]
     return []
 
 
-def _holds_integers(module: nn.Module) -> bool:
-    return any(one.numel() > 1 and not one.is_floating_point() for one in (*module.parameters(), *module.buffers()))
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Two parameters of a module that may be A (a, r) and B (r, p) of its weight (a, p)."""
-
-    names: tuple[str, str]
-    layouts: tuple[Layout, Layout]
-    shape: tuple[int, int]
-    rank: int
-    base: str | None
-
-
-def _pairs(matrices: Mapping[str, Tensor], base: str | None) -> Iterator[_Pair]:
+def _pairs(matrices: Mapping[str, Tensor], base: str | None) -> Iterator[FactorPair]:
+    """Pairs of matrices that fit as the factors of the weight `base`, by their shapes."""
     for first, second in product(matrices, matrices):
         if first == second or base in (first, second):
             continue
@@ -198,92 +181,24 @@ def _pairs(matrices: Mapping[str, Tensor], base: str | None) -> Iterator[_Pair]:
             )
             fits = base is None or tuple(matrices[base].shape) in ((a, p), (p, a))
             if r == q and r < min(a, p) and fits:
-                yield _Pair((first, second), layouts, (a, p), r, base)
+                yield FactorPair((first, second), layouts, (a, p), r, base)
 
 
-class _Probe:
-    """A module of a model, run on random numbers in float64, with other parameters than its own. Nothing is changed."""
+def _lora(
+    path: str, matrices: Mapping[str, Tensor], number: int, pair: FactorPair, scale: float, layout: Layout | None
+) -> Adapter:
+    """The adapter of a pair of factors; `layout`: that of its weight, if a parameter holds it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        named = [*module.named_parameters(), *module.named_buffers()]
-        self._tensors = {n: one.detach().double() if one.is_floating_point() else one.detach() for n, one in named}
-        self._named = dict(module.named_parameters())
-        self._copy = copy.deepcopy(module, {id(one): one for _, one in named}).eval()
-        for one in self._copy.modules():
-            for hooks in (one._forward_hooks, one._forward_pre_hooks):
-                hooks.clear()
-        self._generator = torch.Generator().manual_seed(0)
+    def piece(name: str, layout: Layout) -> Piece:
+        return Piece.whole(f"{path}.{name}".removeprefix("."), matrices[name].shape, layout)
 
-    def adapters(self, path: str, pairs: Sequence[_Pair]) -> list[Adapter]:
-        """The pairs that act as A and B, with what was found of the weight."""
-        factors = {name for pair in pairs for name in pair.names}
-        found: list[Adapter] = []
-        taken: set[str] = set()
-        for pair in pairs:
-            scale = None if taken & set(pair.names) else self._scale(pair, factors)
-            if scale is not None:
-                taken |= set(pair.names)
-                parts = {
-                    part: Piece.whole(f"{path}.{name}".removeprefix("."), self._named[name].shape, layout)
-                    for part, name, layout in zip("AB", pair.names, pair.layouts, strict=True)
-                }
-                base = self._base(path, pair, factors)
-                found.append(Adapter(path, "lora", parts, base, pair.shape, scale, len(found) + 1))
-        return found
+    A, B = (piece(*factor) for factor in zip(pair.names, pair.layouts, strict=True))
+    base = None if pair.base is None or layout is None else piece(pair.base, layout)
+    return Adapter(path, "lora", {"A": A, "B": B}, base, pair.shape, scale, number)
 
-    def _run(self, x: Tensor, changed: Mapping[str, Tensor]) -> Tensor | None:
-        try:
-            with torch.no_grad():
-                found = functional_call(self._copy, {**self._tensors, **changed}, (x,))
-        except Exception:  # whatever a module that is no such layer says to such a call
-            return None
-        return found if isinstance(found, Tensor) else None
 
-    def _drawn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(
-            next(iter(self._tensors.values())).device
-        )
-
-    def _without(self, factors: set[str]) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(self._tensors[name]) for name in factors}
-
-    def _scale(self, pair: _Pair, factors: set[str]) -> float | None:
-        """s, if A and B alone add s x A B to an output that is otherwise x W + b with W not zero."""
-        (a, p), r = pair.shape, pair.rank
-        x, A, B = self._drawn(_TOKENS, a), self._drawn(a, r), self._drawn(r, p)
-        stored = {
-            n: one if layout == STORED else one.T
-            for n, one, layout in zip(pair.names, (A, B), pair.layouts, strict=True)
-        }
-        none = self._without(factors)
-        own, alone, nothing = (
-            self._run(x, none),
-            self._run(x, {**none, **stored}),
-            self._run(torch.zeros_like(x), none),
-        )
-        if own is None or alone is None or nothing is None or not own.shape == alone.shape == (_TOKENS, p):
-            return None
-        expected, added = x @ A @ B, alone - own
-        scale = float((added * expected).sum() / expected.square().sum())
-        tolerance = _ROUNDING * max(float(alone.abs().max()), float(own.abs().max()))
-        is_sum = bool((added - scale * expected).abs().max() <= tolerance) and abs(scale) * expected.abs().max() > (
-            100 * tolerance
-        )
-        return scale if is_sum and bool((own - nothing).abs().max() > tolerance) else None
-
-    def _base(self, path: str, pair: _Pair, factors: set[str]) -> Piece | None:
-        """W in the model, if a parameter holds it."""
-        if pair.base is None:
-            return None
-        stored, none = self._tensors[pair.base], self._without(factors)
-        x = self._drawn(_TOKENS, pair.shape[0])
-        own, nothing = self._run(x, none), self._run(torch.zeros_like(x), none)
-        if own is None or nothing is None:
-            return None
-        for layout, W in ((TRANSPOSED, stored.T), (STORED, stored)):
-            if W.shape == pair.shape and bool((own - nothing - x @ W).abs().max() <= _ROUNDING * own.abs().max()):
-                return Piece.whole(f"{path}.{pair.base}".removeprefix("."), stored.shape, layout)
-        return None
+def _holds_integers(module: nn.Module) -> bool:
+    return any(one.numel() > 1 and not one.is_floating_point() for one in (*module.parameters(), *module.buffers()))
 
 
 # ---- by name
