@@ -37,6 +37,11 @@ def attention_matrix(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight) -> AttentionM
     return torch.softmax(X @ W_Q @ W_K.T @ X.T / math.sqrt(W_Q.shape[1]), dim=-1)
 
 
+def attention_output(X: TokenRows, W_Q: KeyWeight, W_K: KeyWeight, W_V: ValueWeight) -> OutputRows:
+    """F = A X W_V."""
+    return attention_matrix(X, W_Q, W_K) @ X @ W_V
+
+
 # ---- derivatives of the row-wise softmax
 
 

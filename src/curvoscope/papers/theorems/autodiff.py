@@ -95,3 +95,13 @@ def second_derivative(network: NetworkFunction, parameters: Parameters, row: str
 def mean_square(target: Tensor) -> Loss:
     """ℓ(F) = ‖F − Y‖² / (number of entries), the square loss of the paper."""
     return lambda output: (output - target).square().mean()
+
+
+def cross_entropy(unembedding: Tensor, labels: Tensor) -> Loss:
+    """Mean over the tokens of −log softmax(F U)[label]."""
+
+    def loss(output: Tensor) -> Tensor:
+        chosen = torch.log_softmax(output @ unembedding, dim=-1)
+        return -chosen.gather(1, labels[:, None]).mean()
+
+    return loss

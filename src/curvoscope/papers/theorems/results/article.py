@@ -12,7 +12,8 @@ from curvoscope.papers.theorems.calculus import identity, kron
 from curvoscope.papers.theorems.layer_norm import normalised, scaling_term
 from curvoscope.papers.theorems.post_norm_block import NAMES, row_jacobian, row_second_derivative
 from curvoscope.papers.theorems.registry import ARTICLE, Fails, relative_error
-from curvoscope.papers.theorems.results.instances import Draw, layer
+from curvoscope.papers.theorems.results.draws import Draw
+from curvoscope.papers.theorems.results.instances import layer
 from curvoscope.papers.theorems.results.post_norm_block import draw_block, loss_reference
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvoscope.papers.theorems.attention import jacobians, softmax_jacobian
+from curvoscope.papers.theorems.attention import attention_output, jacobians, softmax_jacobian
 from curvoscope.papers.theorems.autodiff import hessian, second_derivative
 from curvoscope.papers.theorems.calculus import RealMatrix, commutation
 from curvoscope.papers.theorems.norm_bounds import (
@@ -22,14 +22,8 @@ from curvoscope.papers.theorems.norm_bounds import (
 )
 from curvoscope.papers.theorems.post_norm_block import attention_second_derivatives, printed_coupling
 from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, excess, misfit, relative_error
-from curvoscope.papers.theorems.results.instances import (
-    NAMES,
-    AttentionInstance,
-    Draw,
-    attention_output,
-    jacobian_errors,
-    layer,
-)
+from curvoscope.papers.theorems.results.draws import Draw
+from curvoscope.papers.theorems.results.instances import NAMES, AttentionInstance, jacobian_errors, layer
 
 SIZES = ((3, 4, 2, 4), (4, 3, 2, 3))
 """(L, d, k, e) with e = d and L ≠ d ≠ k."""

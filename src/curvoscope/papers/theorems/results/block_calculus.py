@@ -18,7 +18,7 @@ from curvoscope.papers.theorems.calculus import commutation, identity, kron, kro
 from curvoscope.papers.theorems.layer_norm import diagonal_embedding
 from curvoscope.papers.theorems.norm_bounds import norm
 from curvoscope.papers.theorems.registry import BLOCK_PAPER, Fails, excess, relative_error
-from curvoscope.papers.theorems.results.instances import Draw
+from curvoscope.papers.theorems.results.draws import Draw
 
 
 @BLOCK_PAPER.holds(

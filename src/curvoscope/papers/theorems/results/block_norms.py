@@ -11,7 +11,7 @@ from curvoscope.papers.theorems.calculus import assemble
 from curvoscope.papers.theorems.norm_bounds import SOFTMAX_BEND, SOFTMAX_SLOPE, combined, norm, two_dominating_keys
 from curvoscope.papers.theorems.post_norm_block import ATTENTION, NAMES, PostNormBlock, attention_second_derivatives
 from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, excess
-from curvoscope.papers.theorems.results.instances import Draw
+from curvoscope.papers.theorems.results.draws import Draw
 from curvoscope.papers.theorems.results.post_norm_block import draw_block, loss_reference
 
 KEYS = 64

@@ -7,20 +7,19 @@ import torch
 from torch import Tensor
 
 from curvoscope.papers.theorems.attention import (
+    attention_output,
     functional_blocks,
     outer_blocks,
     softmax_jacobian,
     softmax_second_derivative,
 )
-from curvoscope.papers.theorems.autodiff import Parameters, differentiate, jacobian, second_derivative
+from curvoscope.papers.theorems.autodiff import Parameters, cross_entropy, differentiate, jacobian, second_derivative
 from curvoscope.papers.theorems.calculus import commutation, identity, kron, shuffle
 from curvoscope.papers.theorems.registry import OWN, PAPER, Fails, largest, relative_error, relative_size
+from curvoscope.papers.theorems.results.draws import Draw
 from curvoscope.papers.theorems.results.instances import (
     ALL_PAIRS,
     AttentionInstance,
-    Draw,
-    attention_output,
-    cross_entropy,
     jacobian_errors,
     rectangular_layers,
     square_layers,

@@ -20,7 +20,7 @@ from curvoscope.papers.theorems.calculus import (
     vec_columns,
 )
 from curvoscope.papers.theorems.registry import PAPER, Fails, relative_error
-from curvoscope.papers.theorems.results.instances import Draw
+from curvoscope.papers.theorems.results.draws import Draw
 
 _OTHER_CONVENTION = partial(Fails, form="with the commutation matrix of Lemma B.2 instead")
 

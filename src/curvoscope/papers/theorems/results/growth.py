@@ -5,17 +5,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, differentiate, mean_square
+from curvoscope.papers.theorems.attention import attention_output
+from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, cross_entropy, differentiate, mean_square
 from curvoscope.papers.theorems.growth import DEGREES, Scales, norm, slope
 from curvoscope.papers.theorems.registry import PAPER, Fails, largest, relative_error, relative_size
-from curvoscope.papers.theorems.results.instances import (
-    AttentionInstance,
-    Draw,
-    attention_output,
-    cross_entropy,
-    draw_layer,
-    rectangular_layers,
-)
+from curvoscope.papers.theorems.results.draws import Draw
+from curvoscope.papers.theorems.results.instances import AttentionInstance, draw_layer, rectangular_layers
 
 SMALL = (1e-4, 2e-4, 4e-4)
 SATURATED = (4.0, 6.0, 8.0, 12.0)

@@ -10,7 +10,7 @@ from curvoscope.papers.theorems.attention import BlockPairs, OutputRows, TokenRo
 from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, differentiate, mean_square
 from curvoscope.papers.theorems.calculus import identity, kron, with_transposes
 from curvoscope.papers.theorems.registry import OWN, PAPER, Fails, relative_error, relative_size
-from curvoscope.papers.theorems.results.instances import Draw
+from curvoscope.papers.theorems.results.draws import Draw
 
 
 def low_rank_outer_blocks(M1: TokenRows, W_O: Float[Tensor, "d r"], W_U: Float[Tensor, "r e"]) -> BlockPairs:

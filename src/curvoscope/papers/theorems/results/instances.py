@@ -12,6 +12,7 @@ from curvoscope.papers.theorems.attention import jacobians
 from curvoscope.papers.theorems.autodiff import Loss, LossDerivatives, Parameters, differentiate, mean_square
 from curvoscope.papers.theorems.growth import DEGREES, GrowthKey, Scales
 from curvoscope.papers.theorems.registry import largest, relative_error
+from curvoscope.papers.theorems.results.draws import Draw
 
 NAMES = ("Q", "K", "V")
 DIAGONAL_AND_UPPER = (("Q", "Q"), ("K", "K"), ("V", "V"), ("Q", "K"), ("V", "Q"), ("V", "K"))
@@ -21,27 +22,6 @@ SQUARE_SIZES = ((5, 4, 3, 4), (3, 2, 4, 2), (4, 3, 2, 3))
 """(L, d, k, e) with e = d as in the paper, k below and above d."""
 RECTANGULAR_SIZES = ((4, 3, 2, 5), (3, 4, 5, 2))
 """(L, d, k, e), all different."""
-
-
-class Draw:
-    """A reproducible source of standard normal float64 tensors."""
-
-    def __init__(self, *seeds: int) -> None:
-        # A polynomial in the parts keeps draws of different sizes and purposes apart.
-        key = sum((part + 1) * 1009**place for place, part in enumerate(seeds))
-        self.generator = torch.Generator().manual_seed(key % 2**63)
-
-    def normal(self, *shape: int) -> Tensor:
-        """Independent standard normal entries."""
-        return torch.randn(*shape, dtype=torch.float64, generator=self.generator)
-
-    def integer(self, low: int, high: int) -> int:
-        """Uniform from low to high, both included."""
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def labels(self, count: int, classes: int) -> Tensor:
-        """Class labels, one a token."""
-        return torch.randint(classes, (count,), generator=self.generator)
 
 
 @dataclass(frozen=True)
@@ -171,18 +151,3 @@ def jacobian_errors(layers: Iterable[AttentionInstance], names: str) -> Iterator
     for one in layers:
         found = jacobians(*one.weights)
         yield from (relative_error(found[name], one.reference.jacobian[name]) for name in names)
-
-
-def attention_output(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
-    """softmax(X W_Q W_Kᵀ Xᵀ/√k) X W_V."""
-    return torch.softmax(X @ W_Q @ W_K.T @ X.T / math.sqrt(W_Q.shape[1]), dim=-1) @ X @ W_V
-
-
-def cross_entropy(unembedding: Tensor, labels: Tensor) -> Loss:
-    """Mean over the tokens of −log softmax(F U)[label]."""
-
-    def loss(output: Tensor) -> Tensor:
-        chosen = torch.log_softmax(output @ unembedding, dim=-1)
-        return -chosen.gather(1, labels[:, None]).mean()
-
-    return loss

@@ -14,7 +14,7 @@ from curvoscope.papers.theorems.calculus import RealMatrix, commutation, identit
 from curvoscope.papers.theorems.norm_bounds import norm
 from curvoscope.papers.theorems.post_norm_block import relu_jacobian, row_jacobian, row_second_derivative
 from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, excess, relative_error, relative_size
-from curvoscope.papers.theorems.results.instances import Draw
+from curvoscope.papers.theorems.results.draws import Draw
 
 SIZES = ((3, 5), (4, 3))
 """(L, d), different, so that a transposed commutation matrix shows."""

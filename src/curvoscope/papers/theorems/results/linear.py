@@ -24,19 +24,11 @@ from curvoscope.papers.theorems.linear import (
     linear_outer_blocks,
     linear_stack,
 )
-from curvoscope.papers.theorems.registry import (
-    OWN,
-    PAPER,
-    SLIDES,
-    Fails,
-    largest,
-    relative_error,
-    relative_size,
-)
+from curvoscope.papers.theorems.registry import OWN, PAPER, SLIDES, Fails, largest, relative_error, relative_size
+from curvoscope.papers.theorems.results.draws import Draw
 from curvoscope.papers.theorems.results.instances import (
     ALL_PAIRS,
     AttentionInstance,
-    Draw,
     draw_layer,
     rectangular_layers,
     square_layers,

@@ -22,9 +22,9 @@ from curvoscope.papers.theorems.attention import (
 from curvoscope.papers.theorems.autodiff import hessian, jacobian
 from curvoscope.papers.theorems.calculus import khatri_rao, unit
 from curvoscope.papers.theorems.registry import PAPER, SLIDES, Fails, relative_error, relative_size
+from curvoscope.papers.theorems.results.draws import Draw
 from curvoscope.papers.theorems.results.instances import (
     DIAGONAL_AND_UPPER,
-    Draw,
     draw_layer,
     rectangular_layers,
     square_layers,

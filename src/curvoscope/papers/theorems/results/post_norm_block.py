@@ -26,7 +26,7 @@ from curvoscope.papers.theorems.post_norm_block import (
     xi_21_as_printed,
 )
 from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, misfit, relative_error, relative_size
-from curvoscope.papers.theorems.results.instances import Draw
+from curvoscope.papers.theorems.results.draws import Draw
 
 SIZES = (3, 4, 2, 5)
 """(L, d, k, f), all different."""

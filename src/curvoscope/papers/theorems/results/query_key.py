@@ -27,9 +27,9 @@ from curvoscope.papers.theorems.attention import (
 from curvoscope.papers.theorems.autodiff import hessian, jacobian
 from curvoscope.papers.theorems.calculus import RealMatrix, assemble, identity, kron, rank, vec
 from curvoscope.papers.theorems.registry import OWN, PAPER, Fails, relative_error
+from curvoscope.papers.theorems.results.draws import Draw
 from curvoscope.papers.theorems.results.instances import (
     AttentionInstance,
-    Draw,
     draw_layer,
     rectangular_layers,
     square_layers,

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from curvoscope.papers.theorems.attention import attention_output
 from curvoscope.papers.theorems.autodiff import hessian, mean_square
 from curvoscope.papers.theorems.layer_norm import normalised
 from curvoscope.papers.theorems.norm_bounds import norm, theorem_1_as_printed
 from curvoscope.papers.theorems.post_norm_block import NAMES, PostNormBlock
 from curvoscope.papers.theorems.registry import BLOCK_PAPER, OWN, Fails, excess, relative_error
-from curvoscope.papers.theorems.results.instances import Draw, attention_output
+from curvoscope.papers.theorems.results.draws import Draw
 from curvoscope.papers.theorems.results.post_norm_block import draw_block
 
 STEP = 1e-5

@@ -17,11 +17,11 @@ from curvoscope.papers.theorems.autodiff import (
 from curvoscope.papers.theorems.calculus import assemble, identity, kron, vec
 from curvoscope.papers.theorems.linear import mlp_functional_block, mlp_outer_block
 from curvoscope.papers.theorems.registry import OWN, PAPER, Fails, relative_error, relative_size
+from curvoscope.papers.theorems.results.draws import Draw
 from curvoscope.papers.theorems.results.instances import (
     ALL_PAIRS,
     NAMES,
     AttentionInstance,
-    Draw,
     rectangular_layers,
     square_layers,
 )

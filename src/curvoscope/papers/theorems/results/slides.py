@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvoscope.papers.theorems.autodiff import Loss, hessian, jacobian, mean_square
 from curvoscope.papers.theorems.registry import OWN, SLIDES, Fails, relative_error, relative_size
-from curvoscope.papers.theorems.results.instances import Draw
+from curvoscope.papers.theorems.results.draws import Draw
 
 Scalar = Float[Tensor, ""]
 

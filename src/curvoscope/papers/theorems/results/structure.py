@@ -7,18 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, differentiate
+from curvoscope.papers.theorems.attention import attention_output
+from curvoscope.papers.theorems.autodiff import LossDerivatives, Parameters, cross_entropy, differentiate
 from curvoscope.papers.theorems.calculus import assemble, kron, rank, vec
 from curvoscope.papers.theorems.registry import OWN, Fails, relative_error, relative_size
-from curvoscope.papers.theorems.results.instances import (
-    NAMES,
-    AttentionInstance,
-    Draw,
-    attention_output,
-    cross_entropy,
-    draw_layer,
-    rectangular_layers,
-)
+from curvoscope.papers.theorems.results.draws import Draw
+from curvoscope.papers.theorems.results.instances import NAMES, AttentionInstance, draw_layer, rectangular_layers
 from curvoscope.papers.theorems.results.query_key import (
     coupling,
     logit_gradient,
