@@ -209,6 +209,8 @@ CALLS = {
     "hessian: unknown hvp": (lambda: hessian(hvp="forward"), RANGE, "hvp"),
     "hessian: unknown recompute": (lambda: hessian(recompute="block"), RANGE, "recompute"),
     "hessian: nothing to recompute": (lambda: hessian(recompute="layer"), MODEL, "recompute"),
+    "settings: no scratch folder": (lambda: cv.settings(scratch="no/such/folder").__enter__(), RANGE, "scratch"),
+    "hessian: compiled differences": (lambda: hessian(hvp="difference", compile=True), MODEL, "compile"),
     "hessian: weights that have changed": (changed, CHANGED, "model"),
     "hessian: no closed form": (lambda: hessian(method="exact")["0.weight"].trace(), MODEL, None),
     "hessian: frozen model": (lambda: hessian(FROZEN), EMPTY, "model"),

@@ -44,7 +44,7 @@ from curvoscope.commands.subject import Request, Subject, select, subject_of
 from curvoscope.curvature import ModelHessian, blocks_of, hessian
 from curvoscope.estimate import Density
 from curvoscope.operators import BlockHessian
-from curvoscope.operators.base import symmetric_eigenvalues
+from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 from curvoscope.report import answers, density_figures, depth_figures, entry_figures, head_figures, model_tables, tables
 from curvoscope.report.block_figures import norm_figure
 from curvoscope.report.figures import hessian_figure

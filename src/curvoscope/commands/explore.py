@@ -11,8 +11,7 @@ from rich.console import Console
 
 from curvoscope import commands
 from curvoscope.commands.stored import documents, stored_report
-from curvoscope.errors import RangeError
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import MissingPackageError, RangeError
 from curvoscope.report.comparison import side_by_side
 from curvoscope.report.contents import Report, ReportError
 
