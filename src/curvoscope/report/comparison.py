@@ -33,7 +33,7 @@ def side_by_side(reports: Mapping[str, Report]) -> Report:
         question=f"What differs between {' and '.join(reports)}?",
         answer=_answer(views),
         about=[f"{label}: {' '.join((f'{report.title}.', *report.about))}" for label, report in reports.items()],
-        sections=[*_numbers(views), *_others(reports)],
+        sections=[*_numbers(views), *_others(reports, views)],
         advice=[
             dataclasses.replace(one, subject=f"{label}, {one.subject}")
             for label, report in reports.items()
@@ -72,7 +72,7 @@ def _numbers(views: Sequence[RunView]) -> Iterator[Section]:
         return
     rows = [{(row.block, row.part): row.numbers for row in view.rows} for view in views]
     keys = list(dict.fromkeys(key for one in rows for key in one))
-    tables = []
+    tables: list[Table] = []
     for label in dict.fromkeys(label for one in rows for numbers in one.values() for label in numbers):
         chosen = [i for i, one in enumerate(rows) if any(label in numbers for numbers in one.values())]
         known = keys if not tables else [key for key in keys if any(label in rows[i].get(key, {}) for i in chosen)]
@@ -124,18 +124,21 @@ def _absent(views: Sequence[RunView]) -> str:
     return " ".join(sentences)
 
 
-def _others(reports: Mapping[str, Report]) -> Iterator[Section]:
-    """Sections of the same title as one, with the tables folded."""
+def _others(reports: Mapping[str, Report], views: Sequence[RunView]) -> Iterator[Section]:
+    """Sections of the same title as one, with the tables folded, but for those whose numbers are all side by side."""
+    shown = {label for view in views for row in view.rows for label in row.numbers}
     for title in dict.fromkeys(section.title for report in reports.values() for section in report.sections):
         found = [(label, one) for label, report in reports.items() for one in report.sections if one.title == title]
         tables = [
             dataclasses.replace(table, caption=f"{label}: {table.caption}", folded=True)
             for label, section in found
             for table in section.tables
+            if not section.explored or set(table.columns[table.words :]) - shown
         ]
         figures = [
             dataclasses.replace(one, file=f"{label}/{one.file}", caption=f"{label}: {one.caption}")
             for label, section in found
             for one in section.figures
         ]
-        yield Section(title, found[0][1].text, tables, figures)
+        if tables or figures:
+            yield Section(title, found[0][1].text, tables, figures)

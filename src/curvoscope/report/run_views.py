@@ -18,6 +18,7 @@ from curvoscope.report.documents import (
     SweepDocument,
     Training,
 )
+from curvoscope.report.training_figures import ROUNDING
 from curvoscope.report.training_sections import records_of
 from curvoscope.report.views import BlockView, CurveView, MapView, Number, RowView, RunView
 
@@ -122,7 +123,8 @@ def _trained(found: Training) -> RunView:
         values = [one.value for one in at.values()]
         curve = CurveView(name, part, f"{NORM} during training", "step", list(map(float, at)), values, [*low], [*high])
         curves.append(curve)
-    return RunView(blocks, rows, maps, curves, exponent=False)
+    largest = max((row.numbers[NORM][0] for row in rows), default=0.0)
+    return RunView(blocks, rows, maps, curves, ROUNDING * largest, exponent=False)
 
 
 _KINDS: dict[type, Callable[[Any], RunView]] = {

@@ -221,12 +221,15 @@
       return state.block !== state.other && pair.includes(line.block) && pair.includes(line.other);
     }
 
+    /** Whether its only number is that of the heat map. */
+    get isMapped() { return this.columns.slice(this.words).join() === state.title; }
+
     /** The rows that say something of the chosen block, its layer or its heads, or of the chosen pair. */
     about() {
       const within = (name, outer) => name === outer || name.startsWith(`${outer}.`);
       const pair = state.block !== state.other;
       return this.lines.filter((line) => {
-        if (this.columns.includes("with")) return pair && this.isChosen({ ...line, part: "" });
+        if (this.columns.includes("with")) return pair && !this.isMapped && this.isChosen({ ...line, part: "" });
         if (pair) return false;
         if (this.columns[0] === "block") return line.block === state.block;
         if (line.layer) return within(state.block, line.layer);
@@ -338,7 +341,7 @@
     layout() {
       const width = this.box.clientWidth, rows = visible(), columns = this.columns, square = this.map.axis === "block";
       const pen = this.canvas.getContext("2d");
-      pen.font = "11px system-ui, sans-serif";
+      pen.font = "bold 11px system-ui, sans-serif";
       const widest = (labels) => Math.min(Math.max(0, ...labels.map((label) => pen.measureText(short(label)).width)) + 8, 0.34 * width);
       let left = widest(rows), cell = Math.min(44, (width - left - 2) / Math.max(columns.length, 1));
       const named = !square || cell >= 11;
@@ -611,42 +614,48 @@
     panel.replaceChildren(
       html("h3", {}, pair ? `${state.block} × ${state.other}` : state.block),
       html("p", { class: "note" }, pair ? `A pair: the block of the Hessian between ${state.block} and ${state.other}` : place),
-      ...runs.map((run, order) => (pair ? pairNumbers(run, maps[order]) : blockNumbers(run))),
+      ...numbers(pair),
       ...(pair ? [] : curves()),
       ...tables.filter((table) => table !== bench || runs.length > 1).map(rowsOf).filter(Boolean),
     );
   }
 
+  /** A table for each run, all marks on one scale. */
+  function numbers(pair) {
+    const found = runs.map((run, order) => (pair ? pairNumbers(run, maps[order]) : blockNumbers(run)));
+    const first = runs.flatMap((run, i) => found[i].rows.map(([, all]) => all[0]).filter(Boolean).map((one) => [run, one]));
+    const logarithmic = first.length > 0 && first.every(([run, [value]]) => value > run.zero);
+    const ends = first.flatMap(([, [value, error]]) => [value, value + 2 * error, value - 2 * error]);
+    const scale = scaleOf(logarithmic ? ends.filter((end) => end > 0) : ends, logarithmic);
+    const at = (end) => 5 + 84 * Math.min(Math.max(logarithmic && end <= 0 ? 0 : scale.at(end), 0), 1);
+    const label = found.find(({ labels }) => labels.length)?.labels[0];
+    return [
+      ...runs.map((run, i) => (found[i].rows.length ? numbersTable(run, found[i], at) : absent(run))),
+      html("p", { class: "note" }, `Marks: ${label}, with bars of two standard errors`),
+    ];
+  }
+
   function blockNumbers(run) {
     const rows = run.rows.filter((row) => row.block === state.block);
-    if (!rows.length) return absent(run);
     const labels = distinct(rows.flatMap((row) => Object.keys(row.numbers)));
-    return numbersTable(run, labels, rows.map((row) => [row.part, labels.map((label) => row.numbers[label])]));
+    return { labels, rows: rows.map((row) => [row.part, labels.map((label) => row.numbers[label])]) };
   }
 
   function pairNumbers(run, map) {
-    if (!map.places.has(state.block) || !map.places.has(state.other)) return absent(run);
-    const rows = run.maps.filter((one) => one.title === state.title)
-      .map((one) => [one.part, [map.cell(state.block, state.other, one)]]);
-    return numbersTable(run, [state.title], rows);
+    const there = map.places.has(state.block) && map.places.has(state.other);
+    const chosen = there ? run.maps.filter((one) => one.title === state.title) : [];
+    return { labels: [state.title], rows: chosen.map((one) => [one.part, [map.cell(state.block, state.other, one)]]) };
   }
 
   const wide = (label, table) => html("div", { class: "wide", role: "region", tabindex: 0, "aria-label": label }, table);
   const absent = (run) => html("p", { class: "absent" }, run.label ? `${run.label}: ` : "", "not in this run");
 
-  /** One row per part; the first number also as a mark with a bar of two standard errors. */
-  function numbersTable(run, labels, rows) {
-    const first = rows.map(([, numbers]) => numbers[0]).filter(Boolean);
-    const logarithmic = first.length > 0 && first.every(([value]) => value > run.zero);
-    const ends = first.flatMap(([value, error]) => [value, value + 2 * error, value - 2 * error]);
-    const scale = scaleOf(logarithmic ? ends.filter((end) => end > 0) : ends, logarithmic);
-    const bar = ([value, error]) => {
-      const at = (end) => 5 + 84 * Math.min(Math.max(logarithmic && end <= 0 ? 0 : scale.at(end), 0), 1);
-      return svg("svg", { class: "whisker", width: 94, height: 16, "aria-hidden": "true" },
-        svg("path", { class: "grid", d: "M 5 8 H 89" }),
-        svg("path", { class: "bar", d: `M ${at(value - 2 * error)} 8 H ${at(value + 2 * error)}` }),
-        svg("path", { class: "point", d: shape("circle", at(value), 8, 3.5) }));
-    };
+  /** One row per part; the first number also as a mark with its bar. */
+  function numbersTable(run, { labels, rows }, at) {
+    const bar = ([value, error]) => svg("svg", { class: "whisker", width: 94, height: 16, "aria-hidden": "true" },
+      svg("path", { class: "grid", d: "M 5 8 H 89" }),
+      svg("path", { class: "bar", d: `M ${at(value - 2 * error)} 8 H ${at(value + 2 * error)}` }),
+      svg("path", { class: "point", d: shape("circle", at(value), 8, 3.5) }));
     const named = rows.some(([part]) => part);
     const head = (text, number) => html("th", { scope: "col", class: number ? "number" : null }, text);
     const heads = [named ? head("part") : null, ...labels.map((label) => head(label, true))];
@@ -659,8 +668,7 @@
     heads.splice(2, 0, html("td", { class: "bars", title: "± 2 standard errors" }));
     const table = html("table", {}, html("thead", {}, html("tr", {}, ...heads)), html("tbody", {}, ...rows.map(line)));
     table.dataset.run = run.label;
-    return html("div", {}, run.label ? html("h4", {}, run.label) : null, wide(`Numbers ${run.label}`, table),
-      html("p", { class: "note" }, `Marks: ${labels[0]}, with bars of two standard errors`));
+    return html("div", {}, run.label ? html("h4", {}, run.label) : null, wide(`Numbers ${run.label}`, table));
   }
 
   /** Spectra, and norms during training: one chart for each kind, with a curve for each run and part. */
@@ -700,11 +708,15 @@
     const found = table.about();
     if (!found.length) return null;
     const keep = table.columns.map((name, place) => [name, place]).filter(([name]) => !["block", "with", "layer"].includes(name));
-    const copy = (cell) => html("td", { class: cell.classList.contains("number") ? "number" : null }, ...[...cell.childNodes].map((node) => node.cloneNode(true)));
-    const title = table.caption.split(":")[0];
+    const look = (place) => ({ class: place >= table.words ? "number" : null });
+    const copy = (cell, place) => html("td", look(place), ...[...cell.childNodes].map((node) => node.cloneNode(true)));
+    const label = runs.find((run) => run.label && table.caption.startsWith(`${run.label}: `))?.label;
+    const subject = (label ? table.caption.slice(label.length + 2) : table.caption).split(":")[0];
+    const title = label ? `${label}: ${subject}` : subject;
     return html("div", {}, html("h4", {}, title), wide(title, html("table", {},
-      html("thead", {}, html("tr", {}, ...keep.map(([name, place]) => html("th", { scope: "col", class: place >= table.words ? "number" : null }, name)))),
-      html("tbody", {}, ...found.map(({ row }) => html("tr", {}, ...keep.map(([, place]) => copy(row.cells[place]))))))));
+      html("thead", {}, html("tr", {}, ...keep.map(([name, place]) => html("th", { scope: "col", ...look(place) }, name)))),
+      html("tbody", {}, ...found.map(({ row }) =>
+        html("tr", {}, ...keep.map(([, place]) => copy(row.cells[place], place))))))));
   }
 
   // ---- the page
@@ -720,7 +732,7 @@
     const control = (name, label, options) => {
       const [field, select] = chooser(label, options.map((one) => [one, one]), state[name], (value) => choose({ [name]: value }));
       controls.push(() => { select.value = state[name]; });
-      return options.length > 1 ? field : "";
+      return options.length > 1 ? field : html("span", { class: "field" }, options.length ? `${label}: ${options[0]}` : "");
     };
     const kind = bench.columns.includes("approximation") ? "approximation" : "part";
     if (maps.length) {
