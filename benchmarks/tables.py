@@ -220,11 +220,13 @@ def _spelt(what: str) -> str:
 def estimates(found: dict[str, Any]) -> Iterator[Row]:
     """The questions that PyHessian also answers, and GPT-2 small."""
     asked = {"trace": "trace", "eigenvalue": "eigenvalue of largest magnitude"}
+    seeds = found.get("estimates", {}).get("seeds")
     for kind, name in MODELS.items():
         for key, what in asked.items():
             if one := found.get("estimates", {}).get(kind, {}).get(key):
                 theirs, ours = (_answer(one[which]) for which in ("pyhessian", "ours"))
-                yield f"{name}: {what}", f"PyHessian: {theirs}", f"{faster(one['times_faster'])}: {ours}"
+                task = f"{name}: {what}, starts: {seeds}"
+                yield task, f"PyHessian: {theirs}", f"{faster(one['times_faster'])}: {ours}"
     if small := found.get("gpt2_small"):
         largest = small["lambda_max"]
         error = 100 * largest["stderr"] / largest["value"]
