@@ -81,12 +81,13 @@ def audited(found: dict[str, Any]) -> Iterator[Row]:
     """The audit of all linear blocks, by samples and exact."""
     one = found.get("audit", {})
     apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
-    if sampled := one.get("sampled"):
+    for sampled in (one[key] for key in ("sampled", "GPT-2 small") if key in one):
         ratio, most = sampled["audit_over_sweep"], sampled["limits"]["audit_over_sweep"]
+        size = f"{sampled['parameters'] / 1e6:.3g} million parameters"
         task = f"{sampled['approximations']} approximations of {sampled['blocks']} blocks, {sampled['samples']} samples"
         took = _bold(f"{ratio:.2g} times as long", ratio > most)
         yield (
-            task + apart,
+            f"{size}: {task}{apart}",
             f"the sweep alone, {sampled['sweep_seconds']:.2g} s",
             f"{took}; peak {sampled['peak_gib']:.2g} GiB",
         )
@@ -130,6 +131,21 @@ def solved(found: dict[str, Any]) -> Iterator[Row]:
                 yield "the same, to the residual of KFAC", against, faster(ours_too["times_faster"])
             else:
                 yield "the same, to the residual of KFAC", against, "x = 0 has the residual 1"
+    yield from _preconditioned(one.get("trained", {}))
+
+
+def _preconditioned(one: dict[str, Any]) -> Iterator[Row]:
+    """Products that preconditioners save, over the blocks of a model before and after training."""
+    for steps, model in one.get("after", {}).items():
+        for share, blocks in model["products"].items():
+            plain, *kinds = next(iter(blocks.values()))
+            totals = {kind: sum(block[kind] for block in blocks.values()) for kind in (plain, *kinds)}
+            told = (_bold(f"{kind} {totals[kind]}", totals[kind] > totals[plain]) for kind in kinds)
+            task = f"GPT of width {one['width']} after {steps} steps on addition, loss {model['loss']:.2g}, float64"
+            what = (
+                f"products of {len(blocks)} solves to {one['tolerance']:g}, damping {share} of the largest eigenvalue"
+            )
+            yield f"{task}: {what}", f"our plain CG: {totals[plain]}", ", ".join(told)
 
 
 def influenced(found: dict[str, Any]) -> Iterator[Row]:

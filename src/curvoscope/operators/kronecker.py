@@ -18,7 +18,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import ScaledNumber, norm, root, total, unit
-from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed, symmetric_eigenvalues
+from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed
 from curvoscope.operators.cores import (
     SumCore,
     inner_by_rows,
@@ -27,6 +27,7 @@ from curvoscope.operators.cores import (
     inner_by_tokens_cost,
     inner_by_tokens_fits,
 )
+from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 from curvoscope.operators.entries import TermGroup, workspace, write_entries
 from curvoscope.operators.solving import DENSE
 from curvoscope.operators.terms import Axes, Single, Term
