@@ -21,7 +21,10 @@ seconds do not. A number is **bold** if another package is faster or takes less 
 """
 _CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
 on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
-Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper."""
+Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper. The dense blocks miss their
+aims because both parts are multiplied out, so that the total is their sum to the bit: two products over the tokens for
+each block, which take longer than writing it. Rows of dense blocks and of keys are processor times of one thread on a
+busy machine. Behind rotary positions no two keys share a turned query: the exact norm takes L³ d_k, not L³."""
 _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N = 1. The first column is the time of a
 closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
 and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The
@@ -51,16 +54,16 @@ _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, f
 products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
 differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
 kept between products. *One block* is a query weight, which curvlinops has only as part of a fused weight."""
-_ESTIMATES = """Trace and eigenvalue include the set-up: medians of processor times with one thread, in a run of their
-own, from five starts. Errors are root mean squares over these starts. PyHessian's power iteration stops when two steps
-agree to a thousandth, and is off by more; ours is asked for the error that PyHessian's then has. The true eigenvalue is
-that of a Lanczos run of 160 products, the true trace the mean of all runs."""
+_ESTIMATES = """Trace and eigenvalue are timed once, including set-up. PyHessian's power iteration stops when two steps
+agree, ours when the residual is small: *off by* is how far PyHessian's answer is from ours, whose error bar is much
+smaller. Where we are slower, the answer to the eigenvalue is the more accurate one; traces of both have the same error
+from as many products, but ours first examines the loss and the model, which PyHessian does not."""
 _LONG = "One attention layer, 8 heads, d = 512, float32, two threads: forward pass, gradient and product."
 _RANKS = """Gloo processes, one thread each. Efficiency is the time of one rank divided by the time of all ranks times
 their number; *of the cores* counts at most as many ranks as there are cores. For FSDP2 the first two rows determine a
 and b, the third tests them."""
 _BY_HAND = """The monitor's share is processor time, compared with the same training without it. The explorer's browser
-and server share the cores."""
+and server share the cores; of a move, the eigenvalues of 768 rows and the drawing of seven figures take most."""
 _GROWTH = """Each row varies one size, with one thread. *Product*: with the Hessian of a GPT-2 in float32, depth 4,
 d = 128 in heads of 32, N = 4 sequences of L = 128 tokens, one vector; the last column is its cost in gradients of the
 same model. *Exact norms*: of both parts of Q, K, V and O of an attention layer in float64, N = 8, L = 32, d = 64,

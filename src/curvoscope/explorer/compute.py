@@ -5,7 +5,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
 
 import numpy as np
 import torch
@@ -147,9 +146,11 @@ def towards_first(length: int, sink: float) -> Tensor:
 @lru_cache(maxsize=2)  # the state on the page, and the one before
 def matrices(state: State) -> Matrices:
     """Attention, the parts of the Hessian and their norms."""
-    posed = problem(state)
-    H = posed.hessian()
-    dense = {part: cast(Tensor, getattr(H, part).dense()) for part in PARTS[:2]}
+    posed, H, outer, functional = _whole(state.model_copy(update={"residual": 1.0}))
+    if state.residual != 1:
+        posed = problem(state)
+        H = posed.hessian()
+    dense = {"outer": outer, "functional": state.residual * functional}
     dense["total"] = dense["outer"] + dense["functional"]
     eigenvalues = _background.submit(torch.linalg.eigvalsh, dense["total"])
     ranges = H.total.ranges
@@ -170,6 +171,14 @@ def matrices(state: State) -> Matrices:
         },
         eigenvalues=eigenvalues,
     )
+
+
+@lru_cache(maxsize=2)
+def _whole(state: State) -> tuple[Problem, AttentionHessian, Tensor, Tensor]:
+    """At a residual of one: the Hessian, its outer part, which is free of it, and its functional part, linear in it."""
+    posed = problem(state)
+    H = posed.hessian()
+    return posed, H, H.outer.dense(), H.functional.dense()
 
 
 def curves(found: Matrices) -> Curves:

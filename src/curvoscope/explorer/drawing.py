@@ -53,22 +53,20 @@ def positive(values: Sequence[float] | np.ndarray) -> list[float | None]:
 
 
 def log_range(values: Sequence[float]) -> Writes:
-    """The y axis from the smallest to the largest value, with at most some seven powers of ten named."""
+    """The y axis over even powers of ten, so that it seldom changes, with at most some seven powers named."""
     seen = [math.log10(value) for value in values if value > 0] or [-1.0, 0.0]
-    pad = 0.3 + 0.04 * (max(seen) - min(seen))
-    reach = max(seen) - min(seen) + 2 * pad
-    return {
-        "layout.yaxis.range": [min(seen) - pad, max(seen) + pad],
-        "layout.yaxis.dtick": "D2" if reach < 1.5 else math.ceil(reach / 7),
-    }
+    low, high = 2 * math.floor((min(seen) - 0.1) / 2), 2 * math.ceil((max(seen) + 0.1) / 2)
+    return {"layout.yaxis.range": [low, high], "layout.yaxis.dtick": math.ceil((high - low) / 7)}
 
 
 def upright() -> Blank:
-    """A dotted line from the bottom to the top, at a place that each state writes."""
+    """A dotted line from the bottom to the top, at a place that each state writes. It is a trace and no shape: a
+    moved shape would draw everything."""
     line = {"color": GREY, "width": 1.5, "dash": "dot"}
-    return {"shapes": [{"type": "line", "x0": 1.0, "x1": 1.0, "y0": 0, "y1": 1, "yref": "paper", "line": line}]}
+    return {"type": "scatter", "mode": "lines", "line": line, "showlegend": False, "hoverinfo": "skip"}
 
 
-def move_upright(x: float) -> Writes:
-    """That line at x."""
-    return {"layout.shapes.0.x0": x, "layout.shapes.0.x1": x}
+def move_upright(trace: int, x: float, log_axis: Writes) -> Writes:
+    """That line, the figure's trace of this number, at x over the whole of the axis of `log_range`."""
+    low, high = log_axis["layout.yaxis.range"]
+    return {f"data.{trace}.x": [x, x], f"data.{trace}.y": [10.0**low, 10.0**high]}

@@ -1,6 +1,8 @@
 """Eigenvalues, growth and the scalar model: a blank Plotly figure each, sent once, and what a state writes into it,
 sent with every move."""
 
+import math
+
 import numpy as np
 
 from curvoscope.explorer import drawing, pictures
@@ -116,9 +118,10 @@ def _growth() -> Blank:
         "marker": {"size": 13, "symbol": "circle-open", "line": {"width": 2}, "color": [c for _, c, _ in _CURVES]},
         "hovertemplate": "here: %{y:.4g}<extra></extra>",
     }
-    x = drawing.axis("scale σ of X", type="log", dtick=1)
+    ends = [math.log10(SIGMAS[0]) - 0.15, math.log10(SIGMAS[-1]) + 0.15]
+    x = drawing.axis("scale σ of X", type="log", dtick=1, range=ends)  # fixed: a moved line does not draw it anew
     y = drawing.axis("Frobenius norm", type="log", exponentformat="power")
-    return {"data": [*measured, *guides, here], "layout": drawing.layout(x, y, legend=True) | drawing.upright()}
+    return {"data": [*measured, *guides, here, drawing.upright()], "layout": drawing.layout(x, y, legend=True)}
 
 
 def _fill_growth(found: Curves) -> Writes:
@@ -134,7 +137,7 @@ def _fill_growth(found: Curves) -> Writes:
         writes[f"data.{len(CURVES) + i}.y"] = drawing.positive(line)
     writes[f"data.{2 * len(CURVES)}.x"] = [found.state.sigma] * len(CURVES)
     writes[f"data.{2 * len(CURVES)}.y"] = drawing.positive(found.here)
-    writes |= drawing.move_upright(found.state.sigma)
+    writes |= drawing.move_upright(2 * len(CURVES) + 1, found.state.sigma, writes)
     return writes
 
 
@@ -153,9 +156,9 @@ def _scalar() -> Blank:
         }
         for name, (colour, dash) in zip(names, styles, strict=True)
     ]
-    x = drawing.axis("attention sink")
+    x = drawing.axis("attention sink", range=[SINKS[0] - 0.4, SINKS[-1] + 0.4])  # fixed, as in growth
     y = drawing.axis("|eigenvalue|", type="log", exponentformat="power")
-    return {"data": data, "layout": drawing.layout(x, y, legend=True) | drawing.upright()}
+    return {"data": [*data, drawing.upright()], "layout": drawing.layout(x, y, legend=True)}
 
 
 def _fill_scalar(found: Curves) -> Writes:
@@ -166,5 +169,5 @@ def _fill_scalar(found: Curves) -> Writes:
     writes = drawing.log_range([value for curve in curves for value in curve])
     for i, curve in enumerate(curves):
         writes[f"data.{i}.y"] = drawing.positive(curve)
-    writes |= drawing.move_upright(found.state.sink)
+    writes |= drawing.move_upright(len(curves), found.state.sink, writes)
     return writes

@@ -6,7 +6,7 @@ all factors when the vectors stand on different axes. Every factor is brought ne
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import combinations_with_replacement
@@ -289,17 +289,15 @@ def _with_unit_vectors(term: Term) -> tuple[Term, int]:
 def _contracted(names: Sequence[str], *factors: Tensor) -> ScaledNumber:
     """The sum over all subscripts."""
     units = [unit(factor) for factor in factors]
-    equation = ",".join(names) + "->"
-    path = _path(equation, *(tuple(factor.shape) for factor in factors))
-    found = float(opt_einsum.contract(equation, *(near for near, _ in units), optimize=path))
-    return found, sum(exponent for _, exponent in units)
+    contract = _expression(",".join(names) + "->", *(tuple(factor.shape) for factor in factors))
+    return float(contract(*(near for near, _ in units))), sum(exponent for _, exponent in units)
 
 
 @lru_cache(maxsize=1024)
-def _path(equation: str, *shapes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The cheapest order of contraction: to find it costs more than to contract a few tokens."""
-    path: list[tuple[int, ...]] = opt_einsum.contract_path(equation, *shapes, shapes=True)[0]
-    return path
+def _expression(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
+    """The contraction in its cheapest order: to find it costs more than to contract a few tokens."""
+    expression: Callable[..., Tensor] = opt_einsum.contract_expression(equation, *shapes)
+    return expression
 
 
 def _weights(x: Term, y: Term, i: slice, j: slice) -> Tensor:

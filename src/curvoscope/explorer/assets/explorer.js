@@ -117,11 +117,7 @@
 
   /* What can be changed without drawing the axes, with its name in Plotly. Not by Plotly.relayout: Dash hears of that,
      and draws everything. */
-  const light = {
-    "layout.images.0.source": "images[0].source",
-    "layout.shapes.0.x0": "shapes[0].x0",
-    "layout.shapes.0.x1": "shapes[0].x1",
-  };
+  const light = { "layout.images.0.source": "images[0].source" };
 
   /* Values go to their places in a figure; those that are there already are not drawn again. */
   async function draw(name, values) {
@@ -135,13 +131,28 @@
       return true;
     });
     if (!changed.length) return;
-    if (changed.every(([path]) => path in light)) {
-      const changes = changed.map(([path, value]) => [light[path], value]);
-      await window.Plotly.update(figure.plot, {}, Object.fromEntries(changes));
+    const lines = changed.filter(([path]) => moving.test(path)), rest = changed.filter(([path]) => !moving.test(path));
+    if (rest.every(([path]) => path in light)) {
+      if (lines.length) await window.Plotly.animate(figure.plot, frame(lines), instantly);
+      const changes = rest.map(([path, value]) => [light[path], value]);
+      if (rest.length) await window.Plotly.update(figure.plot, {}, Object.fromEntries(changes));
       return;
     }
     const data = figure.data.map((trace) => Object.assign({}, trace));
     await window.Plotly.react(figure.plot, data, structuredClone(figure.layout), figure.plot._context);
+  }
+
+  /* Points of lines and markers, which a frame of an animation draws without axes and legend: half the time. */
+  const moving = /^data\.\d+\.(x|y|customdata)$/;
+  const instantly = { frame: { duration: 0, redraw: false }, transition: { duration: 0 }, mode: "immediate" };
+
+  function frame(lines) {
+    const traces = new Map();
+    for (const [path, value] of lines) {
+      const [, number, field] = path.split(".");
+      traces.set(Number(number), Object.assign(traces.get(Number(number)) || {}, { [field]: value }));
+    }
+    return { data: [...traces.values()], traces: [...traces.keys()] };
   }
 
   /* A figure as the server made the page with it, once Dash has drawn it. */
