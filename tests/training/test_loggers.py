@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from autodiff_cases import MLP, points
-from curvoscope.errors import RangeError
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import MissingPackageError, RangeError
 from curvoscope.training import CurvatureMonitor
 from curvoscope.training.loggers import TOOLS, LoggerError, tool_of
 from wandb_files import history

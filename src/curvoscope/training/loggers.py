@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from curvoscope import checks
-from curvoscope.errors import CurvoscopeError
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import CurvoscopeError, MissingPackageError
 
 _log = logging.getLogger(__name__)
 
