@@ -123,7 +123,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 # The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
 $(VENV)/dev: $(VENV)/ready benchmarks/peers.txt
-	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,digits,optimizers,explore]"
+	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,wandb,trackio,mlflow,digits,optimizers,explore]"
 	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 

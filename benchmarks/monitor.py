@@ -76,6 +76,7 @@ def _compare(budget: float) -> dict[str, object]:
         "share_by_its_own_account": watched.monitor.pace.share,
         "share_by_comparison": 1 - plain.seconds() / watched.seconds(),
         "measurements": len(records),
+        "with_update_lens": sum(record.update is not None for record in records),
         "with_details": sum(record.details is not None for record in records),
         "same_to_the_bit": all(torch.equal(a, b) for a, b in pairs),
     }

@@ -312,7 +312,8 @@ def by_hand(found: dict[str, Any]) -> Iterator[Row]:
     for budget, one in found.get("monitor", {}).items():
         share = f"{100 * one['share_by_comparison']:.1f} % of the time"
         own = f"{100 * one['share_by_its_own_account']:.1f} % by its own account"
-        count = f"{one['measurements']} measurements, {one['with_details']} with details"
+        kinds = {"with the update lens": one["with_update_lens"], "with details": one["with_details"]}
+        count = ", ".join([f"{one['measurements']} measurements", *(f"{n} {kind}" for kind, n in kinds.items())])
         same = "the same to the bit" if one["same_to_the_bit"] else "**not the same**"
         yield "the monitor in a minute of training", budget, f"{share} ({own}), {count}; weights {same}"
     if explorer := found.get("explorer"):

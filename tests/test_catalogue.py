@@ -25,6 +25,7 @@ from curvoscope.families.model_folders import NotAModelError
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments import StoreError
 from curvoscope.papers.networks import GPT2
+from curvoscope.training.loggers import LoggerError
 from matrices import within
 from reference import normal
 
@@ -529,6 +530,9 @@ CALLS = {
     "monitor: budget nan": (lambda: monitor(budget=NAN), RANGE, "budget"),
     "monitor: too few products": (lambda: monitor(matvecs=4), RANGE, "matvecs"),
     "monitor: empty probe": (lambda: monitor(probe=[]), EMPTY, "probe"),
+    "monitor: a logger that cannot log": (lambda: monitor(logger=3), LoggerError, "logger"),
+    "monitor: an unknown logger": (lambda: monitor(logger="comet"), RANGE, "logger"),
+    "monitor: a logger without a run": (lambda: monitor(logger="tensorboard"), LoggerError, "logger"),
     "monitor: no learning rate": (lambda: monitor().step(0.5), RANGE, "lr"),
     "monitor: learning rate nan": (lambda: monitor().step(0.5, NAN), RANGE, "lr"),
     "monitor: blocks of another model": (
@@ -604,6 +608,7 @@ COMMANDS = {
     "watch: every zero": ("watch --every 0", "every"),
     "watch: budget zero": ("watch --budget 0", "budget"),
     "watch: no run to resume": ("watch --resume --out folder", "resume"),
+    "watch: unknown logger": ("watch --logger comet --out made", "logger"),
     "watch: no width": ("watch --d 0", "d"),
     "watch: out is a file": ("watch --out plain.txt", "out"),
     "reproduce: a figure that is not there": ("reproduce fig9", "NAME"),

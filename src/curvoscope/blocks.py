@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, ModelError, RangeError, ShapeError
+from curvoscope.text_table import ShownAsTable, TextTable
 
 
 def _attention_roles(kind: str) -> tuple[str, ...]:
@@ -284,7 +285,7 @@ class Block:
         return Block(name, tuple(found), self.tied, side_by_side=self.side_by_side and len(found) > 1)
 
 
-class Blocks(Mapping[str, Block]):
+class Blocks(ShownAsTable, Mapping[str, Block]):
     """Blocks by name, in the order of the model. Made by `cv.blocks_of(model)`; print `table()` to check it.
 
     Args:
@@ -428,14 +429,15 @@ class Blocks(Mapping[str, Block]):
     def table(self) -> str:
         """The map as text, one line per piece: block, shape, parameter, slice, layout, heads, what it is tied to and,
         if a reason is known, why a parameter has no role."""
-        return "\n".join(self._lines())
+        return "\n".join(self._shown().lines())
 
     def __repr__(self) -> str:
-        lines = self._lines()
+        shown = self._shown()
+        lines = shown.lines()
         if len(lines) > _LONG_TABLE:
             left_out = f"... {len(lines) - _LONG_TABLE} lines more; print table() for all"
             lines = [*lines[: _LONG_TABLE - 8], left_out, *lines[-8:]]
-        return "\n".join([f"{len(self)} blocks, {sum(self.sizes.values()):,} entries", *lines])
+        return "\n".join([shown.title, *lines])
 
     def _pieces(self) -> dict[str, list[tuple[str, Piece]]]:
         """The pieces of each parameter, with the names of their blocks."""
@@ -445,9 +447,10 @@ class Blocks(Mapping[str, Block]):
                 found.setdefault(piece.parameter, []).append((name, piece))
         return found
 
-    def _lines(self) -> list[str]:
+    def _shown(self) -> TextTable:
         noted = any(block.note for block in self.values())
-        rows = [("block", "shape", "parameter", "slice", "layout", "heads", "tied to", *(["note"] if noted else []))]
+        header = ("block", "shape", "parameter", "slice", "layout", "heads", "tied to", *(["note"] if noted else []))
+        rows = []
         for name, block in self.items():
             for i, piece in enumerate(block.pieces):
                 first = (name, f"{block.shape[0]} x {block.shape[1]}") if i == 0 else ("", "")
@@ -455,8 +458,7 @@ class Blocks(Mapping[str, Block]):
                 note = [block.note if i == 0 else ""] if noted else []
                 about = (piece.parameter, str(piece), str(piece.layout), heads, ", ".join(block.tied))
                 rows.append((*first, *about, *note))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return TextTable(header, rows, f"{len(self)} blocks, {sum(self.sizes.values()):,} entries")
 
     def _nearest(self, name: str) -> str:
         return ", ".join(difflib.get_close_matches(name, self.names, n=3, cutoff=0.0))

@@ -202,7 +202,9 @@ def watch(
     every: Annotated[int, typer.Option(help="Minimum number of steps between measurements.")] = 10,
     budget: Annotated[float, typer.Option(help="Share of the run time spent on measurements, at most.")] = 0.25,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUT.")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events to OUT/tensorboard.")] = False,
+    logger: Annotated[
+        str | None, typer.Option(help="Also log to wandb, trackio, mlflow or tensorboard (OUT/tensorboard).")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("curvoscope-watch"),
     as_json: AsJson = False,
 ) -> None:
@@ -210,7 +212,7 @@ def watch(
     from curvoscope.commands import watch as command
 
     options = command.WatchOptions(steps, seed, task, d, norm, optimizer, lr, sequences, every, budget)
-    raise typer.Exit(command.run(options, out, resume, as_json, tensorboard))
+    raise typer.Exit(command.run(options, out, resume, as_json, logger))
 
 
 @app.command(cls=WithNames)

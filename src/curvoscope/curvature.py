@@ -281,7 +281,8 @@ def hessian(
         batches: a list, a DataLoader without shuffling, or any iterable that can be walked again, of
             (inputs, targets), the model being called as model(inputs), model(*inputs) for a tuple, model(**inputs)
             for a dict; or of dicts with "labels", the model being called with the other entries. An encoder-decoder
-            without decoder_input_ids is called with the labels, from which it makes them.
+            without decoder_input_ids is called with the labels, from which it makes them. Or a `datasets.Dataset` with
+            a column "labels" or "label", which is read into memory; texts in it are left out.
         blocks: named parameters, from `blocks_of(model)`, no entry in two of them; None: all that are not frozen.
         method: how single blocks are computed. "autodiff": by products, with estimates. "exact": in closed form,
             which attention and feed-forward layers have if all their blocks are named, which `blocks_of(model, batch)`

@@ -14,7 +14,7 @@ class Settings:
     """The settings in force, and the largest memory peak that a computation has predicted under them."""
 
     memory_limit: int | None = None  # bytes; None: a part of what is free
-    progress: bool = True  # whether estimators show a progress bar on a terminal
+    progress: bool = True  # whether estimators show a progress bar on a terminal or in a notebook
     seed: int = 0  # of estimators and random draws
     predicted: int = 0  # bytes
     scratch: Path | None = None  # a folder for the vectors of Lanczos; None: in memory
@@ -37,7 +37,7 @@ def settings(
     Args:
         memory_limit: bytes that one computation may use. What needs more is cut into chunks, or refused with a
             `MemoryLimitError`. By default 40 % of the free memory.
-        progress: whether an estimator that takes more than a second shows a progress bar on a terminal.
+        progress: whether an estimator that takes more than a second shows a bar, on a terminal or in a notebook.
         seed: seed of every estimate and random draw that is asked for without `seed=`.
         scratch: folder in which the vectors of Lanczos are kept, in a file that is mapped into memory and is gone with
             its run. The memory limit does not count them; eigenvalues are the same to the bit, if without a folder

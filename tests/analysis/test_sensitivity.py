@@ -279,7 +279,9 @@ def test_the_table_in_words():
     model, (x, y) = MLP(), points()
     ledger = sensitivity(model, nn.MSELoss(), [(x, y)], moved(model))
     lines = str(ledger).splitlines()
-    assert "predicted change" in lines[0] and len(lines) == 1 + len(ledger.rows)
+    assert "predicted change" in lines[0] and len(lines) == 2 + len(ledger.rows)
+    most = max(ledger.rows, key=lambda row: abs(row.first + row.second))
+    assert lines[2].split()[0] == most.block and f"<th scope='row'>{most.block}</th>" in ledger._repr_html_()
     assert dataclasses.is_dataclass(ledger) and isinstance(ledger.predicted, cv.Estimate)
 
 

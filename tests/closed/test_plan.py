@@ -131,7 +131,7 @@ class TestPlan:
         lines = str(H.plan).splitlines()
         assert lines[0].split() == ["block", "part", "method", "products", "memory", "reason"]
         assert len(lines) == 1 + len(H.names) and len(H.plan) == 3 * len(H.names)
-        assert "<td>h.0.attn.Q</td><td>all</td><td>exact</td>" in H.plan._repr_html_()
+        assert "<th scope='row'>h.0.attn.Q</th><td>all</td><td>exact</td>" in H.plan._repr_html_()
         rich = pytest.importorskip("rich.console").Console(width=200)
         with rich.capture() as captured:
             rich.print(H.plan)

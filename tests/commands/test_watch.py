@@ -70,17 +70,17 @@ def test_batches_of_text_are_of_the_text_and_of_the_seed_alone():
     assert bytes(inputs[0].tolist()) in text.corpus().encode()
 
 
-def test_tensorboard_events(undrawn, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("tensorboard")
+def test_a_logger(undrawn, tmp_path, capsys, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    watch.run(watch.WatchOptions(steps=3, **SMALL), tmp_path, False, False, tensorboard=True)
-    events = EventAccumulator(str(tmp_path / watch.EVENTS)).Reload().Scalars("curvature/largest_eigenvalue")
+    watch.run(watch.WatchOptions(steps=3, **SMALL), tmp_path, False, False, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("curvature/largest_eigenvalue")
     found = [(record.step, pytest.approx(record.largest_eigenvalue.value)) for record in stored(tmp_path)]
     assert [(event.step, event.value) for event in events] == found and len(found) == 2
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingPackageError, match=r"^tensorboard: needs the package: pip install 'curvoscope\[tensorb"):
-        watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path, False, False, tensorboard=True)
+    with pytest.raises(MissingPackageError, match=r"^logger: 'tensorboard' needs its package"):
+        watch.run(watch.WatchOptions(steps=1, **SMALL), tmp_path / "none", False, False, "tensorboard")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow

@@ -12,7 +12,11 @@ from public_names import public_names
 
 PUBLIC = public_names()
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-NEEDS = {"curvoscope.training.trainer_callback": "transformers", "curvoscope.training.lightning_callback": "lightning"}
+NEEDS = {
+    "curvoscope.training.callback": "transformers",
+    "curvoscope.training.trainer_callback": "transformers",
+    "curvoscope.training.lightning_callback": "lightning",
+}
 SLOW = {*NEEDS, "curvoscope.papers.theorems.verify"}  # many seconds: the imports, all theorems
 NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

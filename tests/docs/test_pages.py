@@ -8,7 +8,7 @@ import torch
 
 from fences import DOCS, ROOT, SET_UP, Runner, difference, fences, pages
 
-SLOW = {"howto/training.md", "howto/cluster.md", "howto/sensitivity.md"}  # the Trainer, Lightning, processes, a command
+SLOW = {"howto/training.md", "howto/loggers.md", "howto/cluster.md", "howto/sensitivity.md"}  # trainers, processes
 
 
 def identity(page):

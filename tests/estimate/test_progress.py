@@ -57,3 +57,24 @@ def test_the_bar_goes_when_the_work_fails(monkeypatch):
 
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     assert _shown(monkeypatch, work).endswith("\x1b[2K")  # the line is cleared
+
+
+def test_slow_work_shows_a_bar_in_a_notebook(monkeypatch, capfd):
+    pytest.importorskip("IPython")
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    shell = InteractiveShell.instance()
+    try:
+        _trace()
+        assert capfd.readouterr() == ("", "")  # IPython in a terminal that is none
+        monkeypatch.setattr(type(shell), "kernel", None, raising=False)  # what a shell of Jupyter has
+        with capture_output() as captured:
+            _trace()
+    finally:
+        InteractiveShell.clear_instance()
+    shown = [one.data["text/html"] for one in captured.outputs]
+    assert "<progress value=32 max=32></progress> trace 32 of 32" in shown[-2]
+    assert shown[-1] == "" and captured.stdout == captured.stderr == ""

@@ -2,58 +2,93 @@
 
 import logging
 import sys
+from itertools import pairwise
 
+import datasets
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from autodiff_cases import MLP, points
 from curvoscope.curvature import CrossEntropy
 from curvoscope.errors import MissingPackageError
-from curvoscope.training import CurvatureMonitor, lightning_callback, trainer_callback
+from curvoscope.training import CurvatureMonitor, callback, lightning_callback, trainer_callback
 
 
 def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+class Weights(transformers.TrainerCallback):
+    """All weights, before the first step and after each."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.seen.append(nn.utils.parameters_to_vector(model.parameters()).detach().double())
+
+    on_step_end = on_train_begin
+
+
 class TestTransformers:
-    def trained(self, tmp_path, watched, **options):
-        transformers = pytest.importorskip("transformers")
-        pytest.importorskip("accelerate")
+    rows = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(0))
+    probe = ({"input_ids": rows, "labels": rows},)
+    data = datasets.Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
+
+    def model(self):
         torch.manual_seed(0)
         # dropout is on: what draws random numbers would show
         config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-        model = transformers.GPT2LMHeadModel(config)
-        rows = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(0))
-        data = [{"input_ids": row, "labels": row} for row in rows]
-        probe = [{"input_ids": rows, "labels": rows}]
-        monitor = CurvatureMonitor(model, CrossEntropy(shift=True), probe, every=1, budget=1.0, matvecs=8)
-        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 99}
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, **quiet, **options
-        )
-        callbacks = [trainer_callback(monitor)] if watched else []
-        transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
-        return model.state_dict(), monitor
+        return transformers.GPT2LMHeadModel(config)
 
-    def test_the_same_to_the_bit(self, tmp_path):
-        plain, _ = self.trained(tmp_path, False)
-        watched, monitor = self.trained(tmp_path, True)
-        assert same(plain, watched)
+    def trained(self, folder, model, callbacks, resume=None, **options):
+        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 99}
+        sizes = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+        arguments = transformers.TrainingArguments(str(folder), **{**quiet, **sizes, **options})
+        trainer = transformers.Trainer(model, arguments, train_dataset=self.data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return model.state_dict()
+
+    @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
+    def test_the_same_to_the_bit(self, tmp_path, options):
+        plain = self.trained(tmp_path, self.model(), [], **options)
+        model, weights = self.model(), Weights()
+        monitor = CurvatureMonitor(model, CrossEntropy(shift=True), self.probe, every=1, budget=1.0, matvecs=8)
+        assert same(plain, self.trained(tmp_path, model, [trainer_callback(monitor), weights], **options))
         assert [record.step for record in monitor.records] == [1, 2] and monitor.incidents == []
         first = monitor.records[0]
         assert first.critical_sharpness is not None and "h.0.attn" in first.attention
         assert first.lr is not None and first.lr <= 1e-3
+        moves = [float((after - before).norm()) for before, after in pairwise(weights.seen)]
+        assert [record.update.length for record in monitor.records] == pytest.approx(moves)
 
-    def test_accumulated_gradients_are_one_step(self, tmp_path):
-        _, monitor = self.trained(tmp_path, True, gradient_accumulation_steps=2)
-        assert [record.step for record in monitor.records] == [1, 2] and monitor.incidents == []
+    @pytest.mark.slow
+    def test_a_monitor_of_its_own_logs_to_the_run_of_the_trainer(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+        monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        import mlflow
 
-    def test_without_the_package(self, monkeypatch):
+        watching = callback(self.data.select(range(4)), every=1, budget=1.0, matvecs=8, logger="mlflow")
+        self.trained(tmp_path, self.model(), [watching], report_to=["mlflow"], logging_steps=1)
+        (run,) = mlflow.MlflowClient().search_runs(["0"])
+        history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "curvature/largest_eigenvalue")
+        found = [(record.step, record.largest_eigenvalue.value) for record in watching.monitor.records]
+        assert [(point.step, point.value) for point in history] == found and len(found) == 2
+        assert "loss" in run.data.metrics or "train_loss" in run.data.metrics  # what the Trainer logs
+
+    def test_a_resumed_training_counts_on(self, tmp_path):
+        self.trained(tmp_path, self.model(), [], max_steps=1, save_strategy="steps", save_steps=1)
+        watching = callback(self.probe, every=1, budget=1.0, matvecs=8)
+        self.trained(tmp_path, self.model(), [watching], resume=str(tmp_path / "checkpoint-1"))
+        assert [record.step for record in watching.monitor.records] == [2]
+
+    @pytest.mark.parametrize("make", [lambda: trainer_callback(small()), lambda: callback([])], ids=["given", "own"])
+    def test_without_the_package(self, monkeypatch, make):
         monkeypatch.setitem(sys.modules, "transformers", None)
         with pytest.raises(MissingPackageError, match=r"transformers.*curvoscope\[hf\]"):
-            trainer_callback(small())
+            make()
 
 
 def small():

@@ -120,6 +120,8 @@ class TestInTheMonitor:
         update: Update = records[1].update
         assert scalars["update_sharpness"] == update.sharpness
         assert scalars["update_curvature/h.0.attn.Q.1"] == update.heads["h.0.attn.Q.1"].curvature
+        assert scalars["update_share/h.0.attn.Q"] == update.blocks["h.0.attn.Q"].predicted
+        assert not [one for one in scalars for other in scalars if other.startswith(f"{one}/")]  # files, no folders
 
     def test_without_watch_there_is_none(self):
         probe = [(torch.ones(1, 2), torch.ones(1, 1))]

@@ -9,6 +9,7 @@ from curvoscope.approximations import Approximation, GradientSource, approximati
 from curvoscope.errors import DtypeError, ShapeError
 from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
+from curvoscope.text_table import ShownAsTable, TextTable
 
 Standin = str | LinearOperator | Mapping[str, LinearOperator]
 """An approximation by its name, an operator, or operators by block."""
@@ -53,7 +54,7 @@ class AuditRow(NamedTuple):
     floats: int
 
 
-class AuditTable(Sequence[AuditRow]):
+class AuditTable(ShownAsTable, Sequence[AuditRow]):
     """The rows of an audit; it shows itself as text, in a terminal with rich, and in a notebook.
 
     Args:
@@ -67,8 +68,6 @@ class AuditTable(Sequence[AuditRow]):
         >>> len(found), found.approximations, found.row("weight", "kfac").floats
         (2, ['kfac', 'diagonal'], 13)
     """
-
-    HEADER = ("block", "approximation", "error", "best scale", "cosine", "trace", "step", "decrease", "floats")
 
     def __init__(self, rows: Sequence[AuditRow]) -> None:
         self._rows = list(rows)
@@ -152,15 +151,13 @@ class AuditTable(Sequence[AuditRow]):
         gains = "helps" if split < whole - 0.005 else "costs" if split > whole + 0.005 else "changes nothing"
         return f"One {name} per head instead of one per weight {gains}: {split:.2f} against {whole:.2f}."
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text."""
-
+    def _shown(self) -> TextTable:
         def short(number: Estimate | None) -> str:
             if number is None:
                 return "-"
             return f"{number.value:.3g}" if number.exact else f"{number.value:.3g} ± {number.stderr:.1g}"
 
-        return [
+        cells = [
             (
                 row.block,
                 row.approximation,
@@ -170,23 +167,13 @@ class AuditTable(Sequence[AuditRow]):
             )
             for row in self._rows
         ]
+        header = ("block", "approximation", "error", "best scale", "cosine", "trace", "step", "decrease", "floats")
+        return TextTable(header, cells)
 
     def __str__(self) -> str:
-        lines = [self.HEADER, *self.cells()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        return str(self._shown())
 
     __repr__ = __str__
-
-    def __rich__(self) -> object:
-        from rich.table import Table
-
-        table = Table(*self.HEADER)
-        for line in self.cells():
-            table.add_row(*line)
-        return table
 
 
 def standins(block: str, wanted: Sequence[Standin]) -> Iterator[tuple[str, Callable[[GradientSource], LinearOperator]]]:

@@ -123,7 +123,7 @@ def influence(
     Args:
         model: in the mode in which its loss is deterministic, at the weights it was trained to.
         loss_fn: a mean over terms of single rows, as for `cv.hessian`, without a penalty: that is the damping.
-        train: batches of training data.
+        train: batches of training data, as for `cv.hessian`.
         test: batches of test data.
         damping: added to the curvature; see `cv.analysis.damping`.
         method: "exact": solves with the curvature of the whole model, with their certificates. The name of an

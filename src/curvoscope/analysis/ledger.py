@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvoscope.errors import BlockNameError, EmptyError, RangeError
 from curvoscope.estimate import Estimate
+from curvoscope.text_table import ShownAsTable, TextTable
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Interactions(Mapping[tuple[str, str], Estimate]):
 
 
 @dataclass(frozen=True, eq=False)
-class Ledger:
+class Ledger(ShownAsTable):
     """What a change δ of the weights costs: L(w + δ) - L(w) = g·δ + ½ δ·Hδ + remainder, by block and by pair of blocks.
 
     Made by `cv.analysis.sensitivity`. Standard errors are over the sequences of the probe, 0 for a single one.
@@ -293,13 +294,19 @@ class Ledger:
             None if alone is None or measured is None else mean(measured - alone),
         )
 
-    def __str__(self) -> str:
+    def _shown(self) -> TextTable:
+        """The blocks that change, the largest predicted change first."""
         most = sorted(self.changed, key=lambda row: -abs(row.first + row.second))
-        lines = [
-            f"loss {self.loss}: predicted change {self.predicted}, measured {self.measured}, remainder {self.remainder}"
-        ]
-        lines += [f"{row.block}: first {row.first:.3g}, second {row.second:.3g} ({row.share:.1%})" for row in most]
-        return "\n".join(lines)
+        header = ["block", "first", "outer", "functional", "share"]
+        cells = [[row.block, str(row.first), str(row.outer), str(row.functional), f"{row.share:.1%}"] for row in most]
+        if self.units.alone is not None:
+            header += ["alone", "measured"]
+            cells = [[*line, str(row.alone), str(row.measured)] for line, row in zip(cells, most, strict=True)]
+        change = f"predicted change {self.predicted}, measured {self.measured}, remainder {self.remainder}"
+        return TextTable(header, cells, f"loss {self.loss}: {change}")
+
+    def __str__(self) -> str:
+        return str(self._shown())
 
 
 def spearman(one: Tensor, other: Tensor) -> float:

@@ -3,8 +3,10 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -13,6 +15,8 @@ from curvoscope.autodiff.safety import same_randomness
 from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
 
 _FORMS = "expected (inputs, targets), inputs being a tensor, a tuple or a dict, or a dict with the key 'labels'"
+_LABELS = ("label", "label_ids")  # other names of "labels", as transformers' collator knows them
+_DATASET_ROWS = 32  # rows of a dataset in a batch, at most
 _HASHED = 65536  # numbers of a tensor that the fingerprint reads, evenly spread
 
 
@@ -81,17 +85,21 @@ class Batch:
 class Batches:
     """An iterable of batches that gives the same data on every pass, which is checked on every pass.
 
-    `may_be_empty`: if other processes have batches too.
+    A Hugging Face dataset is read once, see `dataset_batches`. `may_be_empty`: if other processes have batches too.
     """
 
     def __init__(self, source: Iterable[Any], micro_batch: int | None = None, may_be_empty: bool = False) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise RangeError("micro_batch", f"got {micro_batch}, expected at least 1 row")
         if isinstance(source, Mapping | Tensor):
-            raise BatchError("batches", f"got one {type(source).__name__}; put it into a list: [(inputs, targets)]")
+            several = f"choose one of {', '.join(map(str, source))}" if _is_dataset(source) else None
+            cure = several or "put it into a list: [(inputs, targets)]"
+            raise BatchError("batches", f"got one {type(source).__name__}; {cure}")
         if isinstance(source, Iterator):
             name = type(source).__name__
             raise BatchError("batches", f"a {name} can be iterated only once, and products need many passes: list(...)")
+        if _is_dataset(source):
+            source = dataset_batches(source)
         self._source, self._micro_batch = source, micro_batch
         self._prints: list[bytes] | None = None
         with same_randomness(self.generators):  # both passes in one: a loader that shuffles must not start afresh
@@ -148,6 +156,47 @@ def batch_of(item: Any, index: int = 0) -> Batch:
     if batch.rows == 0:
         raise EmptyError("batches", f"batch {index} has no rows")
     return batch
+
+
+def dataset_batches(dataset: Iterable[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+    """The rows of a Hugging Face dataset in their order, as dicts of tensors: neighbours of equal shapes are in one.
+
+    Texts are left out and "label" is "labels", as in a Trainer.
+    """
+    rows = (_row(row, i) for i, row in enumerate(dataset))
+    found = []
+    for _, alike in groupby(rows, key=lambda row: [(name, value.shape) for name, value in row.items()]):
+        while several := list(islice(alike, _DATASET_ROWS)):
+            found.append({name: torch.stack([row[name] for row in several]) for name in several[0]})
+    return found
+
+
+def _is_dataset(source: Any) -> bool:
+    """Whether it is a dataset of the package `datasets`, whose items are single rows, or a dictionary of them."""
+    return hasattr(source, "with_format") and hasattr(source, "column_names")
+
+
+def _row(row: Mapping[str, Any], number: int) -> dict[str, Tensor]:
+    found = {}
+    for name, value in row.items():
+        tensor = _tensor(value)
+        if tensor is None:
+            cure = f"leave it out: dataset.remove_columns({name!r})"
+            raise BatchError("batches", f"column {name!r} of row {number} is no array of numbers; {cure}")
+        if isinstance(tensor, Tensor):
+            found["labels" if name in _LABELS else name] = tensor
+    return found
+
+
+def _tensor(value: Any) -> Tensor | str | None:
+    """A value of a dataset as a tensor, in its own precision; the word "text" for text, None for anything else."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return None
+    return "text" if array.dtype.kind in "US" else torch.as_tensor(array) if array.dtype.kind in "biuf" else None
 
 
 def _rows(tree: Any) -> int:

@@ -101,7 +101,7 @@ class Snapshot:
         keywords = {**batch.keywords, "labels": batch.targets} if self._labelled else batch.keywords
         try:
             return run(batch.arguments, keywords)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             explained = _explained(error, self._model, keywords)
             if explained is None:
                 raise
@@ -133,6 +133,9 @@ def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) 
             f"the model needs decoder_input_ids ({said}); put them into the dict of inputs, or give dicts with "
             "'labels', from which the model makes them itself",
         )
+    unknown = next((name for name in keywords if f"unexpected keyword argument '{name}'" in said), None)
+    if isinstance(error, TypeError) and unknown not in (None, "labels"):
+        return BatchError("batches", f"the model takes no {unknown!r}; leave it out of the batches ({said})")
     grouped = any(word in said for word in ("grouped_mm", "mat_a", "multiple of 16 bytes"))
     if grouped and hasattr(model, "set_experts_implementation"):
         return ModelError(

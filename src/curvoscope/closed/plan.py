@@ -6,7 +6,6 @@ products of the four usual questions (norm, trace, diagonal, extreme eigenvalues
 counted in floating-point operations; a byte that is moved counts as a few of them.
 """
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +15,7 @@ from curvoscope.blocks import Block
 from curvoscope.closed.layers import BlockPlace, ModelLayer, OutputSize
 from curvoscope.errors import BlockNameError
 from curvoscope.estimate.products import DEFAULT_MATVECS
+from curvoscope.text_table import ShownAsTable, TextTable
 
 PARTS = ("outer", "functional", "total")
 _QUESTIONS = 4
@@ -24,7 +24,6 @@ _PER_BYTE = 4  # operations that take as long as moving a byte
 _SCORES = 4  # matrices of the scores' size while a closed form of attention is made
 _KEPT_SCORES = 2  # those that it keeps: A, and the gradient at the scores
 _HIDDEN = 6  # vectors of the hidden units that a feed-forward layer keeps
-_HEAD = ("block", "part", "method", "products", "memory", "reason")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class PlannedBlock:
 
 
 @dataclass(frozen=True)
-class Plan(Mapping[tuple[str, str], PlannedBlock]):
+class Plan(ShownAsTable, Mapping[tuple[str, str], PlannedBlock]):
     """How a Hessian computes its diagonal blocks: `plan[name, part]` is a row, `print(plan)` a table of all.
 
     It follows from the structure of the model and from sizes alone. Whether a closed form gives the output of its layer
@@ -105,7 +104,7 @@ class Plan(Mapping[tuple[str, str], PlannedBlock]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _cells(self) -> list[tuple[str, ...]]:
+    def _shown(self) -> TextTable:
         """The rows as text; parts that differ in nothing stand in one row."""
         cells: list[tuple[str, ...]] = []
         for name, several in groupby(self.rows, key=lambda row: row.block):
@@ -115,35 +114,11 @@ class Plan(Mapping[tuple[str, str], PlannedBlock]):
                 found.setdefault(key, []).append(row.part)
             for what, parts in found.items():
                 cells.append((name, "all" if len(parts) == len(PARTS) else ", ".join(parts), *what))
-        return cells
+        header = ("block", "part", "method", "products", "memory", "reason")
+        return TextTable(header, cells, right=("products", "memory"))
 
     def __str__(self) -> str:
-        lines = [_HEAD, *self._cells()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        right = _HEAD.index("products"), _HEAD.index("memory")
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
-
-    def __rich__(self) -> object:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*_HEAD)
-        for cells in self._cells():
-            table.add_row(*map(Text, cells))
-        return table
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th scope='col'>{word}</th>" for word in _HEAD)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self._cells()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return str(self._shown())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,37 @@ from curvoscope.commands.reproduce import STORE
 from curvoscope.commands.watch_report import DOCUMENT, run_facts, write_report
 from curvoscope.commands.watch_run import TrainingRun, WatchOptions, load, save
 from curvoscope.database import StoreError
-from curvoscope.errors import EmptyError, MissingPackageError
+from curvoscope.errors import EmptyError
 from curvoscope.training import Incident, Record, RunStore, StoredRun
+from curvoscope.training.loggers import tool_of
 from curvoscope.versions import versions
 
-CHECKPOINT, EVENTS = "checkpoint.pt", "tensorboard"
+CHECKPOINT = "checkpoint.pt"
 _SHOWN = 20  # rows of the live table
 _FEW = 3  # records that make no curve
 _SAVED_EVERY = 20.0  # seconds from one checkpoint to the next, at most
 
 
-def run(options: WatchOptions, out: Path, resume: bool, as_json: bool, tensorboard: bool = False) -> int:
+def run(options: WatchOptions, out: Path, resume: bool, as_json: bool, logger: str | None = None) -> int:
     """Train, showing a live table; write store.sqlite, checkpoint.pt, watch.json, figures and a report into `out`.
 
     Records go into the store one by one, and the checkpoint is written now and then: a run that is killed can be
     resumed, and ends with the weights that it would have had. Ctrl-C ends the run after the step at hand, and
-    everything is written. The exit code is then 130. With `tensorboard` the numbers go into `out`/tensorboard too.
+    everything is written. The exit code is then 130. `logger` names a tool that gets the numbers, in a run of its own.
     """
+    tool = None if logger is None else tool_of(logger)
     commands.make_directory(out)
     state = load(out / CHECKPOINT) if resume else None
-    with RunStore(out / STORE) as store, _events(out / EVENTS, tensorboard) as writer:
+    configuration = dataclasses.asdict(options)
+    with RunStore(out / STORE) as store, ExitStack() as stack:
         # a new run in an old directory leaves what is there
         name = f"run {len(store.names) + 1}" if state is None else state["run"]
         stored = StoredRun(store, name)
-        training = TrainingRun(options, stored, writer)
+        started = None if tool is None else stack.enter_context(tool.started(out, name, configuration))
+        training = TrainingRun(options, stored, started)
         if state is not None:
             training.load(state)
-        store.run(name, {"configuration": dataclasses.asdict(options), "versions": versions()})
+        store.run(name, {"configuration": configuration, "versions": versions()})
         _restore(stored, training)
         stopped = _train(training, name, out / CHECKPOINT)
         records, incidents = _measured(stored, training)
@@ -105,21 +109,6 @@ def _measured(stored: StoredRun, training: TrainingRun) -> tuple[list[Record], l
     records = {one.step: one for one in (*kept[0], *training.monitor.records)}
     incidents = dict.fromkeys((*kept[1], *training.monitor.incidents))
     return sorted(records.values(), key=lambda one: one.step), sorted(incidents, key=lambda one: one.step)
-
-
-@contextmanager
-def _events(path: Path, wanted: bool) -> Iterator[Any]:
-    """A TensorBoard writer, if wanted."""
-    if not wanted:
-        yield None
-        return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        message = "needs the package: pip install 'curvoscope[tensorboard]', or leave --tensorboard out"
-        raise MissingPackageError("tensorboard", message) from error
-    with SummaryWriter(str(path)) as writer:
-        yield writer
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from curvoscope.errors import ModelError, RangeError
 from curvoscope.families import text
 from curvoscope.papers import tasks
 from curvoscope.papers.networks import GPT2
-from curvoscope.training import CurvatureMonitor, GaussNewton, Record, StoredRun
-from curvoscope.training.outlets import ScalarWriter
+from curvoscope.training import CurvatureMonitor, GaussNewton, Logger, Record, StoredRun
 
 TokenBatch = tuple[Tensor, Tensor]
 
@@ -106,9 +105,7 @@ class _Text:
 class TrainingRun:
     """Model, optimizer and monitor; batch t is a function of the seed and of t, so a resumed run is the same run."""
 
-    def __init__(
-        self, options: WatchOptions, store: StoredRun | None = None, writer: ScalarWriter | None = None
-    ) -> None:
+    def __init__(self, options: WatchOptions, store: StoredRun | None = None, logger: Logger | None = None) -> None:
         self.options, seed = options, options.seed
         task = self._data = _Additions(options.batch) if options.task == "addition" else _Text(options.batch)
         self.model = GPT2(
@@ -134,7 +131,7 @@ class TrainingRun:
             budget=options.budget,
             seed=seed,
             store=store,
-            writer=writer,
+            logger=logger,
         )
         self.monitor.watch(self.optimizer)
 

@@ -1,7 +1,6 @@
 """Matrices of blocks: heads inside one weight (`Tiles`), weights of a layer (`BlockMatrix`), and its Hessian."""
 
 import difflib
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from curvoscope.errors import BlockNameError
 from curvoscope.estimate import Density, DiagonalEstimate, Estimate
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape, summed
 from curvoscope.solve import Solution
+from curvoscope.text_table import ShownAsTable, TextTable
 
 Entries = dict[tuple[str, str], Tensor]  # (a, p, b, q) for each pair of blocks
 
@@ -232,7 +232,7 @@ class BlockMatrix(LinearOperator):
         return float(torch.linalg.matrix_norm(bounds, 2))
 
 
-class BlockHessian:
+class BlockHessian(ShownAsTable):
     """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names.
 
     `H["Q", "K"]` is a block of the total, `H["Q"]` a diagonal block. What the blocks answer, `H` answers for the total.
@@ -341,28 +341,12 @@ class BlockHessian:
         blocks = ", ".join(f"{name} {a}x{p}" for name, (a, p) in self.shapes.items())
         return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}: {blocks})"
 
-    def _summary(self) -> tuple[str, list[tuple[str, str, str]]]:
-        """A line on the whole, and name, shape and size of every block: nothing that needs computing."""
+    def _shown(self) -> TextTable:
+        """Name, shape and size of every block: nothing that needs computing."""
         rows = [(name, f"{a} × {p}", f"{a * p:,}") for name, (a, p) in self.shapes.items()]
         size, dtype = self.shape[0], str(self.total.dtype).removeprefix("torch.")
-        return f"{type(self).__name__}, {size:,} × {size:,}, {dtype}: total = outer + functional", rows
-
-    def _repr_html_(self) -> str:
-        title, rows = self._summary()
-        lines = "".join(f"<tr><th scope='row'>{html.escape(n)}</th><td>{s}</td><td>{k}</td></tr>" for n, s, k in rows)
-        head = "".join(f"<th scope='col'>{word}</th>" for word in ("block", "shape", "size"))
-        return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-
-    def __rich__(self) -> object:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        title, rows = self._summary()
-        table = Table("block", "shape", "size")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        return Group(Text(title), table)
+        title = f"{type(self).__name__}, {size:,} × {size:,}, {dtype}: total = outer + functional"
+        return TextTable(("block", "shape", "size"), rows, title, right=("size",))
 
 
 def _twice(mirrored: bool, norm: float) -> float:

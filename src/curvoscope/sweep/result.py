@@ -1,6 +1,5 @@
 """`Sweep`: what the samples of a sweep say about every block."""
 
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from curvoscope.errors import BlockNameError, EmptyError, ModelError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.sweep import statistics
 from curvoscope.sweep.statistics import Bracket
+from curvoscope.text_table import ShownAsTable, TextTable
 
 Grams = Mapping[str, Tensor]  # K (c, c) of each row for one chunk of samples
 
@@ -51,7 +51,7 @@ class SweepRow(NamedTuple):
     largest_eigenvalue: Bracket
 
 
-class Sweep:
+class Sweep(ShownAsTable):
     """The Gauss-Newton part of every block, from samples gamma with E[gamma gamma^T] = H.
 
     Made by `cv.sweep`. Every number is an `Estimate`; nothing is computed for it but sums over Gram matrices.
@@ -270,8 +270,8 @@ class Sweep:
     def __repr__(self) -> str:
         return f"Sweep of {len(self.names)} blocks, {self.samples} samples, loss {self.loss:.4g}"
 
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+    def _shown(self) -> TextTable:
+        return self.table()._shown()
 
     def _known(self, name: str) -> bool:
         return bool(self.chunks) and all(row in self.chunks[0] for row in self.heads(name) or [name])
@@ -306,10 +306,8 @@ class Sweep:
         return self._sums[name, chunk]
 
 
-class SweepTable(Sequence[SweepRow]):
+class SweepTable(ShownAsTable, Sequence[SweepRow]):
     """The rows of a sweep as a table that shows itself."""
-
-    _HEADER = ("block", "shape", "trace", "Frobenius norm", "effective rank", "largest eigenvalue")
 
     def __init__(self, rows: list[SweepRow], samples: int, loss: float) -> None:
         self._rows, self._title = rows, f"Gauss-Newton part, {samples} samples, loss {loss:.4g}"
@@ -320,9 +318,8 @@ class SweepTable(Sequence[SweepRow]):
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._rows[index]
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text."""
-        return [
+    def _shown(self) -> TextTable:
+        cells = [
             (
                 row.block,
                 " x ".join(map(str, row.shape)),
@@ -333,26 +330,10 @@ class SweepTable(Sequence[SweepRow]):
             )
             for row in self._rows
         ]
+        header = ("block", "shape", "trace", "Frobenius norm", "effective rank", "largest eigenvalue")
+        return TextTable(header, cells, self._title)
 
     def __str__(self) -> str:
-        lines = [self._HEADER, *self.cells()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
-        return "\n".join([self._title, *text])
+        return str(self._shown())
 
     __repr__ = __str__
-
-    def __rich__(self) -> object:
-        from rich.table import Table
-
-        table = Table(*self._HEADER, title=self._title)
-        for line in self.cells():
-            table.add_row(*line)
-        return table
-
-    def _repr_html_(self) -> str:
-        def line(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(line(cells, "td") for cells in self.cells())
-        return f"<table><caption>{html.escape(self._title)}</caption>{line(self._HEADER, 'th')}{body}</table>"

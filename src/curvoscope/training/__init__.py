@@ -1,7 +1,8 @@
 """Curvature while a model is trained: the monitor, and an optimizer that steps by it."""
 
-from curvoscope.training.callbacks import lightning_callback, trainer_callback
+from curvoscope.training.callbacks import callback, lightning_callback, trainer_callback
 from curvoscope.training.gauss_newton import GaussNewton
+from curvoscope.training.loggers import Logger
 from curvoscope.training.monitor import CurvatureMonitor
 from curvoscope.training.records import BlockNorms, Details, Incident, Record
 from curvoscope.training.runs import RunStore, StoredRun
@@ -14,10 +15,12 @@ __all__ = [
     "Details",
     "GaussNewton",
     "Incident",
+    "Logger",
     "Record",
     "RunStore",
     "StoredRun",
     "Update",
+    "callback",
     "lightning_callback",
     "trainer_callback",
 ]

@@ -22,7 +22,8 @@ from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses.objectives import LossFunction
 from curvoscope.settings import chosen_seed
 from curvoscope.training import quantities
-from curvoscope.training.outlets import Outlets, ScalarWriter
+from curvoscope.training.loggers import logger_of
+from curvoscope.training.outlets import Outlets
 from curvoscope.training.pace import Clock, Pace
 from curvoscope.training.records import Details, Incident, Record
 from curvoscope.training.runs import StoredRun
@@ -50,7 +51,8 @@ class CurvatureMonitor:
         matvecs: products with the Hessian for each number of the details.
         seed: for the estimates.
         store: a run of a `RunStore`, which gets records and incidents one by one.
-        writer: gets each record's numbers by `add_scalar`, for example a torch.utils.tensorboard.SummaryWriter.
+        logger: gets each record's numbers: "wandb", "trackio" or "mlflow" for the run that the tool has under way,
+            TensorBoard's SummaryWriter, a logger of Lightning, or any object with `log(values, step)`, see `Logger`.
         on_record: called with each record.
         clock: returns seconds, for the budget.
 
@@ -84,7 +86,7 @@ class CurvatureMonitor:
         matvecs: int = 16,
         seed: int | None = None,
         store: StoredRun | None = None,
-        writer: ScalarWriter | None = None,
+        logger: Any = None,
         on_record: Callable[[Record], None] | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -100,7 +102,7 @@ class CurvatureMonitor:
         self._batches = _batches(probe)
         self._attention = AttentionMoments(model)
         self._matvecs, self._seed = matvecs, chosen_seed(seed)
-        self._outlets = Outlets(store, writer, on_record)
+        self._outlets = Outlets(store, None if logger is None else logger_of(logger), on_record)
         self._vectors: dict[str, Tensor] = {}  # the last eigenvectors: "top", "bottom"
         self._steps = 0
         self._optimizer: WatchedOptimizer | None = None
@@ -119,6 +121,14 @@ class CurvatureMonitor:
         watched = WatchedOptimizer(optimizer, self._model, self._blocks, self._decide, self._beside)
         self.close()
         self._optimizer = watched
+
+    def skip_to(self, steps: int) -> None:
+        """Count from `steps` on, for a training that began without this monitor, as one that is resumed.
+
+        Args:
+            steps: the number of steps made so far; a smaller number than the monitor's own changes nothing.
+        """
+        self._steps = max(self._steps, steps)
 
     def close(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -163,7 +173,7 @@ class CurvatureMonitor:
     ) -> Record:
         """Measure now, whatever the budget, and record it.
 
-        Errors are raised, except those of store, writer and `on_record`.
+        Errors are raised, except those of store, logger and `on_record`.
 
         Args:
             loss, lr: as in `step`.

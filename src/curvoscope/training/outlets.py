@@ -1,37 +1,29 @@
-"""Destinations of a monitor's records: a store, TensorBoard, a function. Their failures never stop a training."""
+"""Destinations of a monitor's records: a store, a logger, a function. Their failures never stop a training."""
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
 
+from curvoscope.training.loggers import Logger
 from curvoscope.training.records import Incident, Record
 from curvoscope.training.runs import StoredRun
 
 _log = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class ScalarWriter(Protocol):
-    """TensorBoard's SummaryWriter, or any object with its `add_scalar`."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number."""
-
-
 class Outlets:
     """Passes records on. What could not be stored is tried again with the next record."""
 
     def __init__(
-        self, store: StoredRun | None, writer: ScalarWriter | None, on_record: Callable[[Record], None] | None
+        self, store: StoredRun | None, logger: Logger | None, on_record: Callable[[Record], None] | None
     ) -> None:
-        self._store, self._writer, self._on_record = store, writer, on_record
+        self._store, self._logger, self._on_record = store, logger, on_record
         self._waiting: list[Record | Incident] = []  # to be stored
         self._failing: set[str] = set()
 
     def tell(self, record: Record) -> list[str]:
         """Pass a record on; return the failures that are new since the last record."""
         self._waiting.append(record)
-        tries = {"store": self._keep, "writer": lambda: self._write(record), "on_record": lambda: self._call(record)}
+        tries = {"store": self._keep, "logger": lambda: self._write(record), "on_record": lambda: self._call(record)}
         return [message for name, outlet in tries.items() if (message := self._try(name, outlet))]
 
     def note(self, incident: Incident) -> None:
@@ -59,9 +51,9 @@ class Outlets:
             self._waiting.pop(0)
 
     def _write(self, record: Record) -> None:
-        if self._writer is not None:
-            for name, value in record.scalars().items():
-                self._writer.add_scalar(f"curvature/{name}", value, record.step)
+        if self._logger is not None:
+            values = {f"curvature/{name}": value for name, value in record.scalars().items()}
+            self._logger.log(values, record.step)
 
     def _call(self, record: Record) -> None:
         if self._on_record is not None:

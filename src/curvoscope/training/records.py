@@ -155,7 +155,7 @@ class Record:
             whole = ("change", "predicted", "sharpness", "functional")
             found |= {(f"update_{name}", ""): getattr(self.update, name) for name in whole}
             for name, one in (self.update.blocks | self.update.heads).items():
-                found |= {("update_curvature", name): one.curvature, ("update_predicted", name): one.predicted}
+                found |= {("update_curvature", name): one.curvature, ("update_share", name): one.predicted}
         for (quantity, of), number in found.items():
             if number is not None and math.isfinite(number):
                 yield RecordedValue(
@@ -163,7 +163,10 @@ class Record:
                 )
 
     def scalars(self) -> dict[str, float]:
-        """The numbers by name, without error bars, as TensorBoard shows them."""
+        """The numbers by name, without error bars, as loggers get them.
+
+        No name is a folder of another, as some of them keep a file per name.
+        """
         return {f"{one.quantity}/{one.of}".removesuffix("/"): one.value for one in self.values()}
 
     def facts(self) -> dict[str, Any]:
