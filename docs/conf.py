@@ -21,6 +21,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "docstrings",
     "generated",
+    "notebook_pages",
 ]
 exclude_patterns = ["_build", "_ext", "examples/**/*.ipynb", "examples/**/*.py", "examples/**/*.md5"]
 nitpicky = False  # types of torch and numpy would need their inventories from the network

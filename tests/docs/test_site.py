@@ -20,6 +20,10 @@ PAGES = (
     "reference/exact",
     "gallery/index",
     "examples/index",
+    "changes",
+    "migrating",
+    "notebooks/index",
+    "notebooks/1_attention_hessian",
 )
 
 pytestmark = pytest.mark.slow
@@ -32,8 +36,10 @@ def site(tmp_path_factory):
     if not MATHJAX.is_file():
         pytest.skip("MathJax is not there: `make docs` fetches it")
     folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "examples"))
-    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "examples", "notebooks"))
+    for name in ("examples", "notebooks"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "CHANGELOG.md", folder)
     flags = ["-W", "--keep-going", "-q", "-b", "html", "-D", "plot_gallery=0"]  # the examples have tests of their own
     command = [sys.executable, "-m", "sphinx", *flags, "docs", "html"]
     environment = os.environ | {"MATHJAX": str(MATHJAX), "MPLBACKEND": "agg"}
