@@ -101,7 +101,7 @@ audit: $(VENV)/gallery
 
 # Runs the notebooks and saves them with their outputs.
 notebooks: $(VENV)/dev
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/jupyter-execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python notebooks/run.py
 
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax
