@@ -49,6 +49,7 @@ html_theme = "furo"
 html_title = "Curvoscope"
 html_static_path = ["_static", str(MATHJAX)]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_sourcelink = False

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from browser_cases import PATIENCE, WIDTHS, Traffic, overflow
+from browser_cases import PATIENCE, WIDTHS, Traffic, overflow, serious_violations
 from fences import ROOT
 
 MATHJAX = ROOT / ".venv/share/mathjax/node_modules/mathjax/es5/tex-svg-full.js"
@@ -66,3 +66,14 @@ def test_formulas_are_drawn_without_a_network(site, browser):
     context.close()
     assert formulas > 200
     assert not traffic.problems and not traffic.requests
+
+
+@pytest.mark.parametrize(("width", "scheme"), [("narrow", "light"), ("wide", "dark")])
+def test_nothing_serious_for_axe(site, browser, width, scheme):
+    context = browser.new_context(viewport={"width": WIDTHS[width], "height": 844}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    for name in ("index", "howto/training"):
+        page.goto((site / f"{name}.html").as_uri())
+        assert serious_violations(page) == [], name
+    context.close()
