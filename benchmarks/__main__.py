@@ -17,7 +17,7 @@ import benchmarks
 
 PEERS = ("torch", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "transformers")
 NOT_BENCHMARKS = {"__main__", "families", "measure", "page", "ranks", "sensitivity", "sensitivity_page", "tables"}
-NOT_BENCHMARKS |= {"audit_page", "audit_study", "trained_models", "weight_studies"}
+NOT_BENCHMARKS |= {"audit_page", "audit_study", "large_product", "trained_models", "weight_studies"}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Influence functions against retraining on the addition task, beside kronfluence's EKFAC if it is installed.
+"""Influence functions against retraining on the addition task, beside the EKFAC of other packages if installed.
 
 A Transformer block of `nn.Linear` layers (d = 16, float64) learns to add numbers of one digit from 64 rows, with a
 weight decay that is the damping. It is retrained on 32 random halves of the rows, from the same start. The linear
@@ -6,7 +6,7 @@ datamodeling score is Spearman's correlation between the measured losses of a te
 ones, averaged over 24 test rows.
 
 kronfluence is no package of the benchmark environment, as it installs packages named `tests` and `examples`:
-`pip install --no-deps --target FOLDER kronfluence==1.0.1`, and FOLDER on PYTHONPATH.
+`pip install --no-deps --target FOLDER kronfluence==1.0.1`, and FOLDER on PYTHONPATH. bergson: see `bergson_scores`.
 """
 
 import json
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import curvoscope as cv
+from benchmarks.bergson_scores import bergson_scores
 from benchmarks.measure import in_own_process
 from curvoscope.papers import tasks
 
@@ -40,7 +41,10 @@ class Adder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, L) -> logits (N, L, 12)."""
-        x = self.tokens[tokens] + self.places
+        return self.embedded(self.tokens[tokens] + self.places)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """Embeddings (N, L, d) -> logits (N, L, 12)."""
         scores = self.query(x) @ self.key(x).mT / WIDTH**0.5
         hidden = torch.ones_like(scores).triu(1).bool()
         x = x + self.out(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ self.value(x))
@@ -157,11 +161,15 @@ def measured(seed: int = 0) -> dict[str, object]:
     }
     scores = {method: influence(method) for method in METHODS}
     scores |= {"ekfac, linear layers": influence("ekfac", *LINEAR)}
-    peer = by_kronfluence(model, train, test)
-    if peer is not None:
-        ours = scores["ekfac, linear layers"]
-        scores["kronfluence, linear layers"] = cv.analysis.Influence(peer, torch.zeros_like(peer), "kronfluence", DECAY)
-        found["kronfluence"] = {"version": version("kronfluence"), "correlation_with_our_ekfac": ours.correlation(peer)}
+    peers = {
+        "kronfluence": by_kronfluence(model, train, test),
+        "bergson": bergson_scores(model, train, test, tasks.VOCABULARY, DECAY * (DIGITS + 1)),
+    }
+    ours = scores["ekfac, linear layers"]
+    for peer, theirs in peers.items():
+        if theirs is not None:
+            scores[f"{peer}, linear layers"] = cv.analysis.Influence(theirs, torch.zeros_like(theirs), peer, DECAY)
+            found[peer] = {"version": version(peer), "correlation_with_our_ekfac": ours.correlation(theirs)}
     for name, one in scores.items():
         score = one.datamodeling_score(halves, losses[1:])
         found["methods"][name] = {

@@ -2,12 +2,10 @@
 
 4 layers, d = 256, L = 128, batch 4, vocabulary 5000, float32, two threads. A run of 50 products, each needing the one
 before as in Lanczos: what it costs to set up is shared among them. Whatever is compared is measured in turns of ten
-products, so that a busy machine moves the ratios little. Peak memory is that of a process of its own. Trace and largest
-eigenvalue are timed against PyHessian's, which has methods for both, set-up included.
+products, so that a busy machine moves the ratios little. Peak memory is that of a process of its own.
 """
 
 import json
-import math
 import statistics
 import sys
 import time
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.measure import in_own_process, once, peak_gib
+from benchmarks.measure import in_own_process, peak_gib
 from curvoscope.curvature import CrossEntropy, ModelHessian, hessian
 
 LAYERS, WIDTH, HEADS, LENGTH, ROWS, VOCABULARY = 4, 256, 4, 128, 4, 5000
@@ -96,7 +94,6 @@ class HuggingFaceGPT2(nn.Module):
 
 
 def problem(kind: type[nn.Module]) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.set_num_threads(2)
     torch.manual_seed(0)
     model = kind().eval()
     return model, torch.randint(0, VOCABULARY, (ROWS, LENGTH)), torch.randint(0, VOCABULARY, (ROWS * LENGTH,))
@@ -232,47 +229,9 @@ def timed(kind: type[nn.Module]) -> dict[str, float]:
     return {name: statistics.median(values) + shares[name] for name, values in seconds.items()}
 
 
-def questions(kind: type[nn.Module]) -> dict[str, dict[str, float | None]]:
-    """Trace from 16 products, and the largest eigenvalue to a thousandth of itself as each package means it.
-
-    PyHessian's tolerance is the step from one power iteration to the next, ours the residual. Its trace would stop at
-    the second product where that is negative, so its tolerance is out of reach there.
-    """
-    try:
-        pyhessian(kind)
-    except ImportError:
-        return {}
-    found: dict[str, list[float | None]] = {}
-
-    def our_trace() -> None:
-        trace = ours(kind).total.trace(matvecs=PROBES)
-        found["trace"] = [trace.value, trace.stderr, trace.matvecs]
-
-    def their_trace() -> None:
-        samples = pyhessian(kind).trace(maxIter=PROBES, tol=-math.inf)
-        stderr = statistics.stdev(samples) / len(samples) ** 0.5
-        found["pyhessian trace"] = [statistics.mean(samples), stderr, len(samples)]
-
-    def our_eigenvalue() -> None:
-        (largest,) = ours(kind).total.eigenvalues(1, "LM", tolerance=1e-3)
-        found["eigenvalue"] = [largest.value, largest.stderr, largest.matvecs]
-
-    def their_eigenvalue() -> None:
-        found["pyhessian eigenvalue"] = [pyhessian(kind).eigenvalues(maxIter=100, tol=1e-3)[0][0], None, None]
-
-    calls = {
-        "trace": our_trace,
-        "pyhessian trace": their_trace,
-        "eigenvalue": our_eigenvalue,
-        "pyhessian eigenvalue": their_eigenvalue,
-    }
-    seconds = {name: once(call) for name, call in calls.items()}
-    fields = ("value", "stderr", "products")
-    return {name: {"seconds": seconds[name], **dict(zip(fields, found[name], strict=True))} for name in found}
-
-
 def memory(kind: type[nn.Module], name: str) -> dict[str, float]:
     """Peak memory of a process that makes three products, and how much of it came after the model was made."""
+    torch.set_num_threads(2)
     size = _size(kind, name)
     before = peak_gib()
     try:
@@ -285,6 +244,7 @@ def memory(kind: type[nn.Module], name: str) -> dict[str, float]:
 
 
 def summary(kind: type[nn.Module]) -> dict[str, object]:
+    torch.set_num_threads(2)
     seconds = timed(kind)
     unit = seconds["gradient"]
     result: dict[str, object] = {
@@ -297,12 +257,7 @@ def summary(kind: type[nn.Module]) -> dict[str, object]:
         "ggn": ("curvlinops ggn",),
         "hessian of one block": ("curvlinops hessian of one block",),
         "ggn of one block": ("curvlinops ggn of one block",),
-        "trace": ("pyhessian trace",),
-        "eigenvalue": ("pyhessian eigenvalue",),
     }
-    asked = questions(kind)
-    seconds |= {name: one["seconds"] for name, one in asked.items()}
-    result["questions"] = asked
     result["times_faster"] = {
         f"{name} than {peer}": seconds[peer] / seconds[name]
         for name, peers in pairs.items()

@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+Measured = Callable[..., Mapping[str, object]]  # of a rank, the number of ranks, and more
 
-def together(measured: Callable[[int, int], Mapping[str, object]], ranks: int) -> list[dict[str, object]]:
-    """What `measured(rank, ranks)`, a function of a module, returns in each of so many processes, by rank."""
+
+def together(measured: Measured, ranks: int, *more: object) -> list[dict[str, object]]:
+    """What `measured(rank, ranks, *more)`, a function of a module, returns in each of so many processes, by rank."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_process, args=(measured, rank, ranks, folder)) for rank in range(ranks)]
+        arguments = [(measured, folder, rank, ranks, *more) for rank in range(ranks)]
+        processes = [context.Process(target=_process, args=one) for one in arguments]
         for process in processes:
             process.start()
         for process in processes:
@@ -22,8 +25,8 @@ def together(measured: Callable[[int, int], Mapping[str, object]], ranks: int) -
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _process(measured: Callable[[int, int], Mapping[str, object]], rank: int, ranks: int, folder: str) -> None:
+def _process(measured: Measured, folder: str, rank: int, ranks: int, *more: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    Path(folder, f"{rank}.json").write_text(json.dumps(measured(rank, ranks)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(measured(rank, ranks, *more)))
     dist.destroy_process_group()

@@ -7,6 +7,9 @@ turns with ours in one process, on the small model until its true residual is as
 iterations are timed, and as many counted as our plain CG takes, which is the same method with the same matrix. The
 linear maps of the models are `nn.Linear`, which curvlinops' KFAC needs. First of all, both packages' matrices are
 compared in float64.
+
+At random weights preconditioners save little. So products are counted once more on a small GPT before and after it has
+learned addition, in float64, to 1e-6, with preconditioners of all gradients.
 """
 
 import json
@@ -32,6 +35,9 @@ MODELS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 }
 PRECONDITIONERS = ("diagonal", "kfac", "auto")
 MORE = ("ekfac", "kronecker:2")  # on the small model
+COUNTED = (None, "diagonal", "kfac", "ekfac", "kronecker:1", "auto")
+WIDTH, DEPTH, ROWS, STEPS = 32, 2, 16, 600  # of the GPT that learns addition
+CLOSE, SHARES = 1e-6, (1e-2, 1e-4)
 LENGTH, TOLERANCE, SHARE, TIMED = 128, 1e-3, 1e-2, 8
 LIMITS = {"times_faster": 3.0, "difference_of_the_matrices": 1e-6}
 
@@ -168,9 +174,51 @@ def solved(case: Case, whole: bool) -> dict[str, object]:
     return found
 
 
+def trained() -> dict[str, object]:
+    """Products by preconditioner on the blocks of a GPT before and after it has learned addition."""
+    from curvoscope.papers import tasks
+    from curvoscope.papers.networks import GPT2
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = GPT2(WIDTH, depth=DEPTH, norm="pre")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    tokens = tasks.addition(ROWS)
+    batch = tokens[:, :-1], tasks.answer_targets(tokens)
+    found: dict[str, Any] = {}
+    for step in range(STEPS + 1):
+        if step in (0, STEPS):
+            found[str(step)] = _counted(model, batch)
+        drawn = tasks.addition(64, seed=step + 1)
+        optimizer.zero_grad()
+        model.loss(drawn[:, :-1], tasks.answer_targets(drawn)).backward()
+        optimizer.step()
+    return {"width": WIDTH, "tolerance": CLOSE, "after": found}
+
+
+def _counted(model: nn.Module, batch: Any) -> dict[str, object]:
+    """The loss, and for each block the products of each preconditioner at each damping."""
+    blocks = cv.blocks_of(model).select("*.attn.O", "*.mlp.up", "*.mlp.down")
+    H = cv.hessian(model, cv.losses.CrossEntropy(), [batch], blocks, method="autodiff")
+    counts: dict[str, Any] = {}
+    for name in blocks.names:
+        block = H.outer[name]
+        largest = float(block.eigenvalues(1, "LA", tolerance=1e-2)[0])
+        b = torch.randn(block.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        for share in SHARES:
+            one = counts.setdefault(f"{share:g}", {}).setdefault(name, {})
+            for kind in COUNTED:
+                x = block.solve(b, share * largest, CLOSE, preconditioner=kind)
+                assert x.converged, str(x)
+                one[kind or "none"] = x.matvecs
+    return {"loss": H.loss, "products": counts}
+
+
 def measured(name: str, *chosen: str) -> dict[str, object]:
     """One model, in a process of its own."""
     torch.set_num_threads(1)
+    if name == "trained":
+        return trained()
     config, kinds = MODELS[name]
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # curvlinops says that a tolerance of 0 was not reached
@@ -186,7 +234,8 @@ def measured(name: str, *chosen: str) -> dict[str, object]:
 def run() -> dict[str, object]:
     """All measurements."""
     models = {name: in_own_process("benchmarks.solve", name) for name in MODELS}
-    return {"limits": LIMITS, "tolerance": TOLERANCE, "models": models}
+    small = in_own_process("benchmarks.solve", "trained")
+    return {"limits": LIMITS, "tolerance": TOLERANCE, "models": models, "trained": small}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from curvoscope.commands.subject import Request, subject_of
 from curvoscope.sweep import Sweep
 
 LENGTH, SAMPLES, LAYERS = 128, 64, 22
-TRAINED_SAMPLES = 256  # with trained weights few directions dominate a block, and its norm needs more samples
+TRAINED_SAMPLES = 208  # with trained weights few directions dominate a block, and its norm needs more samples
 LIMIT_GIB = 16  # for the model of 1.1 billion parameters
 GROWTH = 3.5  # memory of one layer more, in units of its weights in bfloat16
 SAMPLE = ("h.0.attn.Q", "h.2.mlp.down", "h.5.attn.V", "h.8.mlp.up", "h.11.attn.K")
@@ -160,12 +160,8 @@ def _by_curvlinops(model: Any, batches: list[Any], name: str, products: float) -
         return products * once(lambda: operator @ vector)
 
 
-def billion(layers: int = LAYERS) -> dict[str, object]:
-    """A Llama of 1.1 billion parameters, stored in bfloat16: 22 layers, d = 2048, 4 heads of keys and values.
-
-    With fewer layers, `peak_gib_of_22_layers` is predicted: each one more takes its weights in bfloat16, their copy in
-    float32, and what its activations take, about a sixth of that.
-    """
+def llama_of_a_billion(layers: int, length: int, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A Llama of d = 2048 with 4 heads of keys and values, 1.1 billion parameters if it has 22 layers; and tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(2)
@@ -178,12 +174,21 @@ def billion(layers: int = LAYERS) -> dict[str, object]:
         num_attention_heads=32,
         num_key_value_heads=4,
         use_cache=False,
-        dtype=torch.bfloat16,
+        dtype=dtype,
     )
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     model = LlamaForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
-    tokens = torch.randint(0, config.vocab_size, (1, LENGTH))
+    return model, torch.randint(0, config.vocab_size, (1, length))
+
+
+def billion(layers: int = LAYERS) -> dict[str, object]:
+    """A Llama of 1.1 billion parameters, stored in bfloat16: 22 layers, d = 2048, 4 heads of keys and values.
+
+    With fewer layers, `peak_gib_of_22_layers` is predicted: each one more takes its weights in bfloat16, their copy in
+    float32, and what its activations take, about a sixth of that.
+    """
+    model, tokens = llama_of_a_billion(layers, LENGTH, torch.bfloat16)
     start = time.perf_counter()
     sweep = cv.sweep(model, None, [{"input_ids": tokens, "labels": tokens}], samples=SAMPLES)
     seconds = time.perf_counter() - start

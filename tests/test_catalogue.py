@@ -209,6 +209,8 @@ CALLS = {
     "hessian: unknown hvp": (lambda: hessian(hvp="forward"), RANGE, "hvp"),
     "hessian: unknown recompute": (lambda: hessian(recompute="block"), RANGE, "recompute"),
     "hessian: nothing to recompute": (lambda: hessian(recompute="layer"), MODEL, "recompute"),
+    "settings: no scratch folder": (lambda: cv.settings(scratch="no/such/folder").__enter__(), RANGE, "scratch"),
+    "hessian: compiled differences": (lambda: hessian(hvp="difference", compile=True), MODEL, "compile"),
     "hessian: weights that have changed": (changed, CHANGED, "model"),
     "hessian: no closed form": (lambda: hessian(method="exact")["0.weight"].trace(), MODEL, None),
     "hessian: frozen model": (lambda: hessian(FROZEN), EMPTY, "model"),
@@ -616,6 +618,10 @@ COMMANDS = {
     "report: a run that is not there": ("report nowhere", "RUN"),
     "report: a folder without a run": ("report folder", "RUN"),
     "report: a file that is no run": ("report plain.txt", "RUN"),
+    "explore: a run that is not there": ("explore nowhere", "RUN"),
+    "explore: a folder without a run": ("explore folder --output page.html", "RUN"),
+    "explore: a file that is no run": ("explore plain.txt", "RUN"),
+    "explore: a page of no run": ("explore --output page.html", "output"),
 }
 
 

@@ -13,7 +13,7 @@ from curvoscope.analysis.measurements import Extremes
 from curvoscope.errors import NonFiniteError, RangeError
 from curvoscope.estimate import Density, Estimate
 from curvoscope.magnitudes import norm
-from curvoscope.operators import base
+from curvoscope.operators import eigenvalues
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore
 from curvoscope.operators.kronecker import KroneckerSum
@@ -106,7 +106,7 @@ def test_norms_of_kronecker_sums_by_every_route(dtype, scale):
 @pytest.mark.parametrize("dtype, scale", SCALES)
 def test_large_matrices_by_krylov_methods(dtype, scale, monkeypatch):
     """What is too large for LAPACK: eigsh on the matrix, or on M^T M where there is no symmetry."""
-    monkeypatch.setattr(base, "_DENSE_EIGENVALUES", 8)
+    monkeypatch.setattr(eigenvalues, "_DENSE_EIGENVALUES", 8)
     matrix, rel = _matrix(6), 1e-8 if dtype == torch.float64 else 1e-3
     top = torch.linalg.eigvalsh(matrix)[-1:]
     assert float(_product(matrix, scale, dtype).eigenvalues(1, "LA")[0]) / scale == pytest.approx(float(top), rel=rel)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
@@ -56,6 +56,16 @@ def finite(question: str, answer: Answer) -> Answer:
     if not (all_finite(answer) if isinstance(answer, Tensor) else math.isfinite(answer)):
         raise NonFiniteError(question, "overflows; scale the weights and inputs down, or convert them to float64")
     return answer
+
+
+def answered(question: str, compute: Callable[[], Answer]) -> Answer:
+    """Check that the result of `compute()` is finite and return it."""
+    try:
+        return finite(question, compute())
+    except (NonFiniteError, torch.linalg.LinAlgError) as error:  # the latter is what LAPACK says
+        raise NonFiniteError(
+            question, "the entries overflow; scale the weights and inputs down, or convert them to float64"
+        ) from error
 
 
 def commensurate(factors: Mapping[str, Tensor]) -> None:

@@ -259,6 +259,15 @@ def report(
 
 @app.command()
 def explore(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN...]", help="Directories of runs to open side by side (default: an attention layer)."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "--out", help="Write the page of the runs to this file.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port; falls back to a free one if taken.")] = 8050,
     host: Annotated[
         str | None,
@@ -266,10 +275,10 @@ def explore(
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serve the interactive page: the exact Hessian of an attention layer as you move its sizes and scales."""
+    """Serve the interactive page: finished runs side by side, or the Hessian of a layer as you move its sizes."""
     from curvoscope.commands import explore as command
 
-    command.run(host, port, open_browser)
+    command.run(runs or [], output, host, port, open_browser)
 
 
 @app.command()

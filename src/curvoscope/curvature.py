@@ -1,7 +1,9 @@
 """`hessian`: the loss Hessian of any torch model over named blocks."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from curvoscope.approximations.enumeration import enumerated
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.stand_ins import ModelStandIns
 from curvoscope.autodiff.batches import BatchError, Batches
+from curvoscope.autodiff.compiled import Compiled
 from curvoscope.autodiff.coupled import Coupled
 from curvoscope.autodiff.differences import Differences
 from curvoscope.autodiff.engine import Autodiff
@@ -28,7 +31,7 @@ from curvoscope.distributed.mesh import Mesh, sharded_ranks
 from curvoscope.distributed.ranks import RankError, mesh_of, ranks_of
 from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
 from curvoscope.distributed.sharded_operators import ShardedMatrix, ShardedParts
-from curvoscope.errors import BlockNameError, EmptyError, ModelError
+from curvoscope.errors import BlockNameError, CompileWarning, EmptyError, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import adapters_of
 from curvoscope.families.block_maps import blocks_of
@@ -80,26 +83,31 @@ class ModelHessian(BlockHessian):
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
         """`closed`: the blocks in closed form; `why`: there are none."""
         known = None if closed is None else closed.block
-        self.stand_ins = ModelStandIns(engine)
+        self._stand_ins = cache(lambda: ModelStandIns(engine))
         self.outer, self.functional, self.total = (
             ShardedMatrix(engine, part, engine.blocks)
             if isinstance(engine, Sharded)
-            else AutodiffMatrix(engine, part, engine.blocks, known, self.stand_ins)
+            else AutodiffMatrix(engine, part, engine.blocks, known, self._stand_ins)
             for part in PARTS
         )
         self.loss = engine.survey.loss
         self.terms = engine.survey.total
         self._blocks, self._engine, self._closed, self._why = engine.blocks, engine, closed, why
-        self._plan: tuple[int, Plan] | None = None
+        self._plan: tuple[tuple[int, str], Plan] | None = None
+
+    @property
+    def stand_ins(self) -> ModelStandIns:
+        """Preconditioners of its blocks, made of approximations."""
+        return self._stand_ins()
 
     @property
     def plan(self) -> Plan:
         """How each block and part is computed, why, and what it takes; `print(H.plan)` for a table. Nothing is
         computed for it; what was found out by computing is in it."""
-        verified = 0 if self._closed is None else self._closed.verified
-        if self._plan is None or self._plan[0] != verified:
+        known = 0 if self._closed is None else self._closed.verified, self._engine.note
+        if self._plan is None or self._plan[0] != known:
             rows = (self._planned(name, part) for name in self._blocks for part in PARTS)
-            self._plan = verified, Plan(tuple(rows))
+            self._plan = known, Plan(tuple(rows))
         return self._plan[1]
 
     def _planned(self, name: str, part: str) -> PlannedBlock:
@@ -108,7 +116,8 @@ class ModelHessian(BlockHessian):
         if choice.exact:
             return PlannedBlock(name, part, "exact", choice.reason, choice.products, choice.bytes)
         products = min(block.size, DEFAULT_MATVECS)
-        return PlannedBlock(name, part, self._engine.method, choice.reason, products, self._engine.product_bytes)
+        reason = "; ".join(filter(None, (choice.reason, self._engine.note)))
+        return PlannedBlock(name, part, self._engine.method, reason, products, self._engine.product_bytes)
 
     def method_of(self, name: str, part: str = "total") -> str:
         """How a diagonal block is computed: "exact", "autodiff" or "difference".
@@ -256,6 +265,7 @@ def hessian(
     hvp: str = "autodiff",
     copy: bool = False,
     recompute: str | None = None,
+    compile: bool = False,
 ) -> ModelHessian:
     """The Hessian of the mean loss over all batches, at the weights that the model has now.
 
@@ -300,6 +310,10 @@ def hessian(
             by an optimizer, it raises a `ChangedWeightsError`. A copy keeps it as it is.
         recompute: "layer" keeps the inputs of the model's layers (of its `nn.ModuleList`) instead of all activations,
             and computes what happens inside of a layer anew in each product, which takes about twice as long.
+        compile: whether `torch.compile` makes one program of a product with all blocks, when there is a first one. That
+            takes as long as many products, a minute for some models; on a CPU it needs a C++ compiler. The program
+            must agree with the eager product. If it does not, or torch cannot compile it, products stay eager, and a
+            `CompileWarning` says why. `H.plan` tells what became of it.
 
     Half-precision weights are converted: operators, vectors and sums are float32, and the weights are copied.
 
@@ -352,16 +366,23 @@ def hessian(
     arguments = model, objective, walked, blocks, split, device, budget, layers.sites, ranks, copy, recompute
     if recompute is not None and products_only:
         raise ModelError("recompute", "got 'layer', but sharded models and differences have their own; leave it out")
+    if compile and (products_only or recompute is not None):
+        raise ModelError("compile", "got True, but sharded models, differences and recompute are not compiled")
     coupled = objective is not None and objective.couples_rows and micro_batch is not None
+    if coupled and compile:
+        raise ModelError("compile", "got True, but the loss compares rows; give whole batches, without micro_batch")
     if coupled and products_only:
         raise ModelError("micro_batch", "the loss compares rows: sharded models and differences need whole batches")
     exact, by_gradients = (Sharded, ShardedDifferences) if isinstance(ranks, Mesh) else (Autodiff, Differences)
-    exact = Coupled if coupled else exact
+    exact = Coupled if coupled else Compiled if compile else exact
     make = by_gradients if hvp == "difference" else exact
     with nullcontext() if isinstance(ranks, Mesh) else layers.measuring():
         engine: Autodiff = make(*arguments)
     if hvp == "auto" and not _differentiable_twice(engine):
         engine = by_gradients(*arguments)
+        if compile:
+            said = "compile: got True, but products are differences of gradients, which are not compiled"
+            warnings.warn(said, CompileWarning, stacklevel=2)
     beside = coupled or engine.objective.reads_parameters  # no closed form sees the loss through one layer's output
     said = f"{type(engine.objective).__name__} has products only"
     if method == "exact" and beside:

@@ -52,6 +52,10 @@ class ModelError(CurvoscopeError, ValueError):
     """A model cannot do what is asked: a parameter is missing or frozen, a closed form is not known, ..."""
 
 
+class MissingPackageError(CurvoscopeError, ImportError):
+    """A package must be installed first."""
+
+
 class ChangedWeightsError(CurvoscopeError, RuntimeError):
     """The weights of a model have changed since its Hessian was made, which shares them."""
 
@@ -78,3 +82,7 @@ class MemoryLimitError(CurvoscopeError, MemoryError):
     def __init__(self, argument: str, message: str, needed: int) -> None:
         super().__init__(argument, message)
         self.needed = needed
+
+
+class CompileWarning(UserWarning):
+    """Products were to be compiled, and are computed without: the same numbers, not as fast."""

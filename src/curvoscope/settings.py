@@ -1,9 +1,10 @@
-"""The settings that all computations share: memory limit, progress bars, seed. One context holds them."""
+"""The settings that all computations share: memory limit, progress bars, seed, scratch. One context holds them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 
 from curvoscope.errors import RangeError
 
@@ -16,6 +17,7 @@ class Settings:
     progress: bool = True  # whether estimators show a progress bar on a terminal
     seed: int = 0  # of estimators and random draws
     predicted: int = 0  # bytes
+    scratch: Path | None = None  # a folder for the vectors of Lanczos; None: in memory
 
 
 _current: ContextVar[Settings] = ContextVar("settings")
@@ -23,9 +25,12 @@ _current: ContextVar[Settings] = ContextVar("settings")
 
 @contextmanager
 def settings(
-    memory_limit: int | None = None, progress: bool | None = None, seed: int | None = None
+    memory_limit: int | None = None,
+    progress: bool | None = None,
+    seed: int | None = None,
+    scratch: str | Path | None = None,
 ) -> Iterator[Settings]:
-    """Set the memory limit, the progress bars and the default seed of everything computed inside a `with` block.
+    """Set the memory limit, progress bars, default seed and scratch folder of what is computed inside a `with` block.
 
     What is not given stays as it is outside the block. Blocks can be nested; each thread has settings of its own.
 
@@ -34,10 +39,13 @@ def settings(
             `MemoryLimitError`. By default 40 % of the free memory.
         progress: whether an estimator that takes more than a second shows a progress bar on a terminal.
         seed: seed of every estimate and random draw that is asked for without `seed=`.
+        scratch: folder in which the vectors of Lanczos are kept, in a file that is mapped into memory and is gone with
+            its run. The memory limit does not count them; eigenvalues are the same to the bit, if without a folder
+            the vectors fit.
 
     Returns:
-        A context manager. What it yields has the settings in force, `memory_limit`, `progress` and `seed`, and
-        `predicted`: the largest peak, in bytes, that a computation inside has predicted so far, even if refused.
+        A context manager. What it yields has the settings in force, by these names, and `predicted`: the largest peak,
+        in bytes, that a computation inside has predicted so far, even if refused.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -50,11 +58,14 @@ def settings(
     """
     if memory_limit is not None and memory_limit <= 0:
         raise RangeError("memory_limit", f"got {memory_limit}, expected a positive number of bytes")
+    if scratch is not None and not Path(scratch).is_dir():
+        raise RangeError("scratch", f"got {str(scratch)!r}, expected a folder that exists")
     around = current()
     here = Settings(
         around.memory_limit if memory_limit is None else memory_limit,
         around.progress if progress is None else progress,
         around.seed if seed is None else seed,
+        scratch=around.scratch if scratch is None else Path(scratch),
     )
     token = _current.set(here)
     try:

@@ -13,8 +13,7 @@ from curvoscope.commands import OutputError, watch, watch_run
 from curvoscope.commands.document import REPORTS
 from curvoscope.commands.reproduce import STORE
 from curvoscope.database import StoreError
-from curvoscope.errors import ModelError, RangeError
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import MissingPackageError, ModelError, RangeError
 from curvoscope.papers.experiments import Store
 from curvoscope.training import Record, RunStore
 

@@ -1,10 +1,13 @@
+import errno
 import math
+import os
 
 import pytest
 import torch
 
 from curvoscope.errors import MemoryLimitError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import lanczos
+from curvoscope.settings import settings
 from matrices import SPECTRA, Dense, decaying, flat, outliers, rotated, within
 from reference import normal
 
@@ -228,3 +231,32 @@ def test_bad_input():
         lanczos(Dense(normal(0)(9, 8), False))
     with pytest.raises(NonFiniteError, match="operator"):
         lanczos(Dense(torch.full((70, 70), math.inf).double()))
+
+
+class TestVectorsInAFile:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_the_same_to_the_bit(self, tmp_path, dtype):
+        matrix = Dense(rotated(decaying(150)).to(dtype))
+        expected = lanczos(matrix, 3, vectors=True)
+        with settings(scratch=tmp_path):
+            found = lanczos(matrix, 3, vectors=True)
+        assert torch.equal(found.value, expected.value) and torch.equal(found.stderr, expected.stderr)
+        assert torch.equal(found.vectors, expected.vectors)
+        assert not list(tmp_path.iterdir())
+
+    def test_the_memory_limit_does_not_count_them(self, tmp_path):
+        matrix = Dense(rotated(decaying(1000)))
+        limit = 8 * 1000 * 20  # a basis of this length would have to be restarted all the time
+        with settings(memory_limit=limit, scratch=tmp_path):
+            found = lanczos(matrix, 1, matvecs=100)
+        assert torch.equal(found.value, lanczos(matrix, 1, matvecs=100).value)
+
+    @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the disk is not asked here")
+    def test_a_full_disk_is_an_error(self, tmp_path, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with settings(scratch=tmp_path), pytest.raises(RangeError, match=r"scratch: .* has no room for .* \(No space"):
+            lanczos(Dense(rotated(decaying(50))), 1)
+        assert not list(tmp_path.iterdir())

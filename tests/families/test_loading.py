@@ -13,11 +13,10 @@ from torch.nn.functional import cross_entropy
 import zoo
 from curvoscope import cli
 from curvoscope.commands.subject import NAMES, Request, subject_of
-from curvoscope.errors import CurvoscopeError, MemoryLimitError
+from curvoscope.errors import CurvoscopeError, MemoryLimitError, MissingPackageError
 from curvoscope.families import configs, loading
 from curvoscope.families.loading import (
     CorruptFileError,
-    MissingPackageError,
     MissingWeightsError,
     NotAModelError,
     QuantisedError,

@@ -6,7 +6,7 @@ import torch
 import curvoscope as cv
 from autodiff_cases import MLP, points
 from curvoscope.estimate import DiagonalEstimate, Eigenvalues
-from curvoscope.operators import base
+from curvoscope.operators import eigenvalues
 from reference import normal
 
 
@@ -42,7 +42,7 @@ def test_a_script_for_a_small_model_works_for_a_large_one(make):
 @pytest.mark.parametrize("options", [{}, {"tolerance": 1e-8}])
 @pytest.mark.parametrize("which", ["LM", "LA", "SA"])
 def test_eigenvectors(which, options, few, monkeypatch):
-    monkeypatch.setattr(base, "_DENSE_EIGENVALUES", few)
+    monkeypatch.setattr(eigenvalues, "_DENSE_EIGENVALUES", few)
     for H in (exact(), matrix_free()):
         truth = H.dense()
         values, vectors = H.eigenvalues(3, which, vectors=True, **options)
@@ -59,7 +59,7 @@ def test_all_eigenvectors():
 
 
 def test_eigenvectors_of_a_zero_block(monkeypatch):
-    monkeypatch.setattr(base, "_DENSE_EIGENVALUES", 0)
+    monkeypatch.setattr(eigenvalues, "_DENSE_EIGENVALUES", 0)
     X = torch.ones(3, 4, dtype=torch.float64)
     H = cv.exact.LinearMLP([torch.eye(4, dtype=torch.float64)]).hessian(X, torch.sum)
     values, vectors = H.eigenvalues(2, vectors=True)

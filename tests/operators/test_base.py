@@ -6,7 +6,7 @@ from rich.console import Console
 
 import curvoscope as cv
 from curvoscope.autodiff.safety import same_randomness
-from curvoscope.operators import base
+from curvoscope.operators import eigenvalues
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.compositions import Product
 from curvoscope.operators.cores import DenseCore
@@ -97,13 +97,13 @@ class TestRectangular:
         norm = float(torch.linalg.matrix_norm(matrix, 2))
         found = operator_of(matrix).spectral_norm(matvecs=30)
         assert abs(float(found) - norm) <= 6 * found.stderr + 1e-9 * norm
-        monkeypatch.setattr(base, "_DENSE_EIGENVALUES", 2)
+        monkeypatch.setattr(eigenvalues, "_DENSE_EIGENVALUES", 2)
         assert operator_of(matrix).spectral_norm() == pytest.approx(norm, rel=1e-10)
 
     def test_krylov_eigenvalues(self, monkeypatch):
         matrix = symmetric(6)
         values = torch.linalg.eigvalsh(matrix)
-        monkeypatch.setattr(base, "_DENSE_EIGENVALUES", 2)
+        monkeypatch.setattr(eigenvalues, "_DENSE_EIGENVALUES", 2)
         operator = operator_of(matrix, symmetric=True)
         assert torch.allclose(operator.eigenvalues(3, "LA"), values[-3:])
         assert torch.allclose(operator.eigenvalues(3, "SA"), values[:3])

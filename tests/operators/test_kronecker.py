@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
+from curvoscope.operators import strips
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.cores import Core, DenseCore, SumCore, TokenForm
 from curvoscope.operators.kronecker import KroneckerSum, merged
@@ -275,6 +276,39 @@ class TestSums:
         for block in (even + odd, odd + even):
             assert not block.symmetric
             assert_all_answers(block, even.dense() + odd.dense())
+
+
+@pytest.mark.parametrize("numbers", [1, 40, 10**6])
+class TestStrips:
+    """Entries are written one row, a few rows or all rows at a time, together with their transpose."""
+
+    @pytest.fixture(autouse=True)
+    def of_so_many(self, numbers, monkeypatch):
+        monkeypatch.setattr(strips, "_STRIP", numbers)
+
+    @pytest.mark.parametrize("name", PARTS)
+    def test_rectangular(self, name):
+        block = KroneckerSum(ROWS, COLUMNS, PARTS[name](), torch.zeros(1, dtype=torch.float64))
+        out, mirror = torch.empty(*ROWS, *COLUMNS).double(), torch.empty(*COLUMNS, *ROWS).double()
+        block._write_both(out, mirror)
+        truth = sum((dense(each, ROWS, COLUMNS) for each in block.terms), torch.zeros(12, 10).double())
+        assert torch.allclose(out.view(12, 10), truth, rtol=0, atol=1e-13)
+        assert torch.equal(mirror, out.permute(2, 3, 0, 1))
+
+    @pytest.mark.parametrize("axes", AXES)
+    def test_symmetric_cores_between_two_vectors(self, axes):
+        r, shape = normal(1), (4, 4)
+        left, right, cores = r(TOKENS, 4), r(TOKENS, 4), r(TOKENS, 4, 4)
+        one = Term(left, right, DenseCore(cores + cores.mT, symmetric=True), axes)
+        found = KroneckerSum(shape, shape, [one], left).dense()
+        assert torch.allclose(found, dense(one, shape, shape), rtol=0, atol=1e-13)
+
+    @pytest.mark.parametrize("name", SYMMETRIC)
+    def test_symmetric(self, name):
+        block = KroneckerSum(ROWS, ROWS, SYMMETRIC[name](), torch.zeros(1, dtype=torch.float64), symmetric=True)
+        found = block.dense()
+        assert torch.allclose(found, sum(dense(each, ROWS, ROWS) for each in block.terms), rtol=0, atol=1e-13)
+        assert torch.equal(found, found.T)
 
 
 @pytest.mark.parametrize("budget", [6000, 12000, 60000])

@@ -177,7 +177,7 @@ def test_for_keyboard_and_screen_reader(run):
     identifiers = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(set(identifiers)) == len(identifiers)
     assert {one["aria-labelledby"] for one in page.all("section")} <= set(identifiers)
-    assert "prefers-color-scheme: dark" in text and "@media print" in text
+    assert "color-scheme: light dark" in text and "@media print" in text
 
 
 def luminance(color):
@@ -188,12 +188,13 @@ def luminance(color):
 
 def test_the_contrast_is_that_of_wcag_aa(run):
     text, _, _ = read(run)
-    schemes = re.findall(r":root \{([^}]*--page[^}]*)\}", text)
-    assert len(schemes) == 3  # light, dark, print
-    for scheme in schemes:
-        colors = dict(re.findall(r"--(\w+): (#\w{6})", scheme))
-        for front in ("text", "soft", "mark", "blue"):
-            for back in ("page", "band"):
+    both = re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", text)
+    paper = dict(re.findall(r"--(\w+): (#\w{6});", text.partition("@media print")[2]))
+    assert {"page", "band", "text", "chosen"} <= {name for name, _, _ in both} and paper["page"] == "#ffffff"
+    light, dark = ({name: pair[scheme] for name, *pair in both} for scheme in (0, 1))
+    for colors in (light, dark, light | paper):
+        for front in ("text", "soft", "mark", "blue", "orange", "green", "purple", "yellow", "sky"):
+            for back in ("page", "band", *(["chosen"] if front in ("text", "mark") else [])):
                 low, high = sorted(luminance(colors[name]) for name in (front, back))
                 assert (high + 0.05) / (low + 0.05) >= 4.5
 
@@ -208,7 +209,7 @@ def test_script_stays_text(tmp_path):
     document["rows"][0] |= {"block": evil, "method": evil}
     document["advice"][0] |= {"subject": evil, "recommendation": evil, "quantity": evil, "settings": {evil: 1, "b": 2}}
     report = report_of(json.dumps(document), {})
-    for text, scripts in ((report.html(), 1), (report._repr_html_(), 0)):
+    for text, scripts in ((report.html(), 2), (report._repr_html_(), 0)):
         page = Page(text)
         assert len(page.all("script")) == scripts and not page.all("img")
         assert page.text.count(evil) >= 6

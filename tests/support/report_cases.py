@@ -3,6 +3,7 @@
 import atexit
 import json
 import math
+import random
 import shutil
 import tempfile
 from html.parser import HTMLParser
@@ -135,6 +136,50 @@ def growth():
         remarks="A remark.",
     )
     return figure, rows
+
+
+ROLES = ("norm1", "attn.Q", "attn.K", "attn.V", "mlp.up")
+
+
+def model_document(layers=3, seed=0, roles=ROLES):
+    """The document of an analysis that nobody made: random numbers of the blocks of some layers, and of all pairs."""
+    draw = random.Random(seed)
+
+    def estimate(exact=False):
+        value = 10 ** draw.gauss(0, 1)
+        return {
+            "value": value,
+            "stderr": 0.0 if exact else 0.03 * value,
+            "matvecs": 16,
+            "method": "exact" if exact else "signs",
+        }
+
+    def row(name, part):
+        exact = name.endswith(("Q", "V"))
+        numbers = {key: estimate(exact) for key in ("frobenius_norm", "trace", "largest_eigenvalue")}
+        return {"block": name, "part": part, "shape": [2, 2], "method": "exact" if exact else "autodiff", **numbers}
+
+    names = [*(f"h.{layer}.{role}" for layer in range(layers) for role in roles), "embed", "head"]
+    parts = ("outer", "functional", "total")
+    pairs = [(a, b, part) for i, b in enumerate(names) for a in names[:i] for part in parts]
+    moments = ("entropy", "first", "second", "third")
+    heads = [(f"h.{layer}.attn", head) for layer in range(layers) for head in range(2)]
+    return {
+        **{"kind": "analyze", "title": "Curvature of a model", "question": "Which?", "answer": "This."},
+        **{
+            "about": ["A model."],
+            "advice": [],
+            "versions": {"torch": "2"},
+            "seed": seed,
+            "command": "curvoscope analyze",
+        },
+        "rounding": 1e-6,
+        "rows": [row(name, part) for name in names for part in parts],
+        "hessian": {"parameters": 9, **dict.fromkeys(("largest_eigenvalue", "smallest_eigenvalue"), estimate())}
+        | {"critical_learning_rate": None},
+        "pairs": [{"row": a, "column": b, "part": part, "frobenius_norm": estimate()} for a, b, part in pairs],
+        "attention": [{"layer": layer, "head": head, **{key: estimate() for key in moments}} for layer, head in heads],
+    }
 
 
 class Page(HTMLParser):

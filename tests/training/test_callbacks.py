@@ -9,7 +9,7 @@ from torch import nn
 
 from autodiff_cases import MLP, points
 from curvoscope.curvature import CrossEntropy
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import MissingPackageError
 from curvoscope.training import CurvatureMonitor, lightning_callback, trainer_callback
 
 

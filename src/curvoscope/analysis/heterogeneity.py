@@ -10,7 +10,7 @@ import torch
 from curvoscope.errors import BlockNameError
 from curvoscope.magnitudes import norm as norm_of
 from curvoscope.operators import BlockHessian
-from curvoscope.operators.base import symmetric_eigenvalues
+from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 
 Part = Literal["outer", "functional", "total"]
 PARTS: tuple[Part, ...] = ("outer", "functional", "total")

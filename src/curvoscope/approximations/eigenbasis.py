@@ -61,4 +61,4 @@ class EigenbasisForm(Approximation):
     def quadratic(self, found: GradientFactors) -> Tensor:
         """gamma^T A gamma for each gradient, (n,)."""
         turned = found.turned(self.left, self.right).pieces()
-        return torch.cat([(some.gradients().square() * self.values).sum((1, 2)) for some in turned])
+        return torch.cat([some.gradients().square().flatten(1) @ self.values.flatten() for some in turned])

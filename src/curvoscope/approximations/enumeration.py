@@ -5,7 +5,6 @@ with the weight, and gamma = X^T delta. Rows of a batch do not meet in the loss,
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import cotangents
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.autodiff.graph import unless_unbatched
+from curvoscope.autodiff.graph import gradients_at_once, gradients_in_turn
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import STORED, TRANSPOSED, Block, parameters_of
@@ -172,15 +171,9 @@ class _Row:
             return []
         pairs = [(F, g) for F, g in zip(cut_at, directions, strict=True) if F.requires_grad]
         cut, columns = [F for F, _ in pairs], [g for _, g in pairs]
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        if sum(g[0].numel() for g in columns) <= _AT_ONCE:
-            many = unless_unbatched(
-                lambda: torch.autograd.grad(cut, targets, columns, is_grads_batched=True, **options)
-            )
-            if many is not None:
-                return many
-        each = [torch.autograd.grad(cut, targets, [g[i] for g in columns], **options) for i in range(len(columns[0]))]
-        return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
+        small = sum(g[0].numel() for g in columns) <= _AT_ONCE
+        found = gradients_at_once(cut, targets, columns) if small else None
+        return gradients_in_turn(cut, targets, columns) if found is None else found
 
 
 def sampled_source(

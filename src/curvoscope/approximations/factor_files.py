@@ -19,9 +19,9 @@ from curvoscope.approximations.base import Approximation
 from curvoscope.approximations.eigenbasis import EigenbasisForm
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.blocks import STORED, TRANSPOSED, Block, Blocks
-from curvoscope.errors import ModelError, ShapeError
+from curvoscope.errors import MissingPackageError, ModelError, ShapeError
 from curvoscope.families.block_maps import blocks_of
-from curvoscope.families.loading import CorruptFileError, MissingPackageError, NotAModelError
+from curvoscope.families.loading import CorruptFileError, NotAModelError
 
 Tensors = Mapping[str, Tensor]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvoscope.operators.base import Shape
 
+_PANEL = 256  # columns of a symmetric product at a time
 _FORMED = 2**25  # entries of gradients that are formed at a time
 
 
@@ -115,24 +116,39 @@ class GradientFactors:
         middle = (turned @ self.cotangents.mT).sum(1)
         return middle.sum(0) if self.inputs is None else (self.inputs.mT @ middle @ self.inputs).sum(0)
 
-    def inward(self, matrix: Tensor | None = None) -> Tensor:
-        """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta, (p, p); None for the identity."""
+    def weighted(self, matrix: Tensor | None = None) -> Tensor:
+        """(X Z X^T) delta, of the shape of delta; None for the identity."""
         X, middle = self.inputs, matrix
         if X is not None:
             middle = X @ X.mT if matrix is None else X @ matrix @ X.mT
             middle = middle[:, None]
-        turned = self.cotangents if middle is None else middle @ self.cotangents
-        return self.cotangents.flatten(0, 2).mT @ turned.flatten(0, 2)
+        return self.cotangents if middle is None else middle @ self.cotangents
+
+    def inward(self, matrix: Tensor | None = None) -> Tensor:
+        """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta, (p, p); None for the identity."""
+        return self.cotangents.flatten(0, 2).mT @ self.weighted(matrix).flatten(0, 2)
 
     def chosen(self, places: Tensor) -> "GradientFactors":
         """Some gradients of a single group."""
         return replace(self, cotangents=self.cotangents[:, places])
 
 
-def moment(vectors: Tensor) -> Tensor:
-    """sum v v^T over all axes but the last, symmetric to the bit."""
-    flat = vectors.flatten(0, -2)
-    return symmetric(flat.mT @ flat)
+def moment(vectors: Tensor, others: Tensor | None = None) -> Tensor:
+    """sum v w^T over all axes but the last, symmetric to the bit, for w = v or `others` with which it is symmetric.
+
+    Only what is on and above the diagonal is multiplied, a few columns at a time.
+    """
+    rows = vectors.flatten(0, -2)
+    columns = rows if others is None else others.flatten(0, -2)
+    size = rows.shape[1]
+    found = rows.new_empty(size, size)
+    for start in range(0, size, _PANEL):
+        here, after = slice(start, start + _PANEL), slice(start + _PANEL, size)
+        panel = rows[:, here].mT @ columns[:, start:]
+        found[here, here] = symmetric(panel[:, :_PANEL])
+        found[here, after] = panel[:, _PANEL:]
+        found[after, here] = panel[:, _PANEL:].mT
+    return found
 
 
 def symmetric(matrix: Tensor) -> Tensor:

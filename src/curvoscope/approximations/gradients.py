@@ -153,9 +153,14 @@ class GradientSource:
         """E[gamma Y gamma^T] (a, a) for a symmetric Y over the outputs, or the identity; gamma as (a, p)."""
         return symmetric(self.weight * total(part.outward(matrix) for part in self.compact))
 
+    def outward_inverse(self, factor: Tensor) -> Tensor:
+        """E[gamma Y^-1 gamma^T] (a, a) for Y = L L^T over the outputs, by its Cholesky factor L."""
+        parts = (replace(part, cotangents=_divided(part.cotangents, factor)) for part in self.compact)
+        return symmetric(self.weight * total(part.outward() for part in parts))
+
     def inward(self, matrix: Tensor | None = None) -> Tensor:
         """E[gamma^T Z gamma] (p, p) for a symmetric Z over the inputs, or the identity; gamma as (a, p)."""
-        return symmetric(self.weight * total(part.inward(matrix) for part in self.compact))
+        return self.weight * total(moment(part.cotangents, part.weighted(matrix)) for part in self.compact)
 
     @cached_property
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -264,6 +269,12 @@ class GivesGradients(Protocol):
 
     def gradient_source(self, name: str) -> GradientSource:
         """The gradients of one block."""
+
+
+def _divided(vectors: Tensor, factor: Tensor) -> Tensor:
+    """L^-1 v of all vectors v of the last axis."""
+    rows = vectors.flatten(0, -2)
+    return torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False).view(vectors.shape)
 
 
 def _few(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import Tensor
 
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import Curvature, source_of
@@ -46,24 +45,21 @@ def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> 
     right, left, rest = source.moments[1], source.moments[0].clone(), kappa * p  # a step from V = I
     before = math.inf
     for step in range(_STEPS):
-        if step:
-            inverse = _inverse(right)
-            rest = kappa * float(inverse.trace())  # U in the directions that no gradient has
-            left = source.outward(inverse)
         left.diagonal().add_(rest)
         scale = a / (float(left.trace()) + source.silent * rest)  # a product has no scale of its own on either side
         left, rest = left * scale, rest * scale
-        inverse = _inverse(left)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(left))
+        added = kappa * (float(inverse.trace()) + source.silent / rest)
         found = source.inward(inverse)
-        found.diagonal().add_(kappa * (float(inverse.trace()) + source.silent / rest))
+        found.diagonal().add_(added)
         found /= a
         change, right = float((found - right).norm() / found.norm()), found
-        if remaining(change, before) <= limit:
+        if remaining(change, before) <= limit or step == _STEPS - 1:
             break
         before = change if step else math.inf  # the first is no change by a step
+        left = source.outward_inverse(torch.linalg.cholesky(right))
+        inside = float((inverse.double() * left.double()).sum())
+        # U in the directions that no gradient has: kappa tr V^-1, as tr V^-1 V = p; at least p² / tr V
+        rest = kappa * max((a * p - inside) / added, p * p / float(right.trace()))
     outside = source.silent * rest**2 * norm(right) ** 2, source.silent * rest * float(right.trace())
     return KroneckerProduct("kl_shampoo", *source.ordered(left, right), source.product_floats, outside)
-
-
-def _inverse(matrix: Tensor) -> Tensor:
-    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))

@@ -2,6 +2,7 @@
 
 import math
 from functools import cached_property
+from itertools import cycle
 
 import numpy as np
 import scipy
@@ -78,17 +79,18 @@ def _nearest_product(source: GradientSource) -> tuple[Tensor, Tensor]:
     """The leading singular pair in single precision, by power iteration from the identity, as far as it matters.
 
     R takes positive semidefinite matrices to such, so its leading pair is one of them, and the identity is never
-    orthogonal to it. The singular value is second order in the error of the pair.
+    orthogonal to it. The length of the image of a unit matrix grows to the singular value with every half of a step,
+    by R^T or by R, and is second order in the error of the pair.
     """
-    left, value, before = source.moments[0], 0.0, math.inf
-    while True:
-        left = left / norm(left)
-        right = source.inward(left)
-        found = norm(right)  # |R^T u| for a unit u: it grows to the singular value
+    unit, value, before = source.moments[0] / norm(source.moments[0]), 0.0, math.inf
+    for inwards in cycle((True, False)):
+        image = source.inward(unit) if inwards else source.outward(unit)
+        found = norm(image)
         if not remaining(found - value, before) > _GAIN * found:
-            return left, right
+            break
         before = found - value if value else math.inf
-        left, value = source.outward(right / found), found
+        unit, value = image / found, found
+    return (unit, image) if inwards else (image, unit)
 
 
 def _dense_terms(source: GradientSource, rank: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,9 @@ def kept_pairs(source: GradientSource, name: str) -> tuple[Tensor, int] | None:
         # the outputs of a layer are alike in every basis of its inputs
         seen = source.spanned() if axis == source.outputs_axis else source
         parts = torch.cat([cut(some, groups, axis) for some in seen.gradients()]).transpose(0, 1)
-        return others((parts @ parts.mT).double().square().sum(0)), (a * p) ** 2 // groups
+        unit = power_of_two(parts)
+        pairs = (parts @ parts.mT).div_(unit).div_(unit).square_().sum(0)
+        return others(pairs.double()) * unit**4, (a * p) ** 2 // groups
     if name == "layers":
         members = members_of(source)
         roots = [torch.cat([some.flatten(1) for some in part.gradients()]) for part in members]
@@ -56,6 +58,6 @@ def _squares(source: GradientSource) -> Tensor:
     found = torch.zeros(len(source), dtype=torch.float64)
     for start in range(0, source.sides[1], width):
         some = [part.part(source.outputs_axis, start, start + width) for part in parts]
-        squares = torch.cat([part.gradients().flatten(1) for part in some]).square()
-        found += (squares @ squares.sum(0) - squares.square().sum(1)).double()
+        squares = torch.cat([part.gradients().flatten(1) for part in some]).square_()
+        found += (squares @ squares.sum(0)).double() - squares.norm(dim=1).double().square()
     return found * unit**4

@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 import torch
-from torch import Tensor
 
+from curvoscope.approximations.base import Approximation
+from curvoscope.approximations.eigenbasis import EigenbasisForm
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import Curvature, source_of
 from curvoscope.errors import RangeError
@@ -12,7 +13,7 @@ from curvoscope.errors import RangeError
 _POWERS = (0.5, 0.25)
 
 
-def shampoo(H: Curvature, name: str | None = None, power: float = 0.5) -> KroneckerProduct:
+def shampoo(H: Curvature, name: str | None = None, power: float = 0.5) -> Approximation:
     """A from L = E[gamma gamma^T] (a, a) and R = E[gamma^T gamma] (p, p) (Gupta et al. 2018, arXiv 1802.09568).
 
     An update L^-power G R^-power stands for A^-1/2 G. With the power 1/4 of the first paper A = L^1/2 (x) R^1/2; with
@@ -41,10 +42,6 @@ def shampoo(H: Curvature, name: str | None = None, power: float = 0.5) -> Kronec
     left, right = source.moments
     if power == 0.5:
         return KroneckerProduct("shampoo", *source.ordered(left, right / left.trace()), source.product_floats)
-    roots = source.ordered(_root(left), _root(right))
-    return KroneckerProduct(f"shampoo:{Fraction(power)}", *roots, source.product_floats)
-
-
-def _root(matrix: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
+    (lefts, first), (rights, second) = (torch.linalg.eigh(side) for side in source.ordered(left, right))
+    roots = torch.outer(*(values.clamp_min(0).sqrt() for values in (lefts, rights)))
+    return EigenbasisForm(f"shampoo:{Fraction(power)}", first, second, roots, source.product_floats)

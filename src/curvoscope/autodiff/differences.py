@@ -132,8 +132,9 @@ class Differences(Autodiff):
     ) -> Tensor:
         """(n, R): the difference for each vector (n, C), at its displacement d = h |v|, summed over ranks."""
         question = "difference", part, [block.name for block in rows], [block.name for block in columns]
+        height = self.length(rows)
         return self.ranks.sum(
-            question, vectors, lambda: self._own_differences(part, rows, columns, vectors, displacements)
+            question, vectors, height, lambda: self._own_differences(part, rows, columns, vectors, displacements)
         )
 
     def _own_differences(

@@ -28,7 +28,7 @@ from curvoscope.autodiff.snapshot import (
     objective_of_model,
     survey,
 )
-from curvoscope.blocks import Block, Blocks, parameters_of
+from curvoscope.blocks import Block, Blocks, Piece, parameters_of
 from curvoscope.distributed.ranks import Facts, Ranks, common, describe, hashes
 from curvoscope.errors import ModelError
 from curvoscope.losses.objectives import Objective
@@ -47,6 +47,7 @@ class Autodiff:
 
     method = "autodiff"
     error: float | None = None  # of products, relative; None if they are exact
+    note = ""  # on how products are made, for the plan
 
     def __init__(
         self,
@@ -150,7 +151,11 @@ class Autodiff:
         Only what lies between the blocks and the loss is run through: a block in a late layer costs the tail alone.
         """
         question = part, [block.name for block in rows], [block.name for block in columns]
-        return self.ranks.sum(question, vectors, lambda: self._own_product(part, rows, columns, vectors))
+        height = self._height(part, rows)
+        return self.ranks.sum(question, vectors, height, lambda: self._own_product(part, rows, columns, vectors))
+
+    def _height(self, part: str, rows: Sequence[Block]) -> int:
+        return self.length(rows) * (2 if part == "both" else 1)
 
     def _own_product(self, part: str, rows: Sequence[Block], columns: Sequence[Block], vectors: Tensor) -> Tensor:
         """The summand of this process's batches."""
@@ -171,8 +176,7 @@ class Autodiff:
             totals[:] = [totals[0].add_(found) if totals else found]
 
         self._visit(names, layer, add)
-        height = self.length(rows) * (2 if part == "both" else 1)
-        return totals[0] if totals else vectors.new_zeros(len(vectors), height)
+        return totals[0] if totals else vectors.new_zeros(len(vectors), self._height(part, rows))
 
     def each(self, visit: Callable[[Tensor, BatchProduct], None]) -> None:
         """Call `visit` for each micro-batch that has loss terms, with the gradient (P,) of its own mean loss, in the
@@ -278,20 +282,24 @@ class Autodiff:
         lead: tuple[int, ...],
     ) -> Tensor:
         """The products (*lead, R) with vectors that have the leading axes `lead`, in one call."""
-        many = bool(lead)
-        if part == "both":
-            both = graph.parts(vectors, wanted, many)
-            return torch.cat([self._flat(rows, wanted, found, lead) for found in both], -1)
-        return self._flat(rows, wanted, graph.product(part, vectors, wanted, many), lead)
+        found = self._passes(graph, part, vectors, wanted, bool(lead))
+        flat = [self._flat(rows, wanted, one, lead) for one in found]
+        return flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+
+    def _passes(
+        self, graph: Graph, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str], many: bool
+    ) -> Sequence[dict[str, Tensor]]:
+        """What the graph makes of the vectors, by name of parameter: one product, or those of both parts."""
+        return graph.parts(vectors, wanted, many) if part == "both" else [graph.product(part, vectors, wanted, many)]
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
         """Vectors (n, C) as tensors (n, *shape) like the parameters."""
-        cut = vectors.contiguous().split([block.size for block in columns], 1)  # columns of a matrix are scattered
+        placed = self._placed(columns, vectors.contiguous())  # columns of a matrix are scattered
         given = Counter[str]()
-        for piece in (piece for block in columns for piece in block.pieces):
+        for piece, _ in placed:
             given[piece.parameter] += piece.size
         spread: dict[str, Tensor] = {}
-        for piece, part in (one for block, vector in zip(columns, cut, strict=True) for one in block.parts(vector)):
+        for piece, part in placed:
             name, stored = piece.parameter, piece.stored
             size = self.snapshot.weight(name).numel()
             if piece.size == size:
@@ -308,17 +316,29 @@ class Autodiff:
                 region.copy_(part.reshape(region.shape))
         return spread
 
+    def _placed(self, columns: Sequence[Block], vectors: Tensor) -> list[tuple[Piece, Tensor]]:
+        """The pieces of the blocks, each with its part of the vectors."""
+        cut = vectors.split([block.size for block in columns], 1)
+        return [one for block, vector in zip(columns, cut, strict=True) for one in block.parts(vector)]
+
     def _flat(
         self, rows: Sequence[Block], wanted: Sequence[str], found: dict[str, Tensor], lead: tuple[int, ...]
     ) -> Tensor:
-        """Products by parameter as vectors (*lead, R) over the blocks `rows`; those that are missing are zero."""
+        """Products by parameter as vectors (*lead, R) over the blocks `rows`; those that are missing are zero.
+
+        `found` is emptied on the way, so that the products do not take their memory twice.
+        """
         for name in wanted:
             if name not in found:
                 weight = self.snapshot.weight(name)
                 found[name] = weight.new_zeros(()).expand(*lead, *weight.shape)
         flat = torch.empty(*lead, self.length(rows), dtype=self.dtype, device=self.device)
+        last = {name: block for block in rows for name in parameters_of([block])}
         for block, part in zip(rows, flat.split([block.size for block in rows], -1), strict=True):
             block.gather_into(part, found)
+            for name in parameters_of([block]):
+                if last[name] is block:
+                    del found[name]
         return flat
 
     # ---- graphs
@@ -383,14 +403,14 @@ class Autodiff:
 
     def _make_room(self, key: Selection, nbytes: int) -> bool:
         """Whether a graph of this size may be kept; graphs of other selections, the oldest first, give way."""
-
-        def used() -> int:
-            return sum(graph.nbytes for graphs in self._kept.values() for graph in graphs.values())
-
         for other in list(self._kept):
-            if other != key and used() + nbytes > self._budget:
+            if other != key and self._used() + nbytes > self._budget:
                 del self._kept[other]
-        return used() + nbytes <= self._budget
+        return self._used() + nbytes <= self._budget
+
+    def _used(self) -> int:
+        """Bytes of the kept graphs."""
+        return sum(graph.nbytes for graphs in self._kept.values() for graph in graphs.values())
 
     def _graph(self, batch: Batch, names: frozenset[str], layer: Site | None) -> Graph:
         batch = self.snapshot.moved(batch)

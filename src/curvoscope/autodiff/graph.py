@@ -261,6 +261,8 @@ def _backward(
 
 
 Found = TypeVar("Found")
+Gradients = Sequence[Tensor | None]
+_KEPT: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
 
 
 def unless_unbatched(compute: Callable[[], Found]) -> Found | None:
@@ -272,6 +274,18 @@ def unless_unbatched(compute: Callable[[], Found]) -> Found | None:
         if isinstance(error, CurvoscopeError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error)):
             raise
         return None
+
+
+def gradients_at_once(starts: Sequence[Any], ends: Sequence[Any], directions: Sequence[Tensor]) -> Gradients | None:
+    """What k directions (k, *shape of a start) find at each end, (k, ...), None if nothing; None if torch cannot batch
+    one of the operations."""
+    return unless_unbatched(lambda: torch.autograd.grad(starts, ends, directions, is_grads_batched=True, **_KEPT))
+
+
+def gradients_in_turn(starts: Sequence[Any], ends: Sequence[Any], directions: Sequence[Tensor]) -> Gradients:
+    """The same, one direction after the other."""
+    each = [torch.autograd.grad(starts, ends, [g[i] for g in directions], **_KEPT) for i in range(len(directions[0]))]
+    return [None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True)]
 
 
 def _edges(tensors: Sequence[Tensor | None]) -> Edges:

@@ -21,7 +21,7 @@ class AutodiffBlock(MatrixFree):
     """One block of the Hessian, or of its outer or functional part: rows of one named block, columns of another."""
 
     def __init__(
-        self, engine: Autodiff, part: str, row: Block, column: Block, stand_ins: StandIns | None = None
+        self, engine: Autodiff, part: str, row: Block, column: Block, stand_ins: Callable[[], StandIns] | None = None
     ) -> None:
         like = torch.empty(0, dtype=engine.dtype, device=engine.device)
         super().__init__(row.shape, column.shape, like, symmetric=row == column)
@@ -38,10 +38,12 @@ class AutodiffBlock(MatrixFree):
         return 0.0 if self.symmetric and self._engine.is_positive(self._part) else super().lower_bound()
 
     def _compared(self) -> tuple[Candidate, ...]:
-        return super()._compared() if self._stand_ins is None else self._stand_ins.compared([self._row.name])
+        return super()._compared() if self._stand_ins is None else self._stand_ins().compared([self._row.name])
 
     def _stand_in(self, name: str) -> Candidate:
-        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.candidate(name, [self._row.name])
+        if self._stand_ins is None:
+            return super()._stand_in(name)
+        return self._stand_ins().candidate(name, [self._row.name])
 
 
 class AutodiffParts(MatrixFree):
@@ -127,8 +129,8 @@ Known = Callable[[str, Block, Block], LinearOperator | None]  # part, row, colum
 class AutodiffMatrix(MatrixFree, BlockMatrix):
     """The Hessian over all blocks, or its outer or functional part. A product costs one pass, whatever the blocks.
 
-    `known`: gives the blocks that need no autodiff, when one of them is first computed with. `stand_ins`: makes
-    preconditioners.
+    `known`: gives the blocks that need no autodiff, when one of them is first computed with. `stand_ins`: gives
+    what makes preconditioners.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
         part: str,
         blocks: Blocks,
         known: Known | None = None,
-        stand_ins: StandIns | None = None,
+        stand_ins: Callable[[], StandIns] | None = None,
     ) -> None:
         like = torch.empty(0, dtype=engine.dtype, device=engine.device)
         self._engine, self._part, self._blocks, self._known = engine, part, blocks, known
@@ -164,10 +166,10 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
         return 0.0 if self._engine.is_positive(self._part) else super().lower_bound()
 
     def _compared(self) -> tuple[Candidate, ...]:
-        return super()._compared() if self._stand_ins is None else self._stand_ins.compared(self.names)
+        return super()._compared() if self._stand_ins is None else self._stand_ins().compared(self.names)
 
     def _stand_in(self, name: str) -> Candidate:
-        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins.candidate(name, self.names)
+        return super()._stand_in(name) if self._stand_ins is None else self._stand_ins().candidate(name, self.names)
 
     def _write(self, out: Tensor) -> None:
         LinearOperator._write(self, out)

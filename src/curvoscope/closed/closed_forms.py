@@ -239,7 +239,7 @@ class ClosedForms:
         if layer.name not in self._coupling:
             found: dict[str, str | None] = {layer.name: None}
 
-            def probe(number: int, tail: DownstreamLoss) -> None:
+            def probe(tail: DownstreamLoss) -> None:
                 found[layer.name] = self._too_costly(layer.name, tail.coupled("total"))
 
             with self._engine.ranks.together():
@@ -255,10 +255,10 @@ class ClosedForms:
         """Those that hold the blocks of the Hessian."""
         return list(self._chosen.values())
 
-    def tail(self, layer: ModelLayer) -> "tuple[DownstreamLoss, Rebuilt | None]":
+    def tail(self, layer: ModelLayer) -> tuple[DownstreamLoss, Rebuilt | None]:
         """The network behind a layer, and the layer in closed form if it has one, on the only micro-batch."""
         reason, tails = self._verify(layer), list[DownstreamLoss]()
-        self._tails(layer, lambda number, tail: tails.append(tail))
+        self._tails(layer, tails.append)
         if len(tails) != 1:
             raise BatchError("batches", f"got {len(tails)} micro-batches; a layer's output is of one batch: give one")
         return tails[0], self._rebuilt(layer)[1][0].rebuilt if reason is None else None
@@ -327,17 +327,16 @@ class ClosedForms:
             return [_NO_CURVATURE] * batches
         if (layer.name, part) not in self._made:
             made: list[Curvature] = []
-            self._tails(layer, lambda number, tail: made.append(tail.curvature(part)))
+            self._tails(layer, lambda tail: made.append(tail.curvature(part)))
             self._made[layer.name, part] = made
         return self._made[layer.name, part]
 
-    def _tails(self, layer: ModelLayer, visit: Callable[[int, "DownstreamLoss"], None], first: bool = False) -> None:
+    def _tails(self, layer: ModelLayer, visit: Callable[[DownstreamLoss], None], first: bool = False) -> None:
         """Call `visit` with each micro-batch's tail of the network behind the layer, or with the first alone."""
         numbers = count()
 
         def run(weight: float, batch: Batch) -> None:
-            number = next(numbers)
-            if not first or number == 0:
-                visit(number, DownstreamLoss(self._engine, layer, weight, batch))
+            if next(numbers) == 0 or not first:
+                visit(DownstreamLoss(self._engine, layer, weight, batch))
 
         self._engine.walk(run)

@@ -120,7 +120,7 @@ def rebuild(layer: ModelLayer, weights: Mapping[str, Tensor], record: LayerRecor
     if record.rotary is not None:
         options["rotary"] = _positions(*record.rotary, width=head_width(layer))
     attention = attention_at(layer, weights, reading.scale, **options)
-    return Rebuilt(attention, record.X, _mask(layer, record) if reading.masked else None)
+    return Rebuilt(attention, record.X, _mask(record) if reading.masked else None)
 
 
 def weights_by_role(layer: ModelLayer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def readings(layer: ModelLayer, record: LayerRecord) -> Iterator[Reading]:
         numbers = dict.fromkeys(scale for scale in (*scales, 1.0) if isinstance(scale, float) and scale > 0)
         yield from (Reading("softmax", scale, masked) for masked in (True, False) for scale in numbers)
         return
-    masks = (True, False) if _mask(layer, record) is not None else (False,)
+    masks = (True, False) if _mask(record) is not None else (False,)
     causal = (True, False) if getattr(record.module, "is_causal", not any(masks)) else (False, True)
     for activation, masked, forward in product(("softmax", "linear"), masks, causal):
         for scale in dict.fromkeys(scale for scale in scales if isinstance(scale, float) and scale > 0):
@@ -256,7 +256,7 @@ def _heads(layer: ModelLayer, role: str) -> int:
     return layer.blocks[role].heads or 1
 
 
-def _mask(layer: ModelLayer, record: LayerRecord) -> Tensor | None:
+def _mask(record: LayerRecord) -> Tensor | None:
     """What is added to the scores, (1 or N, 1 or heads, L, L), or True where a query may look; None if nothing is."""
     N, L = record.X.shape[:2]
     given = record.arguments

@@ -36,6 +36,7 @@ from curvoscope.commands.document import (
     show_extremes,
     show_subject,
     shown_files,
+    spectrum_facts,
     write_run,
 )
 from curvoscope.commands.progress import work
@@ -43,7 +44,7 @@ from curvoscope.commands.subject import Request, Subject, select, subject_of
 from curvoscope.curvature import ModelHessian, blocks_of, hessian
 from curvoscope.estimate import Density
 from curvoscope.operators import BlockHessian
-from curvoscope.operators.base import symmetric_eigenvalues
+from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 from curvoscope.report import answers, density_figures, depth_figures, entry_figures, head_figures, model_tables, tables
 from curvoscope.report.block_figures import norm_figure
 from curvoscope.report.figures import hessian_figure
@@ -77,6 +78,7 @@ class DenseBlocks:
 
     rows: list[BlockRow] = dataclasses.field(default_factory=list)
     verdict: str | None = None
+    spectra: list[BlockSpectrum] = dataclasses.field(default_factory=list)
     figures: dict[str, "matplotlib.figure.Figure"] = dataclasses.field(default_factory=dict)
 
 
@@ -199,7 +201,7 @@ def _dense_blocks(H: BlockHessian | None) -> DenseBlocks:
     figures = {"hessian": hessian_figure(H, title)}
     if spectra:
         figures["densities"] = density_figures.density_figure(spectra, density_figures.headline_of(spectra))
-    return DenseBlocks(rows, verdict(rows) if comparable else None, figures)
+    return DenseBlocks(rows, verdict(rows) if comparable else None, spectra, figures)
 
 
 def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Request) -> None:
@@ -274,6 +276,7 @@ def _facts(name: str, found: Found) -> dict[str, Any]:
         "hessian": extremes_facts(found.ends),
         "pairs": pairs,
         "dense": [dataclasses.asdict(row) for row in found.dense.rows],
+        "spectra": [spectrum_facts(one) for one in found.dense.spectra],
         "verdict": found.dense.verdict,
         "histograms": [dataclasses.asdict(one) for one in found.histograms],
         "attention": heads_facts(found.heads),

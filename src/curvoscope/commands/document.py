@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from curvoscope import commands
 from curvoscope.analysis.attention_heads import HeadMoments
 from curvoscope.analysis.measurements import Extremes
 from curvoscope.analysis.propagation import Propagation
+from curvoscope.analysis.spectra import BlockSpectrum
 from curvoscope.commands.subject import Request, Subject
 from curvoscope.estimate import Estimate
 from curvoscope.report import model_tables
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 REPORTS = ("report.html", "report.md")
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def pictures(name: str, figure: "matplotlib.figure.Figure") -> dict[str, bytes]:
@@ -98,6 +101,27 @@ def depth_facts(found: Propagation) -> list[dict[str, Any]]:
         | {"largest_block": as_estimate(max(one.blocks.values(), key=lambda norm: norm.value, default=None))}
         for one in found.layers
     ]
+
+
+def spectrum_facts(one: BlockSpectrum) -> dict[str, Any]:
+    """One spectrum for JSON; the cumulative function on a grid that is logarithmic on both sides of zero."""
+    most = max(abs(end) for end in one.density.support)
+    side = most * torch.logspace(-6, 0, 25, dtype=torch.float64)
+    band = one.density.cdf(torch.cat([-side.flip(0), torch.zeros(1, dtype=torch.float64), side]))
+    return {
+        "block": one.block,
+        "size": one.size,
+        "method": one.method,
+        "density": {"method": one.density.method, "matvecs": one.density.matvecs, "probes": one.density.probes},
+        "largest_eigenvalue": as_estimate(one.largest),
+        "smallest_eigenvalue": as_estimate(one.smallest),
+        "quantiles": {str(share): one.quantile(share) for share in _QUANTILES},
+        "mean": as_estimate(one.density.moment(1)),
+        "negative_share": as_estimate(one.negative),
+        "near_zero_share": as_estimate(one.near_zero),
+        "near_zero": one.log.reach,
+        "cumulative": {key: getattr(band, key).tolist() for key in ("x", "value", "low", "high")},
+    }
 
 
 def extremes_facts(ends: Extremes) -> dict[str, Any]:

@@ -3,27 +3,25 @@
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from curvoscope import commands
 from curvoscope.analysis.attention_heads import head_moments
 from curvoscope.analysis.measurements import Effort, extremes
-from curvoscope.analysis.spectra import BlockSpectrum, distances, spectra, whole_spectrum
+from curvoscope.analysis.spectra import distances, spectra, whole_spectrum
 from curvoscope.blocks import Blocks
 from curvoscope.commands import sweep_run
 from curvoscope.commands.document import (
     REPORTS,
-    as_estimate,
     common_facts,
     extremes_facts,
     heads_facts,
     pictures,
     show_extremes,
     shown_files,
+    spectrum_facts,
     write_run,
 )
 from curvoscope.commands.progress import work
@@ -35,7 +33,6 @@ from curvoscope.report.density_figures import density_figure, distance_figure, h
 
 _LEAST_MATVECS = 8
 _TOLERANCE = 0.25  # of the first numbers of a large model
-_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +84,13 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
             figures |= pictures("heads", head_figures.head_figure(heads, head_figures.headline_of(heads)))
     facts = common_facts("spectrum", subject, request, options, loss) | {
         **answers.of_spectra(request.model, found, apart, ends),
-        "blocks": [_facts(one) for one in found],
+        "blocks": [spectrum_facts(one) for one in found],
         "jensen_shannon": {
             "names": list(apart.names),
             "distance": apart.values.tolist(),
             "threshold": apart.threshold.tolist(),
         },
-        "hessian": extremes_facts(ends) | {"spectrum": None if density is None else _facts(density)},
+        "hessian": extremes_facts(ends) | {"spectrum": None if density is None else spectrum_facts(density)},
         "attention": heads_facts(heads),
         "gauss_newton": None if first is None else {"samples": first.samples, "rows": sweep_run.row_facts(first)},
         "missing": _missing(request.model, density is None, not heads),
@@ -126,24 +123,3 @@ def _projections(blocks: Blocks) -> Blocks:
     """The weights of attention and MLP in all layers; all weights of a model that has no known layers."""
     names = [name for name in blocks if is_in_layer(name) and not is_bias(name) and ".norm" not in name]
     return Blocks(blocks[name] for name in names) if names else select(blocks, ())
-
-
-def _facts(one: BlockSpectrum) -> dict[str, Any]:
-    """One spectrum for JSON; the cumulative function on a grid that is logarithmic on both sides of zero."""
-    most = max(abs(end) for end in one.density.support)
-    side = most * torch.logspace(-6, 0, 25, dtype=torch.float64)
-    band = one.density.cdf(torch.cat([-side.flip(0), torch.zeros(1, dtype=torch.float64), side]))
-    return {
-        "block": one.block,
-        "size": one.size,
-        "method": one.method,
-        "density": {"method": one.density.method, "matvecs": one.density.matvecs, "probes": one.density.probes},
-        "largest_eigenvalue": as_estimate(one.largest),
-        "smallest_eigenvalue": as_estimate(one.smallest),
-        "quantiles": {str(share): one.quantile(share) for share in _QUANTILES},
-        "mean": as_estimate(one.density.moment(1)),
-        "negative_share": as_estimate(one.negative),
-        "near_zero_share": as_estimate(one.near_zero),
-        "near_zero": one.log.reach,
-        "cumulative": {key: getattr(band, key).tolist() for key in ("x", "value", "low", "high")},
-    }

@@ -19,8 +19,7 @@ from curvoscope.commands.reproduce import STORE
 from curvoscope.commands.watch_report import DOCUMENT, run_facts, write_report
 from curvoscope.commands.watch_run import TrainingRun, WatchOptions, load, save
 from curvoscope.database import StoreError
-from curvoscope.errors import EmptyError
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import EmptyError, MissingPackageError
 from curvoscope.training import Incident, Record, RunStore, StoredRun
 from curvoscope.versions import versions
 

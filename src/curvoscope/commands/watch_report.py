@@ -24,7 +24,12 @@ DOCUMENT = "watch.json"
 
 
 def write_report(out: Path, facts: Mapping[str, Any]) -> str:
-    """Write watch.json, the figures, report.html and report.md into `out`; the text of watch.json.
+    """Write watch.json, the figures, report.html and report.md into `out`; the text of watch.json."""
+    return write_run(out, DOCUMENT, *completed(facts))
+
+
+def completed(facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The document of a run, and its figures.
 
     `facts` are those of the run: kind, title, about, configuration, command, versions, seed, steps, records and
     incidents; question, answer, advice and what is missing are added to them.
@@ -33,11 +38,11 @@ def write_report(out: Path, facts: Mapping[str, Any]) -> str:
     # the steps of another optimizer than SGD are not -η g: 2/λ_max is no cap of their rate
     momentum = MOMENTUM if facts["configuration"].get("optimizer") == "sgd" else None
     added = {**answers.of_training(records, momentum), "missing": _missing(records)}
-    return write_run(out, DOCUMENT, {**facts, **added}, _draw(records))
+    return {**facts, **added}, _draw(records)
 
 
-def read_store(path: Path) -> None:
-    """The report of a run that did not come to its end, beside its store: of the last run in it."""
+def stored_facts(path: Path) -> dict[str, Any]:
+    """The facts of a run that did not come to its end, from its store: of the last run in it."""
     with RunStore(path) as store:
         if not store.names:
             raise ReportError("RUN", f"{path} contains no run; start one with curvoscope watch")
@@ -46,7 +51,7 @@ def read_store(path: Path) -> None:
     steps = max([0, *(one.step for one in records), *(one.step for one in incidents)])
     document = run_facts(run.name, facts["configuration"], facts["versions"], records, incidents)
     about = [f"The run did not finish: these are the {len(records)} measurements up to step {steps}."]
-    write_report(path.parent, {**document, "title": "Curvature during training", "about": about, "steps": steps})
+    return {**document, "title": "Curvature during training", "about": about, "steps": steps}
 
 
 def run_facts(

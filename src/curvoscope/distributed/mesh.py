@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from curvoscope import checks
 from curvoscope.distributed.ranks import Group, RankError, ranks_of
 from curvoscope.errors import CurvoscopeError, NonFiniteError
 
@@ -74,12 +75,13 @@ class Mesh(Group):
         self.meet()
         return super().least(number)
 
-    def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def sum(self, question: object, vectors: Tensor, height: int, compute: Callable[[], Tensor]) -> Tensor:
         """Apply `compute` to this rank's part of the vectors, after checking that all ranks ask the same."""
-        self._ask(question, vectors, failed=not bool(torch.isfinite(vectors).all()))
+        self._ask(question, vectors, failed=not checks.all_finite(vectors))
         with self.together():
             found = compute()
-        wrong = int(self.add((~torch.isfinite(found)).sum()))
+        bad = found.new_zeros(()) if checks.all_finite(found) else (~torch.isfinite(found)).sum().to(found)
+        wrong = int(self.add(bad))
         if wrong:
             raise NonFiniteError("operator", f"{wrong} entries of a product are NaN or infinite")
         return found

@@ -44,7 +44,8 @@ class RankSum(LinearOperator):
                 return columns.new_zeros(columns.shape[1], self.shape[0])
             return self._own._matmat(columns).T
 
-        return self._ranks.sum(("closed form", self.row_shape, self.column_shape), columns.T, product).T
+        question = "closed form", self.row_shape, self.column_shape
+        return self._ranks.sum(question, columns.T, self.shape[0], product).T
 
     def _transposed(self) -> LinearOperator:
         own = None if self._own is None else self._own.T

@@ -3,8 +3,8 @@
 The loss is the mean over the n terms of all ranks, L = sum_r (n_r / n) L_r, and so H v = sum_r (n_r / n) H_r v: each
 rank makes its own summand, and one all-reduce adds them up. Every rank holds whole vectors, and makes the same calls in
 the same order with the same vectors; probes have seeds, so the estimators do that by themselves. This is checked: a
-short note of what was asked goes with each product, so that a mistake raises an error on all ranks instead of adding up
-unrelated products.
+short note of what was asked travels while each rank computes, so that a mistake raises an error on all ranks instead of
+adding up unrelated products. Who failed is told beside the sum, not before it.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from curvoscope.losses import CrossEntropy, MeanLoss, Objective
 Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
 
 _MOST_NAMED = 3
+_CUT = 4096  # entries of the pieces that a vector's note is made of
 
 
 class RankError(CurvoscopeError, RuntimeError):
@@ -49,8 +50,8 @@ class Ranks:
     def agree(self, facts: Facts) -> None:
         """Raise on all ranks if they differ in `facts`."""
 
-    def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """The sum over ranks of what `compute` makes of the vectors (n, C); `question` says what that is."""
+    def sum(self, question: object, vectors: Tensor, height: int, compute: Callable[[], Tensor]) -> Tensor:
+        """The sum over ranks of what `compute` makes of the vectors (n, C), (n, height); `question` says what it is."""
         return compute()
 
 
@@ -100,24 +101,34 @@ class Group(Ranks):
             if unlike:
                 raise RankError(argument, _difference(argument, unlike, first[argument], others))
 
-    def sum(self, question: object, vectors: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """One small all-gather, to see that all ranks succeeded at the same task, and one all-reduce."""
+    def sum(self, question: object, vectors: Tensor, height: int, compute: Callable[[], Tensor]) -> Tensor:
+        """One all-reduce; the note of what is asked is exchanged while the ranks compute. One that fails adds zeros."""
         failure: Exception | None = None
-        found = vectors.new_empty(0)
+        check = self._exchange_notes(question, vectors, failed=False)
         try:
             found = compute().contiguous()
         except Exception as error:
-            failure = error
+            failure, found = error, vectors.new_zeros(len(vectors), height)
         try:
-            self.check_notes(question, vectors, failure is not None)
+            check()
+            unwell = self._add_up(found, failure is not None)
         except RankError:
             if failure is None:
                 raise
         if failure is not None:
             raise failure
-        with collective():
-            dist.all_reduce(found, group=self.group)
+        _check_well(unwell)
         return found
+
+    def _add_up(self, found: Tensor, failed: bool) -> list[int]:
+        """Add up the tensors of all ranks in place, and return the ranks that failed."""
+        flags = torch.zeros(self.size, device="cpu" if self._on_cpu else found.device)
+        flags[self.rank] = failed
+        with collective():
+            works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in (found, flags)]
+            for work in works:
+                work.wait()
+        return flags.nonzero().flatten().tolist()
 
     def add(self, summand: Tensor) -> Tensor:
         """The sum of all ranks' tensors of one shape."""
@@ -136,28 +147,46 @@ class Group(Ranks):
 
     def check_notes(self, question: object, vectors: Tensor, failed: bool) -> None:
         """Raise on all ranks if one failed, asked another question, or multiplied with other vectors (n, C)."""
+        self._exchange_notes(question, vectors, failed)()
+
+    def _exchange_notes(self, question: object, vectors: Tensor, failed: bool) -> Callable[[], None]:
+        """Begin `check_notes`; the function that is returned waits for the notes of the others, and checks them."""
         note = _note(question, vectors, failed).to("cpu" if self._on_cpu else vectors.device)
         notes = [torch.empty_like(note) for _ in range(self.size)]
-        with collective():
-            dist.all_gather(notes, note, group=self.group)
-        table = torch.stack(notes).cpu()
-        unwell = table[:, 0].nonzero().flatten().tolist()
-        if unwell:
-            raise RankError("process_group", f"{_ranks(unwell)} failed in a product; the cause is said there")
-        unlike = (table[:, 1] != table[0, 1]).nonzero().flatten().tolist()
-        if unlike:
-            raise RankError(
-                "process_group",
-                f"{_ranks(unlike)} asked for another product than rank 0; all ranks must make the same calls in the "
-                "same order, and have alike memory limits",
-            )
         rounding = torch.finfo(vectors.dtype).eps ** 0.5  # ranks on unlike machines may round differently
-        unlike = ((table - table[0])[:, 2:].abs() > rounding * table[0, 2]).any(1).nonzero().flatten().tolist()
-        if unlike:
-            raise RankError(
-                "process_group",
-                f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed",
-            )
+        with collective():
+            work = dist.all_gather(notes, note, group=self.group, async_op=True)
+
+        def check() -> None:
+            with collective():
+                work.wait()
+            _compare(torch.stack(notes).cpu(), rounding)
+
+        return check
+
+
+def _compare(table: Tensor, rounding: float) -> None:
+    """Raise if the notes of the ranks, one per row, differ."""
+    _check_well(table[:, 0].nonzero().flatten().tolist())
+    unlike = (table[:, 1] != table[0, 1]).nonzero().flatten().tolist()
+    if unlike:
+        raise RankError(
+            "process_group",
+            f"{_ranks(unlike)} asked for another product than rank 0; all ranks must make the same calls in the "
+            "same order, and have alike memory limits",
+        )
+    unlike = ((table - table[0])[:, 2:].abs() > rounding * table[0, 2]).any(1).nonzero().flatten().tolist()
+    if unlike:
+        raise RankError(
+            "process_group",
+            f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed",
+        )
+
+
+def _check_well(unwell: Sequence[int]) -> None:
+    """Raise if a rank failed."""
+    if unwell:
+        raise RankError("process_group", f"{_ranks(unwell)} failed in a product; the cause is said there")
 
 
 def ranks_of(process_group: object) -> Ranks:
@@ -244,11 +273,19 @@ def _note(question: object, vectors: Tensor, failed: bool) -> Tensor:
     """(5,): whether it failed, a hash of the question, and three numbers that tell vectors (n, C) apart."""
     digest = hashlib.blake2b(repr((question, tuple(vectors.shape))).encode(), digest_size=6).digest()  # 48 of 53 bits
     count, size = vectors.shape
-    ramp = torch.linspace(-1, 1, size, dtype=vectors.dtype, device=vectors.device) / max(1, size) ** 0.5
-    among = torch.linspace(1, 2, count, dtype=vectors.dtype, device=vectors.device) / max(1, count) ** 0.5
-    rows = torch.stack([vectors @ ramp, vectors.sum(1) / max(1, size) ** 0.5])
-    numbers = [float(vectors.norm()), *(rows @ among).tolist()]
+    cuts, whole = size // _CUT, size - size % _CUT
+    weights = torch.stack([vectors.new_ones(_CUT), _ramp(_CUT, vectors)], 1)
+    pieces = vectors[:, :whole].unflatten(1, (cuts, _CUT)) @ weights  # one pass over the vectors
+    rest = vectors[:, whole:] @ weights[: size - whole]
+    total = pieces[..., 0].sum(1) + rest[:, 0]
+    order = pieces[..., 0] @ _ramp(cuts, vectors) + pieces[..., 1].sum(1) + rest[:, 1]
+    among = torch.linspace(1, 2, count, dtype=vectors.dtype, device=vectors.device) / max(1, count * size) ** 0.5
+    numbers = [float(vectors.norm()), *(torch.stack([order, total]) @ among).tolist()]
     return torch.tensor([float(failed), float(int.from_bytes(digest, "big")), *numbers], dtype=torch.float64)
+
+
+def _ramp(length: int, like: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, length, dtype=like.dtype, device=like.device)
 
 
 def _difference(argument: str, unlike: Mapping[str, list[int]], first: Mapping[str, str], others: Any) -> str:

@@ -140,6 +140,7 @@ class Sharded(Autodiff):
                     value = found.add(*several[0], batch)
                     check_same(value, found.again(several[-1][1], batch), self.dtype)
                     own.append(position)
+        self.snapshot.forget()
         self.objective, values, numbers = found.conclude(self.ranks)
         losses, counts = [0.0] * self._batches.count, [0.0] * self._batches.count
         for position, value, number in zip(own, values, numbers, strict=True):
@@ -203,13 +204,17 @@ class Sharded(Autodiff):
         return sum(piece.size for block in blocks for piece in self.pieces(block))
 
     def _spread(self, columns: Sequence[Block], vectors: Tensor) -> dict[str, Tensor]:
-        names = parameters_of(columns)
-        spread = {name: vectors.new_zeros(len(vectors), *self.snapshot.weight(name).shape) for name in names}
+        """As in `Autodiff`, in the shapes of this rank's parts; also of those in which the blocks have no entry."""
+        spread = super()._spread(columns, vectors)
+        shapes = {name: (len(vectors), *self.snapshot.weight(name).shape) for name in parameters_of(columns)}
+        return {
+            name: spread[name].reshape(shape) if name in spread else vectors.new_zeros(shape)
+            for name, shape in shapes.items()
+        }
+
+    def _placed(self, columns: Sequence[Block], vectors: Tensor) -> list[tuple[Piece, Tensor]]:
         pieces = [piece for block in columns for piece in self.pieces(block)]
-        for piece, part in zip(pieces, vectors.split([piece.size for piece in pieces], 1), strict=True):
-            region = piece.of(spread[piece.parameter].reshape(len(vectors), *piece.stored))
-            region.copy_(part.reshape(region.shape))
-        return spread
+        return list(zip(pieces, vectors.split([piece.size for piece in pieces], 1), strict=True))
 
     def _flat(
         self, rows: Sequence[Block], wanted: Sequence[str], found: dict[str, Tensor], lead: tuple[int, ...]
@@ -231,6 +236,7 @@ class Sharded(Autodiff):
 
     def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[int, Graph], None]) -> None:
         """As in `Autodiff`; all ranks keep the graphs of the same batches."""
+        self.snapshot.room = max(0, self._budget - self._used()) // 2  # the rest is for graphs
         kept = self._kept.get((names, layer), {})
         for position, graph in kept.items():
             visit(position, graph)

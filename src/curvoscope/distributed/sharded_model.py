@@ -1,11 +1,13 @@
 """A model whose parameters are spread over ranks (DTensors, as `fully_shard` makes them), evaluated at its weights.
 
 The hooks of `fully_shard` write gradients, which cannot be differentiated again, so they are left out. Hooks of our own
-gather the parameters of a module when it begins and drop them when it ends. What a backward pass needs of them is
-gathered again then, so that a rank holds whole only the parameters of the modules that run.
+gather the parameters of a module when it begins and drop them when it ends. A graph keeps a note of them. What fits
+into memory stays whole until the product ends, and is gathered once for all of its passes; of the others, a rank holds
+whole only those of the module that runs.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,7 +38,8 @@ class ShardedSnapshot(Snapshot):
     def __init__(self, model: nn.Module, blocks: Blocks, device: torch.device, group: Mesh) -> None:
         self._group = group
         self._notes: dict[int, tuple[StorageWeakRef, Note]] = {}  # of parameters that are whole now, by address
-        self._last: tuple[tuple[Tensor, ...], list[Tensor]] | None = None  # parts, and the whole parameters of them
+        self._wholes: OrderedDict[object, tuple[tuple[Tensor, ...], list[Tensor]]] = OrderedDict()  # after their parts
+        self.room = 0  # bytes for them; the last ones may exceed it
         self._peeking = False
         self.shardings = {
             path: self._sharding(path, tensor)
@@ -98,8 +101,8 @@ class ShardedSnapshot(Snapshot):
         def begin(module: nn.Module, inputs: Any) -> None:
             for paths in together:
                 parts = [weights[path] for path in paths]
-                wholes = gathered(parts, [self.shardings[path] for path in paths])
-                self._take_note(wholes, paths, tuple(part.detach() for part in parts))
+                known = self._gathered(paths, tuple(part.detach() for part in parts))
+                wholes = gathered(parts, [self.shardings[path] for path in paths], known)
                 for path, whole in zip(paths, wholes, strict=True):
                     for owner, name in places[path]:
                         owner._parameters[name] = whole  # type: ignore[assignment]
@@ -134,9 +137,22 @@ class ShardedSnapshot(Snapshot):
             storage = whole.untyped_storage()
             self._notes[storage._cdata] = StorageWeakRef(storage), (paths, parts, number)
 
+    def _gathered(self, paths: tuple[str, ...], parts: tuple[Tensor, ...]) -> list[Tensor]:
+        """The whole parameters: those at hand, or gathered now."""
+        key = paths, *(part.data_ptr() for part in parts)
+        if key not in self._wholes:
+            if sum(whole.nbytes for _, wholes in self._wholes.values() for whole in wholes) > self.room:
+                self._wholes.popitem()  # before there is more
+            with torch.no_grad():
+                wholes = gather(parts, [self.shardings[path] for path in paths])
+            self._take_note(wholes, paths, parts)
+            self._wholes[key] = parts, wholes
+        return self._wholes[key][1]
+
     def forget(self) -> None:
-        """Drop the whole parameters that were gathered last."""
-        self._last = None
+        """Drop the whole parameters."""
+        self._wholes.clear()
+        self.room = 0
 
     # ---- what graphs keep
 
@@ -165,13 +181,7 @@ class ShardedSnapshot(Snapshot):
         (paths, parts, number), size, stride, offset = packed
         if self._peeking:
             return parts[number].new_empty(0)
-        if self._last is None or self._last[0] is not parts:
-            self._last = None  # before there is more
-            with torch.no_grad():
-                wholes = gather(parts, [self.shardings[path] for path in paths])
-            self._take_note(wholes, paths, parts)
-            self._last = parts, wholes
-        return self._last[1][number].as_strided(size, stride, offset)
+        return self._gathered(paths, parts)[number].as_strided(size, stride, offset)
 
 
 def _is_spread(tensor: Tensor) -> bool:

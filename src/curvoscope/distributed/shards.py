@@ -7,7 +7,7 @@ With the local losses L_r and the loss L = sum_r L_r, w = gather(shards) and its
 are exact for derivatives of any order: gather and scatter are each other's derivative.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,10 @@ class Sharding:
 
 
 def gather(parts: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """The whole parameters from all ranks' parts, in one collective."""
+    """The whole parameters from all ranks' parts, in one collective; views of the parts if there is one rank."""
     group = shardings[0].group
+    if group.size == 1:
+        return [part.reshape(s.shape) for part, s in zip(parts, shardings, strict=True)]
     flat = [_padded(part.movedim(s.axis, 0), s.step).flatten() for part, s in zip(parts, shardings, strict=True)]
     sent = flat[0] if len(flat) == 1 else torch.cat(flat)
     found = sent.new_empty(group.size * len(sent))
@@ -85,8 +87,10 @@ def gather(parts: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tenso
 
 
 def scatter(wholes: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """This rank's parts of the sums of all ranks' parameters, in one collective."""
+    """This rank's parts of the sums of all ranks' parameters, in one collective; views of them if there is one rank."""
     group = shardings[0].group
+    if group.size == 1:
+        return [whole.reshape(s.lengths) for whole, s in zip(wholes, shardings, strict=True)]
     rows = [
         _padded(whole.reshape(s.lengths).movedim(s.axis, 0), group.size * s.step).view(group.size, -1)
         for whole, s in zip(wholes, shardings, strict=True)
@@ -102,41 +106,45 @@ def scatter(wholes: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Ten
     ]
 
 
-def gathered(parts: Sequence[Tensor], shardings: Sequence[Sharding]) -> tuple[Tensor, ...]:
-    """`gather`, differentiable to any order."""
-    found: tuple[Tensor, ...] = _Gather.apply(shardings, *parts)
+def gathered(
+    parts: Sequence[Tensor], shardings: Sequence[Sharding], wholes: Sequence[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """`gather`, differentiable to any order. `wholes`: what it gives, if that is known."""
+    found: tuple[Tensor, ...] = _Gather.apply(shardings, wholes, *parts)
     return found
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shardings: Sequence[Sharding], *parts: Tensor) -> tuple[Tensor, ...]:
-        found = gather(parts, shardings)
-        ctx.shardings, needed = shardings, ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(whole for whole, need in zip(found, needed, strict=True) if not need))
+    def forward(
+        ctx: Any, shardings: Sequence[Sharding], wholes: Sequence[Tensor] | None, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        found = gather(parts, shardings) if wholes is None else [whole.detach() for whole in wholes]
+        ctx.shardings, ctx.needed = shardings, ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(whole for whole, need in zip(found, ctx.needed, strict=True) if not need))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_needed(ctx, _Scatter, directions)
+        return None, None, *_needed(ctx, directions, lambda some, *given: _Scatter.apply(some, *given))
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shardings: Sequence[Sharding], *wholes: Tensor) -> tuple[Tensor, ...]:
-        ctx.shardings = shardings
+        ctx.shardings, ctx.needed = shardings, ctx.needs_input_grad[1:]
         return tuple(scatter(wholes, shardings))
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_needed(ctx, _Gather, directions)
+        return None, *_needed(ctx, directions, lambda some, *given: gathered(given, some))
 
 
-def _needed(ctx: Any, function: Any, directions: Sequence[Tensor]) -> list[Tensor | None]:
+def _needed(ctx: Any, directions: Sequence[Tensor], function: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:
     """Apply the other function to the directions whose result is needed."""
-    chosen = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
+    chosen = [i for i, need in enumerate(ctx.needed) if need]
     found: list[Tensor | None] = [None] * len(directions)
-    results = function.apply([ctx.shardings[i] for i in chosen], *(directions[i] for i in chosen))
+    results = function([ctx.shardings[i] for i in chosen], *(directions[i] for i in chosen))
     for i, result in zip(chosen, results, strict=True):
         found[i] = result
     return found

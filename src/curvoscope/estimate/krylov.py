@@ -1,4 +1,4 @@
-"""Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation done twice, thick restarts and their bounds."""
+"""Extreme eigenvalues by Lanczos: blocks, full re-orthogonalisation, thick restarts and their bounds."""
 
 from typing import Any
 
@@ -82,11 +82,12 @@ def lanczos(
 ) -> Eigenvalues:
     """The k eigenvalues of largest magnitude (LM), largest (LA) or smallest (SA) of a symmetric operator.
 
-    The basis V grows by the part of B V_last outside V, orthogonalised twice against all of V; the projection V B V^T
-    is kept and diagonalised in float64. When V fills its memory, the best Ritz vectors and the last block make a new V.
-    A block of b starting vectors finds eigenvalues of multiplicity up to b. When V becomes an invariant subspace, new
-    random vectors join, until they change nothing. A run goes on until the residuals are small and an eigenvalue
-    further out is improbable (`estimate.missed`); with a budget the error bars say what may have been missed.
+    The basis V grows by the part of B V_last outside V, orthogonalised against the rows that B couples with V_last,
+    then against all of V; the projection V B V^T is kept and diagonalised in float64. When V fills its memory, the best
+    Ritz vectors and the last block make a new V. A block of b starting vectors finds eigenvalues of multiplicity up to
+    b. When V becomes an invariant subspace, new random vectors join, until they change nothing. A run goes on until the
+    residuals are small and an eigenvalue further out is improbable (`estimate.missed`); with a budget the error bars
+    say what may have been missed.
 
     Args:
         operator: (n, n), symmetric.
@@ -161,12 +162,13 @@ class _Run:
     ) -> None:
         self._products, self._probes, self._k, self._which = products, probes, k, which
         self._size, self._block, self._space = products.size, len(first), products.space
-        wanted = min(self._size, matvecs or max(256, 8 * (k + self._block)))
+        wanted = min(self._size, matvecs + self._block if matvecs else max(256, 8 * (k + self._block)))
         self._limit = self._room(wanted)
         rows = self._limit + 2 * self._block
-        self._V = products.memory(rows).T
+        self._V = products.basis(rows).T
         self._H = torch.zeros(rows, rows, dtype=torch.float64, device=products.device)
         self._done = self._joined = 0  # rows that have been multiplied, and rows
+        self._coupled = 0  # the first row that B couples with those not yet multiplied, but for rounding
         self._scale = 0.0  # the largest |B v| so far
         self._settled: Tensor | None = None
         self._starts = Starts()
@@ -181,12 +183,13 @@ class _Run:
         beside = 4 * self._block  # new rows, their products and projections
         least = min(self._size, self._k + 2 * self._block + 2)
         one = self._products.dtype.itemsize * length
-        rows = max(least, min(budget // one - beside, wanted))
+        on_disk = self._products.scratch is not None
+        rows = max(least, wanted if on_disk else min(budget // one - beside, wanted))
         checks.fits(
-            one * (rows + beside),
+            one * (beside if on_disk else rows + beside),
             budget,
             f"a basis of {rows} vectors of length {length}",
-            "ask for fewer eigenvalues, or give a smaller block",
+            "ask for fewer eigenvalues, give a smaller block, or a folder: cv.settings(scratch=...)",
         )
         return rows
 
@@ -220,27 +223,30 @@ class _Run:
     def _step(self) -> None:
         """Multiply the new rows; their projections go to H, what is outside V becomes the next rows."""
         basis, fresh = self._V[: self._joined], self._V[self._done : self._joined]
-        outside = self._products(fresh.T).T
-        self._scale = max(self._scale, float(self._space.norm(outside, 1).max()))
-        outside, inside = self._outside(basis, outside)
+        rows = self._V[self._joined : self._joined + len(fresh)].copy_(self._products(fresh.T).T)
+        self._scale = max(self._scale, float(self._space.norm(rows, 1).max()))
+        inside = self._take(basis, rows, self._coupled)
         inside[self._done :] = (inside[self._done :] + inside[self._done :].T) / 2
         self._H[: self._joined, self._done : self._joined] = inside
         self._H[self._done : self._joined, : self._joined] = inside.T
-        self._done = self._joined
-        self._coupling, lost = self._join(outside, _ROUNDING * self._products.epsilon * self._scale)
+        self._coupled, self._done = self._done, self._joined
+        self._coupling, lost = self._join(rows, _ROUNDING * self._products.epsilon * self._scale)
         self._starts.lost += lost
 
-    def _outside(self, basis: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows (b, n) without their part in the span of the basis (j, n), taken twice; and that part, (j, b)."""
+    def _take(self, basis: Tensor, rows: Tensor, first: int = 0) -> Tensor:
+        """Take away, in place, the part of rows (b, n) in the span of the basis (j, n); returns it, (j, b).
+
+        This is done twice, first from row `first` of the basis on: earlier ones must have a part of rounding alone.
+        """
         inside = torch.zeros(len(basis), len(rows), dtype=torch.float64, device=rows.device)
-        for _ in range(2 if len(basis) else 0):
-            part = self._space.inner(basis.T, rows.T)
-            rows = torch.addmm(rows, part.T.to(basis.dtype), basis, alpha=-1)
-            inside += part
-        return rows, inside
+        for start in (first, 0) if len(basis) else ():
+            part = self._space.inner(basis[start:].T, rows.T)
+            rows.addmm_(part.T.to(basis.dtype), basis[start:], alpha=-1)
+            inside[start:] += part
+        return inside
 
     def _join(self, rows: Tensor, least: float) -> tuple[Tensor, float]:
-        """Append rows (b, n), made orthonormal among themselves, unless shorter than `least`.
+        """Append rows (b, n), made orthonormal among themselves in place, unless shorter than `least`.
 
         Returns the factor (b', b), and the sum of squares of what was too short.
         """
@@ -250,12 +256,10 @@ class _Run:
             others, count = self._V[first : self._joined], self._joined - first
             length = before = float(self._space.norm(row, 0))
             if count:
-                (row,), part = self._outside(others, row[None])
-                factor[:count, i] = part[:, 0]
+                factor[:count, i] = self._take(others, row[None])[:, 0]
                 length = float(self._space.norm(row, 0))
             if least < length < _SHRUNK * before:  # its rounding errors have grown with it, also along older rows
-                (row,), part = self._outside(self._V[: self._joined], row[None])
-                factor[:count, i] += part[first:, 0]
+                factor[:count, i] += self._take(self._V[: self._joined], row[None])[first:, 0]
                 length = float(self._space.norm(row, 0))
             if length > least and self._joined < self._size:
                 torch.div(row, length, out=self._V[self._joined])
@@ -279,7 +283,8 @@ class _Run:
                     return False
             self._settled = values
         basis = self._V[: self._done]
-        rows, inside = self._outside(basis, self._probes.normal(self._block).T)
+        rows = self._probes.normal(self._block).T
+        inside = self._take(basis, rows)
         factor, _ = self._join(rows, _INDEPENDENT)
         self._starts.add(torch.cat([inside.T, factor.T], 1))
         self._coupling = self._coupling.new_zeros(self._joined - self._done, self._coupling.shape[1])
@@ -333,7 +338,7 @@ class _Run:
         self._coupling = projection.coupling[:, kept]
         self._H.zero_()
         self._H[:count, :count] = values[kept].diag()
-        self._done, self._joined = count, count + fresh
+        self._coupled, self._done, self._joined = 0, count, count + fresh
 
     def result(self, tolerance: float, vectors: bool) -> Eigenvalues:
         """The wanted values, with residuals that are never below rounding."""

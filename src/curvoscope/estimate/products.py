@@ -1,7 +1,10 @@
 """Products with an operator, counted and checked, and the arguments that all estimators share."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -106,6 +109,26 @@ class Products:
         They do not ask for huge pages: to make these free may take longer than a product.
         """
         return torch.empty(count, (space or self.space).length, dtype=self.dtype, device=self.device).T
+
+    @property
+    def scratch(self) -> Path | None:
+        """The folder of the settings for long-lived vectors, which must be in the computer's own memory."""
+        return current().scratch if self.device.type == "cpu" else None
+
+    def basis(self, count: int) -> Tensor:
+        """Columns (size, count) in the scratch folder of the settings, if there is one; otherwise as `memory`."""
+        folder, numbers = self.scratch, count * self.space.length
+        if folder is None or not numbers:
+            return self.memory(count)
+        size = numbers * self.dtype.itemsize
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="curvoscope-") as file:  # the mapping outlives the name
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)  # a full disk would end the process when it is written
+            except OSError as error:
+                lack = f"{folder} has no room for {checks.readable_size(size)} ({error.strerror})"
+                raise RangeError("scratch", lack) from error
+            return torch.from_file(file.name, shared=True, size=numbers, dtype=self.dtype).view(count, -1).T
 
     def _at_once(self, operator: Matrix, columns: Tensor) -> Tensor:
         """(size, c) -> (rows, c) in one product, in the operator's precision."""

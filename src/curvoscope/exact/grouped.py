@@ -10,7 +10,8 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.losses import Curvature, PairCurvature, PerToken, ScalarCurvature, TokenCurvature
 from curvoscope.magnitudes import norm
-from curvoscope.operators.base import LinearOperator, symmetric_eigenvalues
+from curvoscope.operators.base import LinearOperator
+from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 
 _ROUTES = 4  # matrices of the result's size that a product needs at once
 

@@ -45,7 +45,7 @@ def make(token: str | None = None) -> Dash:
     _carry(app)
     app.server.add_url_rule("/answer/<part>", "answer", _answer)
     app.server.add_url_rule("/csv/<name>", "csv", _csv)
-    security.protect(app, token)
+    security.protect(app.server, app.callback_map, app.csp_hashes(), token)
     return app
 
 

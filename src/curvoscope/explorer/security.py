@@ -8,9 +8,8 @@ from http.cookies import CookieError
 from typing import Any
 from urllib.parse import urlsplit
 
-from dash import Dash
 from dash.exceptions import DashException
-from flask import Response, jsonify, redirect, request
+from flask import Flask, Response, jsonify, redirect, request
 from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response as BaseResponse
 
@@ -20,17 +19,16 @@ MOST_BYTES = 64 * 1024
 _IN_LINK = "token"
 
 
-def protect(app: Dash, token: str | None) -> None:
-    """Guard every route of an app that has all of its callbacks.
+def protect(server: Flask, callbacks: Mapping[str, Any], script_hashes: Sequence[str], token: str | None) -> None:
+    """Guard every route of a server with all of its callbacks and the hashes of its inline scripts.
 
     Without a token only requests addressed to a loopback name pass, so that no page of another site can reach the
     server under a name of its own (DNS rebinding). With one, a request needs it in its link or, after the first visit,
     in a cookie.
     """
-    server, script_hashes = app.server, app.csp_hashes()
     server.config["MAX_CONTENT_LENGTH"] = MOST_BYTES
     server.before_request(lambda: _admit(token))
-    server.before_request(lambda: _well_formed(app.callback_map))
+    server.before_request(lambda: _well_formed(callbacks))
     server.after_request(lambda answer: _headers(answer, script_hashes))
     server.register_error_handler(Exception, _failed)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from curvoscope.errors import RangeError
-from curvoscope.explorer import app
+from curvoscope.explorer import app, run_page
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,8 +30,11 @@ class Listening:
     token: str | None
 
 
-def listen(host: str | None, port: int) -> Listening:
-    """Bind `port`, or a free one if it is taken (0: any). `host` None: loopback; any other needs a token."""
+def listen(host: str | None, port: int, page: str | None = None) -> Listening:
+    """Bind `port`, or a free one if it is taken (0: any). `host` None: loopback; any other needs a token.
+
+    `page` None: that of a layer; otherwise this one, of finished runs.
+    """
     if not 0 <= port <= 65535:
         raise RangeError("port", f"got {port}, expected 0 to 65535")
     token = None if host is None else secrets.token_urlsafe(24)
@@ -41,9 +44,8 @@ def listen(host: str | None, port: int) -> Listening:
     except (OSError, UnicodeError) as error:
         raise RangeError("host", f"cannot listen on {address}: {error}; give an address of this machine") from error
     with bound:
-        server = make_server(
-            address, 0, app.make(token).server, threaded=True, request_handler=_Quiet, fd=bound.fileno()
-        )
+        served = app.make(token).server if page is None else run_page.make(page, token)
+        server = make_server(address, 0, served, threaded=True, request_handler=_Quiet, fd=bound.fileno())
         shown = f"[{address}]" if ":" in address else address
         page = f"http://{shown}:{bound.getsockname()[1]}/"
     return Listening(server, page if token is None else f"{page}?token={token}", token)

@@ -16,7 +16,7 @@ from torch import nn
 
 from curvoscope import checks
 from curvoscope.autodiff.kernels import rescales
-from curvoscope.errors import CurvoscopeError, RangeError
+from curvoscope.errors import CurvoscopeError, MissingPackageError, RangeError
 from curvoscope.families.tasks import HEADS_OF_BODIES, ModelTask, bodies_of, classes_of
 
 GGUF = ".gguf"
@@ -60,10 +60,6 @@ class MissingWeightsError(LoadingError):
 
 class QuantisedError(LoadingError):
     """Weights that are not floating point, so that there is no derivative."""
-
-
-class MissingPackageError(CurvoscopeError, ImportError):
-    """A package must be installed first."""
 
 
 @dataclass(frozen=True)

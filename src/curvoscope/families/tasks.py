@@ -37,12 +37,6 @@ _TABLES = {
 _BODIES = ("MODEL_MAPPING", "MODEL_FOR_PRETRAINING_MAPPING")
 BOTH_SIDES = (ModelTask.SEQ2SEQ, ModelTask.SPEECH_TO_TEXT)  # an encoder and a decoder
 HEADS_OF_BODIES = (*BOTH_SIDES, ModelTask.MASKED, ModelTask.CAUSAL, ModelTask.IMAGE_CLASSIFICATION)
-CLASSIFICATIONS = (
-    ModelTask.IMAGE_CLASSIFICATION,
-    ModelTask.AUDIO_CLASSIFICATION,
-    ModelTask.SEQUENCE_CLASSIFICATION,
-    ModelTask.TOKEN_CLASSIFICATION,
-)
 
 
 def classes_of(package: Any, config: Any) -> dict[ModelTask, list[Any]]:

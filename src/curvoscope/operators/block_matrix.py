@@ -17,8 +17,6 @@ from curvoscope.solve import Solution
 
 Entries = dict[tuple[str, str], Tensor]  # (a, p, b, q) for each pair of blocks
 
-_STRIP = 128
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -181,20 +179,21 @@ class BlockMatrix(LinearOperator):
     def _write(self, out: Tensor) -> None:
         known = self.entries() if self.entries is not None else {}
         for row, column in self._pairs():
-            region = out[self.ranges[row], 0, self.ranges[column], 0]
-            target = region.unflatten(1, self.shapes[column]).unflatten(0, self.shapes[row])
-            mirrored = out[self.ranges[column], 0, self.ranges[row], 0]
+            target, mirror = self._region(out, row, column), self._region(out, column, row)
             if (row, column) in known:
                 values = known[row, column]
                 target.copy_(values)
                 if row != column:
-                    mirror = mirrored.unflatten(1, self.shapes[row]).unflatten(0, self.shapes[column])
                     mirror.copy_(values.permute(2, 3, 0, 1))
-                continue
-            self[row, column]._write(target)
-            if row != column:
-                for strip in range(0, region.shape[0], _STRIP):  # strips that stay in the cache: twice as fast
-                    mirrored[:, strip : strip + _STRIP] = region[strip : strip + _STRIP].T
+            elif row == column:
+                self[row]._write(target)
+            else:
+                self[row, column]._write_both(target, mirror)
+
+    def _region(self, out: Tensor, row: str, column: str) -> Tensor:
+        """The place of a block in the whole, (a, p, b, q)."""
+        region = out[self.ranges[row], 0, self.ranges[column], 0]
+        return region.unflatten(1, self.shapes[column]).unflatten(0, self.shapes[row])
 
     def _workspace(self, room: int) -> int:
         entries = self.shape[0] * self.shape[1] * self.dtype.itemsize

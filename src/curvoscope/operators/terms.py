@@ -11,6 +11,7 @@ A core that is the same for all tokens collapses the sum: `Single` is (sum_t l_t
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.operators.cores import Core, DenseCore
+from curvoscope.operators.strips import packed_upper, put, row_strips, upper, upper_numbers, write_upper
 
 Axes = tuple[int, int]
 
@@ -174,7 +176,7 @@ class Term:
             lowest = min(lowest, -float(shift))
         return lowest * _spectral(self.left) ** 2
 
-    # ---- entries (a, b, p, q), and the bytes that they take
+    # ---- entries (r0, r1, c0, c1), and the bytes that they take
 
     @property
     def entry_bytes(self) -> int:
@@ -187,37 +189,83 @@ class Term:
         chunk = min(self.tokens * one_token, max(one_token, self._at_once(room)))
         return max(self._beside, self.entry_bytes // (2 if self.symmetric else 1) + chunk)
 
-    def write(self, target: Tensor, add: bool) -> None:
-        """Write the entries to `target`, or add them to it."""
-        _put(target, self.moments(), add)
-
-    def moments(self) -> Tensor:
-        """sum_t l_t[a] r_t[b] C_t[p, q], (a, b, p, q)."""
+    def write(self, out: Tensor, add: bool) -> None:
+        """Write the entries to `out`, or add them to it."""
         if self.symmetric:
-            return self.pair_moments()[pair_numbers(self.left.shape[1], self.left.device)]
-        result: Tensor | None = None
-        for start, stop in self._ranges():
-            left, right = self.left[start:stop].T.contiguous(), self.right[start:stop].T.contiguous()
-            pairs, cores = (left[:, None] * right).flatten(0, 1), self.core.dense(start, stop).flatten(1)
-            result = pairs @ cores if result is None else result.addmm_(pairs, cores)
-        assert result is not None  # a term has at least one token
-        return result.view(self.sizes)
+            self.write_upper(out, self.upper_moments(), add)
+            return
+        for number, tokens in enumerate(self._ranges()):
+            for rows, values in zip(row_strips(tuple(out.shape)), self._strips(*tokens), strict=True):
+                put(out[rows], values, add or number > 0)
 
-    def pair_moments(self) -> Tensor:
-        """The moments of a symmetric term for pairs a <= b, each a symmetric matrix: (pairs, p, p).
+    def strips(self) -> Iterator[Tensor] | None:
+        """The entries (r, r1, c0, c1) of each of the `row_strips`; None if memory does not hold all tokens at once."""
+        return self._strips(0, self.tokens) if len(self._ranges()) == 1 else None
 
-        Each is used twice, so that symmetry is exact.
+    def _strips(self, start: int, stop: int) -> Iterator[Tensor]:
+        """The part of some tokens: sum_t l_t[a] r_t[b] C_t[p, q] is a product of the pairs of vectors with the cores.
+
+        The factor with the columns' last axis is the right one, so that this axis is innermost, and the rows' last
+        axis is next to it: a strip and its transpose are then both copied fast.
         """
-        width, inner = self.left.shape[1], self.core.shape[0]
-        i, j = torch.triu_indices(width, width, device=self.left.device)
+        left, right, cores = self.left[start:stop], self.right[start:stop], self.core.dense(start, stop)
+        straight, shape = self.axes[0] == self.axes[1], _block_shape(self.sizes, self.axes)
+        make = self._strips_by_vectors if self.axes[0] == 0 else self._strips_by_cores
+        _, r1, c0, c1 = shape
+        for found in make(left, right, cores, row_strips(shape)):
+            yield (
+                found.view(-1, c0, r1, c1).transpose(1, 2)
+                if straight
+                else found.view(c0, r1, -1, c1).permute(2, 1, 0, 3)
+            )
+
+    def _strips_by_vectors(self, left: Tensor, right: Tensor, cores: Tensor, strips: list[slice]) -> Iterator[Tensor]:
+        """With the rows' first axis on the vectors: ((r, c0), (r1, c1)), or crossed ((c0, r1), (r, c1))."""
+        if self.axes[1] == 0:
+            cores = cores.flatten(1)
+            yield from (_pairs(left[:, rows], right).T @ cores for rows in strips)
+        elif not self.core.symmetric:
+            cores = cores.permute(2, 1, 0).flatten(0, 1)  # contiguous, as narrow strips are multiplied with it
+            yield from (cores @ _pairs(left[:, rows], right) for rows in strips)
+        else:
+            packed, places = packed_upper(cores), self._places.flatten()
+            yield from ((packed @ _pairs(left[:, rows], right)).index_select(0, places) for rows in strips)
+
+    def _strips_by_cores(self, left: Tensor, right: Tensor, cores: Tensor, strips: list[slice]) -> Iterator[Tensor]:
+        """With the rows' first axis on the cores: ((r, c0), (r1, c1)), or crossed ((c0, r1), (r, c1))."""
+        if self.axes[1] == 0:
+            pairs = _pairs(right, left).T
+            yield from (pairs @ cores[:, rows].flatten(1) for rows in strips)
+        elif not self.core.symmetric:
+            pairs, cores = _pairs(left, right), cores.permute(1, 2, 0).contiguous()
+            yield from (cores[rows].flatten(0, 1) @ pairs for rows in strips)
+        else:
+            product = packed_upper(cores) @ _pairs(left, right)
+            yield from (product.index_select(0, self._places[rows].flatten()) for rows in strips)
+
+    @property
+    def _places(self) -> Tensor:
+        """Of every entry of a symmetric core, its number among those on and above the diagonal."""
+        return upper_numbers(self.core.shape[0], self.left.device)
+
+    def upper_moments(self) -> Tensor:
+        """sum_t l_t[a] l_t[b] C_t[p, q] of a symmetric term for a <= b and p <= q, (pairs, entries).
+
+        Each is used up to four times, so that symmetry is exact.
+        """
+        i, j = upper(self.left.shape[1], self.left.device)
         result: Tensor | None = None
         for start, stop in self._ranges():
             left = self.left[start:stop].T.contiguous()
-            pairs, cores = left[i] * left[j], self.core.dense(start, stop).flatten(1)
+            pairs = left.index_select(0, i).mul_(left.index_select(0, j))
+            cores = packed_upper(self.core.dense(start, stop)).T
             result = pairs @ cores if result is None else result.addmm_(pairs, cores)
         assert result is not None  # a term has at least one token
-        result = result.view(-1, inner, inner)
-        return (result + result.mT).mul_(0.5)
+        return result
+
+    def write_upper(self, out: Tensor, moments: Tensor, add: bool) -> None:
+        """Write the entries of a symmetric term, or add them, from its `upper_moments`."""
+        write_upper(out.transpose(1, 2), moments if self.axes[0] == 0 else moments.T, add)
 
     def _ranges(self) -> list[tuple[int, int]]:
         return self.chunks(self._at_once(checks.memory_budget()), extra=self._pairs)
@@ -322,7 +370,7 @@ class Single:
         ends = [torch.linalg.eigvalsh(factor)[[0, -1]].tolist() for factor in (self.outer, self.core)]
         return min(first * second for first in ends[0] for second in ends[1])
 
-    # ---- entries (a, b, p, q), and the bytes that they take
+    # ---- entries (r0, r1, c0, c1), and the bytes that they take
 
     @property
     def entry_bytes(self) -> int:
@@ -333,40 +381,41 @@ class Single:
         """What `write` takes."""
         return 0 if self._core_is_diagonal() else self.entry_bytes
 
-    def write(self, target: Tensor, add: bool) -> None:
-        """Write the entries to `target`, or add them; of a diagonal core, such as the identity, only those not zero."""
+    def write(self, out: Tensor, add: bool) -> None:
+        """Write the entries to `out`, or add them; of a diagonal core, such as the identity, only those not zero."""
+        i, j = self.axes
+        target = out.permute(i, 2 + j, 1 - i, 3 - j)  # (a, b, p, q)
         if not self._core_is_diagonal():
-            _put(target, self.moments(), add)
+            put(target, self.outer[:, :, None, None] * self.core, add)
             return
         if not add:
             target.zero_()
         target.diagonal(dim1=2, dim2=3).add_(self.outer[:, :, None] * self.core.diagonal())
 
-    def moments(self) -> Tensor:
-        """All entries."""
-        return self.outer[:, :, None, None] * self.core
+    def strips(self) -> Iterator[Tensor]:
+        """The entries (r, r1, c0, c1) of each of the `row_strips`."""
+        shape = _block_shape(self.sizes, self.axes)
+        for rows in row_strips(shape):
+            cut = {"outer": self.outer[rows]} if self.axes[0] == 0 else {"core": self.core[rows]}
+            values = self.outer.new_empty(rows.stop - rows.start, *shape[1:])
+            replace(self, symmetric=False, **cut).write(values, add=False)
+            yield values
 
     def _core_is_diagonal(self) -> bool:
         core = self.core
         return core.shape[0] == core.shape[1] and torch.equal(core, core.diagonal().diag())
 
 
-def pair_numbers(width: int, device: torch.device) -> Tensor:
-    """The number of the pair at every place of a symmetric matrix, (width, width)."""
-    numbers = torch.empty(width, width, dtype=torch.int64, device=device)
-    first, second = torch.triu_indices(width, width, device=device)
-    counted = torch.arange(len(first), device=device)
-    numbers[first, second] = counted
-    numbers[second, first] = counted
-    return numbers
+def _pairs(first: Tensor, second: Tensor) -> Tensor:
+    """The products of all entries of two vectors for each token, (T, a b)."""
+    return (first[:, :, None] * second[:, None]).flatten(1)
 
 
-def _put(target: Tensor, values: Tensor, add: bool) -> None:
-    """Write values to `target`, or add them to it."""
-    if add:
-        target += values
-    else:
-        target.copy_(values)
+def _block_shape(sizes: tuple[int, int, int, int], axes: Axes) -> tuple[int, int, int, int]:
+    """(r0, r1, c0, c1) of a term with sizes (a, b, p, q)."""
+    a, b, p, q = sizes
+    rows, columns = (a, p) if axes[0] == 0 else (p, a), (b, q) if axes[1] == 0 else (q, b)
+    return (*rows, *columns)
 
 
 def _letters(axes: Axes) -> tuple[str, str]:

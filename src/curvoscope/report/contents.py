@@ -10,6 +10,7 @@ from rich.text import Text
 from curvoscope.analysis.advice import Advice
 from curvoscope.errors import CurvoscopeError
 from curvoscope.report.tables import empty_table
+from curvoscope.report.views import RunView
 
 
 class ReportError(CurvoscopeError, ValueError):
@@ -53,12 +54,14 @@ class ReportFigure:
 
 @dataclass(frozen=True)
 class Section:
-    """A subject: a paragraph or none, tables and figures."""
+    """A subject: a paragraph or none, tables and figures. `explored`: its first table is the one that the interactive
+    part of a page filters, beside its heat map."""
 
     title: str
     text: str = ""
     tables: Sequence[Table] = ()
     figures: Sequence[ReportFigure] = ()
+    explored: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Report:
     """A run in words, tables and figures, with the command that repeats it.
 
     `missing`: what was not measured, and why, one sentence each. `command` is None if the run does not tell it.
+    `views`: what the interactive part of a page draws, one for each run that has blocks.
     """
 
     title: str
@@ -78,6 +82,7 @@ class Report:
     versions: dict[str, str]
     seed: int | None = None
     missing: list[str] = field(default_factory=list)
+    views: list[RunView] = field(default_factory=list)
 
     @property
     def tables(self) -> list[Table]:
@@ -121,6 +126,7 @@ def report_of(document: str | bytes, files: Mapping[str, bytes]) -> Report:
     from pydantic import TypeAdapter, ValidationError
 
     from curvoscope.report.documents import Document
+    from curvoscope.report.run_views import view_of
     from curvoscope.report.sections import sections_of
 
     adapter: TypeAdapter[Any] = TypeAdapter(Document)
@@ -129,6 +135,7 @@ def report_of(document: str | bytes, files: Mapping[str, bytes]) -> Report:
     except ValidationError as error:
         raise ReportError("RUN", _reason(error.errors(include_url=False))) from None
     sections = [section for section in sections_of(found, files) if section.tables or section.figures]
+    view = view_of(found)
     return Report(
         found.title,
         found.question,
@@ -140,6 +147,7 @@ def report_of(document: str | bytes, files: Mapping[str, bytes]) -> Report:
         found.versions,
         found.seed,
         found.missing,
+        [] if view is None else [view],
     )
 
 

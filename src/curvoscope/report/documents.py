@@ -59,9 +59,35 @@ class Whole:
     critical_learning_rate: Estimate | None
 
 
+@dataclass(frozen=True)
+class Cumulative:
+    """The share of eigenvalues below each of some numbers x, with the ends of its 95 % band."""
+
+    x: list[float]
+    value: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class SpectrumRow:
+    """The eigenvalues of one block."""
+
+    block: str
+    size: int
+    largest_eigenvalue: Estimate
+    smallest_eigenvalue: Estimate
+    quantiles: dict[str, float | None]
+    negative_share: Estimate
+    near_zero_share: Estimate
+    near_zero: float
+    cumulative: Cumulative | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelAnalysis(Common, PerLayer):
-    """`curvoscope analyze`. `dense`: exact numbers of all pairs of blocks, of a Hessian that is small enough."""
+    """`curvoscope analyze`. `dense`: exact numbers of all pairs of blocks, of a Hessian that is small enough;
+    `spectra`: of its weight matrices."""
 
     kind: Literal["analyze", "analyze MODEL"]
     rounding: float
@@ -69,6 +95,7 @@ class ModelAnalysis(Common, PerLayer):
     hessian: Whole
     pairs: list[PairNorm] = field(default_factory=list)
     dense: list[BlockRow] = field(default_factory=list)
+    spectra: list[SpectrumRow] = field(default_factory=list)
     verdict: str | None = None
     histograms: list[EntryHistogram] = field(default_factory=list)
 
@@ -101,6 +128,15 @@ class LargestEigenvalue:
     largest_eigenvalue: Estimate
 
 
+@dataclass(frozen=True)
+class SweptPairs:
+    """Norms (k, k) of the Gauss-Newton part for all pairs of k blocks, and their standard errors."""
+
+    names: list[str]
+    frobenius_norm: list[list[float]]
+    stderr: list[list[float]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepDocument(Common):
     """`curvoscope analyze` of a large model."""
@@ -110,6 +146,7 @@ class SweepDocument(Common):
     rows: list[SweptBlock]
     heads: list[SweptBlock]
     hessian: LargestEigenvalue | None
+    pairs: SweptPairs | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,20 +157,6 @@ class AuditDocument(Common):
     samples: int | None
     rows: list[AuditRow]
     outside_diagonal_blocks: Estimate | None
-
-
-@dataclass(frozen=True)
-class SpectrumRow:
-    """The eigenvalues of one block."""
-
-    block: str
-    size: int
-    largest_eigenvalue: Estimate
-    smallest_eigenvalue: Estimate
-    quantiles: dict[str, float | None]
-    negative_share: Estimate
-    near_zero_share: Estimate
-    near_zero: float
 
 
 @dataclass(frozen=True)

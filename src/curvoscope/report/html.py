@@ -1,13 +1,16 @@
 """The report as one HTML file, which opens from disk and asks the network for nothing."""
 
 import base64
+import hashlib
 import html
 import re
 from functools import lru_cache
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from curvoscope.report.contents import Report, ReportFigure
 from curvoscope.report.vector import VectorError, inline
+from curvoscope.report.views import as_json
 
 if TYPE_CHECKING:
     import jinja2
@@ -17,7 +20,22 @@ def page(report: Report) -> str:
     """The whole page: style, script and figures are inside, everything from the run is escaped."""
     figures = [one for section in report.sections for one in section.figures]
     drawn = {one.file: _image(one, f"f{place}-") for place, one in enumerate(figures)}
-    return _templates().get_template("page.html").render(report=report, drawn=drawn)
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(report=report, drawn=drawn, data=as_json(report.views), script=_script(), hash=script_hash())
+    )
+
+
+def script_hash() -> str:
+    """The only script that a page runs, as its content security policy names it."""
+    digest = hashlib.sha256(_script().encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+@lru_cache(maxsize=1)
+def _script() -> str:
+    return files("curvoscope.report").joinpath("assets/page.js").read_text(encoding="utf-8")
 
 
 def fragment(report: Report) -> str:

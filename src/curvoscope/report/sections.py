@@ -92,7 +92,7 @@ def _blocks(found: ModelAnalysis, figures: FigureSource) -> Iterator[Section]:
     ]
     caption = "Blocks of the Hessian: ± standard error in percent, ~0 up to rounding"
     table = Table(caption, ("block", "part", "by", "‖H‖F", "trace", "λ max"), 3, rows)
-    yield Section("Blocks of the Hessian", tables=[table], figures=figures("norms"))
+    yield Section("Blocks of the Hessian", tables=[table], figures=figures("norms"), explored=True)
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
     shown = sorted(found.pairs, key=lambda one: -one.frobenius_norm.value)[:_MOST_PAIRS]
     pairs = [
@@ -132,7 +132,7 @@ def _swept(found: SweepDocument, figures: FigureSource) -> Iterator[Section]:
     columns = ("block", "‖H‖F", "trace", "effective rank", "λ max, lower bound", "λ max, upper bound")
     caption = f"Gauss-Newton part of the blocks, from {found.samples} samples: ± standard error in percent"
     table = Table(caption, columns, 1, [line(one) for one in found.rows])
-    yield Section("Blocks", tables=[table], figures=figures("sweep_pairs", "sweep_depth"))
+    yield Section("Blocks", tables=[table], figures=figures("sweep_pairs", "sweep_depth"), explored=True)
     heads = Table(
         "Gauss-Newton part of the heads", ("head", *columns[1:]), 1, list(map(line, found.heads)), folded=True
     )
@@ -175,7 +175,7 @@ def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
         "and λ max are relative errors. The step is the relative error of (A + d)⁻¹g against (H + d)⁻¹g for gradients "
         "g with covariance H, and the decrease is that of the quadratic model with this step, as a share of the best."
     )
-    yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"))
+    yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"), explored=True)
     if found.outside_diagonal_blocks is not None:
         row = (Cell("|H - blockdiag(H)| / |H|"), cells.measured(found.outside_diagonal_blocks))
         table = Table("What all diagonal blocks together miss", ("number", "value"), 1, [row])
@@ -201,7 +201,8 @@ def _spectra(found: SpectrumDocument, figures: FigureSource) -> Iterator[Section
     ]
     columns = ("block", "size", "λ min", "5 %", "median", "95 %", "λ max", "λ < 0", "near 0", "|λ| ≤")
     caption = "Eigenvalues of the blocks: ± standard error in percent; ~0 if too small to be resolved"
-    yield Section("Spectra by block", tables=[Table(caption, columns, 1, rows)], figures=figures("densities"))
+    table = Table(caption, columns, 1, rows)
+    yield Section("Spectra by block", tables=[table], figures=figures("densities"), explored=True)
     yield Section("The whole Hessian", tables=[_whole(found.hessian)])
     known = found.jensen_shannon
     pairs = [

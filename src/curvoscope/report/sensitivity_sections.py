@@ -33,7 +33,8 @@ def sensitivity(found: Sensitivity, figures: Callable[..., list[ReportFigure]]) 
         *("alone, predicted", "alone, measured"),
     )
     caption = "What each block contributes, interactions included, and what it costs to change it alone"
-    yield Section("Blocks", tables=[Table(caption, columns, 1, rows)], figures=figures("ranking", "prediction"))
+    table = Table(caption, columns, 1, rows)
+    yield Section("Blocks", tables=[table], figures=figures("ranking", "prediction"), explored=True)
     largest = sorted(found.pairs, key=lambda one: -abs(one.second.value))[:_MOST_PAIRS]
     pairs = [(Cell(one.row), Cell(one.column), cells.measured(one.second)) for one in largest]
     caption = "Interactions: ½ d·H d' of two blocks, counted once in the row of each"

@@ -18,7 +18,7 @@ def training(found: Training, figures: Callable[..., list[ReportFigure]]) -> Ite
     records = records_of(found.records)
     yield Section("Sharpness and the edge", tables=[_measurements(records)], figures=figures("watch", "trace"))
     yield Section("The optimizer's step", tables=_steps(records), figures=figures("updates"))
-    yield Section("Blocks", tables=_blocks(records), figures=figures("blocks"))
+    yield Section("Blocks", tables=_blocks(records), figures=figures("blocks"), explored=True)
     attention = [
         (Cell(layer), *(cells.short(value) for value in (before.entropy, now.entropy, before.variance, now.variance)))
         for layer, before in records[0].attention.items()

@@ -14,6 +14,7 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor, Lengths], Recurrence]] = {
     "cg": ConjugateGradients,
     "minres": MinimumResidual,
 }
+_AIM = 0.9  # of the target: the rest is for what rounding adds; another round makes up for more
 _TINY = 1e-150  # whose square is a number
 
 
@@ -48,7 +49,7 @@ class KrylovRun:
             products(rows[:1].T)  # for the unit
         self._process = LanczosProcess(products, damping, rows, inverse)
         self._recurrence = RECURRENCES[recurrence](rows, self._process.beta, self._row_lengths)
-        self._goal = target / self._scales / 2  # the half is for what rounding adds
+        self._goal = _AIM * target / self._scales
         self._known, self.steps = sizes / self._scales, 0
         self._smooth = self._known  # the least residual in the space
         self._is_least = recurrence == "minres"

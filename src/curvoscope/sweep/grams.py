@@ -18,6 +18,8 @@ from torch import Tensor
 from curvoscope.autodiff.uses import Factors
 
 _ROWS = 2**26  # entries of gradients that are formed at a time
+_STRIPES = 4  # that a symmetric product is made in
+_LEAST_ROWS = 16  # of a stripe, below which a product is slow
 
 
 def add_gram(gram: Tensor, found: Sequence[Factors]) -> None:
@@ -61,16 +63,26 @@ def _add_alike(gram: Tensor, found: Sequence[Factors]) -> None:
     look_up = any(one.factor.ndim == 1 for one in found)
     if look_up or by_tokens <= by_rows:
         for one, other in combinations_with_replacement(found, 2):
-            block = _by_tokens(one, other)
-            _add(gram, one.samples, other.samples, block, twice=one is not other)
+            _add(gram, one.samples, other.samples, _by_tokens(one, other), twice=one is not other)
     else:
         _add_by_rows(gram, found, rows, width)
 
 
 def _by_tokens(one: Factors, other: Factors) -> Tensor:
     """<(X' X^T) delta, delta'> for all pairs of samples: (n, n')."""
-    tokens = _token_products(one, other)
-    return (tokens.mT @ one.deltas).flatten(1) @ other.deltas.flatten(1).mT
+    left, right = (_token_products(one, other).mT @ one.deltas).flatten(1), other.deltas.flatten(1)
+    return symmetric_product(left, right) if one is other else left @ right.mT
+
+
+def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """A B^T (n, n), known to be symmetric: most of it from the entries on and above the diagonal."""
+    found = left.new_empty(len(left), len(left))
+    step = max(_LEAST_ROWS, -(-len(left) // _STRIPES))
+    for start in range(0, len(left), step):
+        rows, beyond = slice(start, start + step), start + step
+        found[rows, start:] = left[rows] @ right[start:].mT
+        found[beyond:, rows] = found[rows, beyond:].mT
+    return found
 
 
 def _token_products(one: Factors, other: Factors) -> Tensor:
@@ -103,7 +115,7 @@ def _add_by_rows(gram: Tensor, found: Sequence[Factors], rows: int, width: int) 
             gradients = one.factor[:, part].mT @ one.deltas
             formed.index_add_(0, torch.tensor([place[int(s)] for s in one.samples]), gradients)
         flat = formed.flatten(1)
-        total += (flat @ flat.mT).to(total.dtype)
+        total += symmetric_product(flat, flat).to(total.dtype)
     gram[samples[:, None], samples] += total
 
 

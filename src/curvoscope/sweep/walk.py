@@ -8,8 +8,9 @@ Several ranks have batches of their own, and each walks the samples of these. Wh
 other X and delta, and make the same Gram matrix of all samples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import COLUMNS, Cotangents, SampleSeed, column_ranges, cotangents
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in_turn
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
-from curvoscope.sweep.grams import add_crossed, add_gram
+from curvoscope.sweep.grams import add_crossed, add_gram, symmetric_product
 from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, cut_at
 
+_GROUPS = 8  # that the samples of a micro-batch are divided into, each of which passes a layer at once
 _COPIES = 2.5  # of a layer's deltas, in memory at once
 
 
@@ -87,6 +90,7 @@ class Walk:
             for piece in block.pieces:
                 self._pieces.setdefault(piece.parameter, []).append((name, piece))
         self._dense: set[str] = set()
+        self._batches = True  # whether torch has batched all operations so far
         self._readers: dict[str, int] = {}  # products with each parameter that are no look-ups
 
     # ---- what is known beforehand
@@ -243,20 +247,28 @@ class Walk:
             return {}
         n = len(one.draw.samples)
         kept: list[Tensor | None] = [None] * len(targets)
-        for place in range(n):
-            some = [g[place] for g in cotangents]
-            for k, found in enumerate(torch.autograd.grad(starts, targets, some, retain_graph=True, allow_unused=True)):
+        step = max(1, n // _GROUPS)
+        for places in (slice(start, start + step) for start in range(0, n, step)):
+            for k, found in enumerate(self._gradients_at(starts, targets, [g[places] for g in cotangents])):
                 if found is None:
                     continue
                 if kept[k] is None:
-                    kept[k] = self._room(one, k - len(uses), wide, found)
-                kept[k][place] += found  # type: ignore[index]
+                    kept[k] = self._room(one, k - len(uses), wide, found[0])
+                kept[k][places] += found  # type: ignore[index]
         for use, deltas in zip(uses, kept, strict=False):
             if deltas is not None:
                 factors = Factors(one.samples, use.factor, use.delta(deltas), use.region, use.transposed)
                 self._factors.setdefault(use.parameter, []).append(factors)
         found_ends = zip(ends, kept[len(uses) + len(wide) :], strict=True)
         return {key: g for key, g in found_ends if g is not None}
+
+    def _gradients_at(self, starts: Sequence[GradientEdge], ends: Sequence[Any], some: Sequence[Tensor]) -> Gradients:
+        """What some samples find: at once, unless torch could not once."""
+        found = gradients_at_once(starts, ends, some) if self._batches and len(some[0]) > 1 else None
+        if found is None:
+            self._batches = self._batches and len(some[0]) == 1
+            return gradients_in_turn(starts, ends, some)
+        return found
 
     def _room(self, one: _CutPass, place: int, wide: Sequence[str], like: Tensor) -> Tensor:
         """Zeros for what n samples will find: for a dense parameter a part of what is kept for all samples."""
@@ -352,21 +364,43 @@ class Walk:
             gradients = torch.stack(several).sum(0) if len(several) > 1 else next(iter(several), None)
             if not beside:
                 self._show(name, factors, gradients)
-            for row, piece in self._pieces[name]:
-                if row not in self._waiting or name not in self._waiting[row]:
-                    continue
-                if factors:
-                    inside = [one.within((piece.index[0], piece.index[1])) for one in factors]
-                    add_gram(self._grams[row], [one for one in inside if one is not None])
-                for head in beside:
-                    for one in factors:
-                        add_crossed(self._grams[row], one.among(self._read), head)
-                if gradients is not None:
-                    flat = gradients[(slice(None), *piece.index)].flatten(1)
-                    self._grams[row] += (flat @ flat.mT).double()
+            grams: dict[Piece, Tensor] = {}
+            for row, piece in sorted(self._pieces[name], key=lambda one: one[1].size):
+                if row in self._waiting and name in self._waiting[row]:
+                    tiles = _tiling(piece, grams)
+                    known = [grams[tile] for tile in tiles] or [self._gram_of(piece, factors, beside, gradients)]
+                    grams[piece] = torch.stack(known).sum(0)
+                    self._grams[row] += grams[piece]
             for row in dict.fromkeys(row for row, _ in self._pieces[name]):
                 if row in self._waiting:
                     self._waiting[row].discard(name)
                     if not self._waiting[row]:
                         del self._waiting[row]
                         self._tell(row, self._grams.pop(row))
+
+    def _gram_of(
+        self, piece: Piece, factors: Sequence[Factors], beside: Sequence[Factors], gradients: Tensor | None
+    ) -> Tensor:
+        """K of a part of a parameter, from its products, those with a head beside them, and its gradients."""
+        gram = torch.zeros(self._count, self._count, dtype=torch.float64)
+        if factors:
+            inside = [one.within((piece.index[0], piece.index[1])) for one in factors]
+            add_gram(gram, [one for one in inside if one is not None])
+        for head in beside:
+            for one in factors:
+                add_crossed(gram, one.among(self._read), head)
+        if gradients is not None:
+            flat = gradients[(slice(None), *piece.index)].flatten(1)
+            gram += symmetric_product(flat, flat).double()
+        return gram
+
+
+def _tiling(piece: Piece, others: Iterable[Piece]) -> list[Piece]:
+    """Those of the others that make up a part of their parameter, such as heads; [] if they do not."""
+    inside = [one for one in others if all(b.start >= a.start and b.stop <= a.stop for a, b in _sides(piece, one))]
+    apart = all(any(a.stop <= b.start or b.stop <= a.start for a, b in _sides(*two)) for two in combinations(inside, 2))
+    return inside if apart and sum(one.size for one in inside) == piece.size else []
+
+
+def _sides(one: Piece, other: Piece) -> Iterator[tuple[slice, slice]]:
+    return zip(one.index, other.index, strict=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.errors import MissingPackageError
 from curvoscope.training.monitor import CurvatureMonitor
 
 

@@ -9,8 +9,8 @@ from torch.func import grad, jacfwd
 
 from curvoscope.errors import RangeError
 from curvoscope.papers import tasks
-from curvoscope.papers.experiments import NAMES, Row, Task, find, optimizer_runs, panel_figures, panel_pages
-from curvoscope.papers.experiments.figures import OPTIMIZERS, fig8, load
+from curvoscope.papers.experiments import NAMES, Row, Task, find, left_out, panel_figures, panel_pages
+from curvoscope.papers.experiments.figures import fig8, load
 from curvoscope.papers.experiments.setting import Setting
 
 SMALL = {"d": 4, "sequences": 2, "train": 20, "pull": 5.0, "long": 20}
@@ -49,8 +49,8 @@ LONGER = ("divergence", "optimizers", "heads", "phases", "gap-loss", "gap-entrie
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in NAMES]
 )
 def test_each_figure_measures_judges_and_draws(name):
-    if name == OPTIMIZERS and not optimizer_runs.is_installed():
-        pytest.skip("the extra `optimizers` is not installed")
+    if name in left_out():
+        pytest.skip("an extra that it needs is not installed")
     figure, rows = measured(name)
     assert figure.name == name
     assert all(math.isfinite(row.found.value) and row.found.stderr >= 0 for row in rows)

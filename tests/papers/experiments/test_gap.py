@@ -12,12 +12,14 @@ from torch.nn.functional import cross_entropy
 from curvoscope import exact
 from curvoscope.blocks import Blocks
 from curvoscope.commands import reproduce
-from curvoscope.families.loading import MissingPackageError
-from curvoscope.papers.experiments import NAMES, MeasuredValue, Row, digits, find, panel_figures, panel_pages
+from curvoscope.errors import MissingPackageError
+from curvoscope.papers.catalogue import CATALOGUE
+from curvoscope.papers.experiments import NAMES, MeasuredValue, Row, digits, extras, find, panel_figures, panel_pages
 from curvoscope.papers.experiments.digits import GROUPS, Digits, VisionTransformer, groups_of, images
-from curvoscope.papers.experiments.figures import DIGITS, gap_entries, gap_gradient, gap_loss, gap_norms, left_out
+from curvoscope.papers.experiments.figures import gap_entries, gap_gradient, gap_loss, gap_norms, left_out
 from curvoscope.papers.experiments.panels import Image, Panel
 
+DIGITS = tuple(name for name, entry in CATALOGUE.items() if "digits" in entry.get("needs", ()))
 SMALL = {"d": 4, "hidden": 6, "checkpoints": (0, 3), "images": 6}
 
 
@@ -282,7 +284,7 @@ class TestGradient:
 class TestWithoutScikitLearn:
     @pytest.fixture(autouse=True)
     def _missing(self, monkeypatch):
-        monkeypatch.setattr(digits, "is_installed", lambda: False)
+        monkeypatch.setattr(extras, "is_installed", lambda extra: extra != "digits")
 
     def test_all_leaves_the_digits_out(self):
         assert left_out() == DIGITS and set(DIGITS) < set(NAMES)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from curvoscope.families.loading import MissingPackageError
-from curvoscope.papers.experiments import NAMES, Row, find, left_out, optimizer_runs
+from curvoscope.errors import MissingPackageError
+from curvoscope.papers.experiments import NAMES, Row, extras, find, left_out, optimizer_runs
 from curvoscope.papers.experiments.figure import MeasuredValue
 from curvoscope.papers.experiments.figures import load
 from curvoscope.papers.experiments.figures.optimizers import reached
@@ -21,7 +21,7 @@ SMALL = OptimizerStudy(
 
 
 def needs(name):
-    if name in ("muon", "soap") and not optimizer_runs.is_installed():
+    if name in ("muon", "soap") and not extras.is_installed("optimizers"):
         pytest.skip("the extra `optimizers` is not installed")
 
 
@@ -102,7 +102,7 @@ def test_a_diverged_run_says_so():
 
 
 def test_without_the_packages(monkeypatch):
-    monkeypatch.setattr(optimizer_runs, "is_installed", lambda: False)
+    monkeypatch.setattr(extras, "is_installed", lambda extra: extra != "optimizers")
     assert "optimizers" in left_out() and set(left_out()) < set(NAMES)
     with pytest.raises(MissingPackageError, match=r"^optimizers: .*pip install 'curvoscope\[optimizers\]"):
         find(["optimizers"])

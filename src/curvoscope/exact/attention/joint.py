@@ -52,9 +52,9 @@ class JointEntries:
         linear = [name for name in self._parts if name in ("V", "O")]
         for name in linear:
             b, q = self._parts[name].shape
-            along = self._dense(self._parts[name], self._scores, terms).view(b * q, d, d)  # (b q, a, b)
-            entries["Q", name] = (along.reshape(b * q * d, d) @ W_K).view(b, q, d, k).permute(2, 3, 0, 1)
-            entries["K", name] = (along.mT @ W_Q).view(b, q, d, k).permute(2, 3, 0, 1)
+            along = self._dense(self._scores, self._parts[name], terms)  # (a, b, b', q)
+            entries["Q", name] = (W_K.T @ along.view(d, d, b * q)).view(d, k, b, q)
+            entries["K", name] = (W_Q.T @ along.view(d, d * b * q)).view(k, d, b, q).transpose(0, 1)
         for i, first in enumerate(linear):
             for second in linear[i:]:
                 if terms(self._parts[first], self._parts[second]):  # the functional part has none on the diagonal

@@ -195,7 +195,7 @@ class Covariance(Core):
     """C_i = Cov_i[f, g]."""
 
     def __init__(self, rows: Rows, f: Feature, g: Feature) -> None:
-        super().__init__((f.width, g.width), rows.length, _workspace(rows, f, g))
+        super().__init__((f.width, g.width), rows.length, _workspace(rows, f, g), symmetric=f is g)
         self._rows, self._f, self._g = rows, f, g
 
     def dense(self, start: int, stop: int) -> Tensor:

@@ -10,7 +10,6 @@ The images ship with scikit-learn: nothing is downloaded.
 """
 
 import functools
-import importlib.util
 import math
 from collections.abc import Iterator
 
@@ -20,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from curvoscope.blocks import Blocks
 from curvoscope.families.block_maps import blocks_of
-from curvoscope.families.loading import MissingPackageError
+from curvoscope.papers.experiments.extras import check_installed
 from curvoscope.papers.experiments.figure import Configuration
 
 _CLASSES, _TOKENS, _PIXELS = 10, 16, 4
@@ -150,7 +149,7 @@ def accuracy(model: nn.Module) -> float:
 @functools.cache
 def images() -> tuple[Tensor, Tensor]:
     """All 1797 images as patches (1797, 16, 4) of values from 0 to 1, and their labels, in a fixed random order."""
-    check_installed()
+    check_installed("digits")
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -163,17 +162,3 @@ def training_images() -> tuple[Tensor, Tensor]:
     """Patches and labels of the images to train on."""
     patches, labels = images()
     return patches[:_TRAINING], labels[:_TRAINING]
-
-
-def is_installed() -> bool:
-    """Whether scikit-learn, which has the images, is there."""
-    return importlib.util.find_spec("sklearn") is not None
-
-
-def check_installed() -> None:
-    """Raise unless scikit-learn is there."""
-    if not is_installed():
-        raise MissingPackageError(
-            "digits",
-            "the handwritten digits come with scikit-learn, which is missing: pip install 'curvoscope[digits]'",
-        )

@@ -3,7 +3,6 @@
 Of a run are kept, along its steps: the loss on a fixed sample of what is trained on, and the seconds spent.
 """
 
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 
 from curvoscope.errors import NonFiniteError
 from curvoscope.families import text
-from curvoscope.families.loading import MissingPackageError
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers import tasks
 from curvoscope.papers.experiments import digits
+from curvoscope.papers.experiments.extras import check_installed
 from curvoscope.papers.experiments.figure import MeasuredValue, named_values
 from curvoscope.papers.networks import GPT2
 from curvoscope.training import GaussNewton
@@ -180,7 +179,7 @@ def stepper(model: nn.Module, name: str, rate: float) -> Callable[[Tensor, Tenso
     if name == "adam":
         return _plain_step(model, [torch.optim.Adam(weights, lr=rate)])
     if name == "soap":
-        check_installed()
+        check_installed("optimizers")
         from pytorch_optimizer import SOAP
 
         return _plain_step(model, [SOAP(weights, lr=rate, weight_decay=0.0)])
@@ -199,18 +198,3 @@ def _plain_step(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
             optimizer.step()
 
     return step
-
-
-def is_installed() -> bool:
-    """Whether the packages of the optimizers are there."""
-    return importlib.util.find_spec("pytorch_optimizer") is not None and hasattr(torch.optim, "Muon")
-
-
-def check_installed() -> None:
-    """Raise unless they are."""
-    if not is_installed():
-        raise MissingPackageError(
-            "optimizers",
-            "Muon comes with torch 2.9 and SOAP with pytorch-optimizer, and one is missing: "
-            "pip install 'curvoscope[optimizers]'",
-        )

@@ -77,6 +77,13 @@ def shuffle(outputs: int, inputs: int) -> RealMatrix:
     )
 
 
+def kronecker_derivatives(X: RealMatrix, Y: RealMatrix, K: RealMatrix) -> tuple[RealMatrix, RealMatrix]:
+    """Equations (16) and (17) with the commutation matrix K: ∂(X ⊗ Y)/∂X = (I_n ⊗ K ⊗ I_r)(I_nq ⊗ vec Y) and
+    ∂(X ⊗ Y)/∂Y = (I_n ⊗ K ⊗ I_r)(vec X ⊗ I_pr), for X n×q, Y p×r."""
+    swap = kron(identity(len(X)), K, identity(Y.shape[1]))
+    return swap @ kron(identity(X.numel()), vec(Y)), swap @ kron(vec(X), identity(Y.numel()))
+
+
 def assemble(blocks: BlockTensors, names: Iterable[str]) -> RealMatrix:
     """The matrix whose block (i, j) is `blocks[i, j]`, in the order of `names`."""
     names = tuple(names)

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partialmethod
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 TheoremStatus = Literal["holds as printed", "holds corrected", "false"]
+Error = TypeVar("Error", bound=float)
 
 EXACT = 1e-10
 """Tolerance of an identity in float64."""
@@ -18,7 +19,18 @@ REFUTED = 1e-2
 
 
 class Fails(float):
-    """The relative error of a form that must fail; a check yields it among the errors that must be small."""
+    """The relative error of a form that must fail; a check yields it among the errors that must be small.
+
+    `form` names the other form in the note of the result.
+    """
+
+    form: str
+
+    def __new__(cls, error: float, form: str = "printed form") -> "Fails":
+        """An error of `form`."""
+        found = super().__new__(cls, error)
+        found.form = form
+        return found
 
 
 Check = Callable[[int], Iterable[float]]
@@ -68,8 +80,7 @@ class Theorem:
     """A result of a source and the check that examines it.
 
     What counts is the largest error of the form that must hold (the smallest, if the verdict is "false") and the
-    smallest of the form that must fail: it fails on every draw or, with `somewhere`, on one of them. `contrast` names
-    that other form in the note.
+    smallest of the form that must fail: it fails on every draw or, with `somewhere`, on one of them.
     """
 
     name: str
@@ -78,7 +89,6 @@ class Theorem:
     verdict: TheoremStatus = "holds as printed"
     tolerance: float = EXACT
     note: str = ""
-    contrast: str = "printed form"
     somewhere: bool = False
 
     def examine(self, seed: int) -> Result:
@@ -92,8 +102,9 @@ class Theorem:
         errors = [error for error in errors if not isinstance(error, Fails)]
         error = smallest(errors) if self.verdict == "false" else largest(errors)
         if fails:
-            refuted = float(largest(fails) if self.somewhere else smallest(fails))
-            note = f"{note}; {self.contrast} {_how_wrong(refuted)}".removeprefix("; ")
+            failing = largest(fails) if self.somewhere else smallest(fails)
+            refuted = float(failing)
+            note = f"{note}; {failing.form} {_how_wrong(refuted)}".removeprefix("; ")
         return Result(self.name, self.source, self.verdict, error, self.tolerance, note, refuted)
 
 
@@ -113,7 +124,6 @@ class Source:
         *,
         verdict: TheoremStatus = "holds as printed",
         tolerance: float = EXACT,
-        contrast: str = "printed form",
         somewhere: bool = False,
     ) -> Callable[[Check], Check]:
         """Register a check of a result that holds as printed; for the options see `Theorem`."""
@@ -121,7 +131,7 @@ class Source:
         def register(check: Check) -> Check:
             if name in THEOREMS:
                 raise ValueError(f"{name!r} is registered twice")
-            THEOREMS[name] = Theorem(name, self.name, check, verdict, tolerance, note, contrast, somewhere)
+            THEOREMS[name] = Theorem(name, self.name, check, verdict, tolerance, note, somewhere)
             return check
 
         return register
@@ -173,17 +183,20 @@ def misfit(product: Callable[[], object]) -> float:
     return 0.0
 
 
-def largest(errors: Iterable[float]) -> float:
+def largest(errors: Iterable[Error]) -> Error:
     """The largest error; NaN if any is NaN, whereas the result of the built-in `max` would depend on the order."""
-    found = list(errors)
-    if not found:
-        raise ValueError("no comparison was made")
-    return math.nan if any(math.isnan(error) for error in found) else max(found)
+    return _extreme(list(errors), max)
 
 
-def smallest(errors: Iterable[float]) -> float:
+def smallest(errors: Iterable[Error]) -> Error:
     """The smallest error, for forms that must fail on every draw; NaN if any is NaN."""
-    return -largest(-error for error in errors)
+    return _extreme(list(errors), min)
+
+
+def _extreme(errors: list[Error], choose: Callable[[list[Error]], Error]) -> Error:
+    if not errors:
+        raise ValueError("no comparison was made")
+    return next((error for error in errors if math.isnan(error)), choose(errors))
 
 
 def _how_wrong(error: float) -> str:

@@ -5,14 +5,8 @@ import importlib
 
 from curvoscope.errors import RangeError
 from curvoscope.papers.catalogue import CATALOGUE, NAMES
-from curvoscope.papers.experiments import digits, optimizer_runs
+from curvoscope.papers.experiments import extras
 from curvoscope.papers.experiments.figure import Figure
-
-DIGITS = tuple(name for name, entry in CATALOGUE.items() if "needs" in entry)
-"""The figures that need scikit-learn's images."""
-
-OPTIMIZERS = "optimizers"
-"""The figure that needs optimizers of other packages."""
 
 
 def find(names: list[str]) -> list[Figure]:
@@ -36,17 +30,16 @@ def find(names: list[str]) -> list[Figure]:
             near = difflib.get_close_matches(name, ("all", *NAMES), n=3, cutoff=0.3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are all, {', '.join(NAMES)}"
             raise RangeError("NAME", f"there is no figure {name!r}; {hint}")
-    if any(name in DIGITS for name in names):
-        digits.check_installed()
-    if OPTIMIZERS in names:
-        optimizer_runs.check_installed()
+    for name in names:
+        for extra in _needs(name):
+            extras.check_installed(extra)
     every = [name for name in NAMES if name not in left_out()]
     wanted = every if "all" in names else list(dict.fromkeys(names))
     return [load(name) for name in wanted]
 
 
 def left_out() -> tuple[str, ...]:
-    """The figures that "all" leaves out because scikit-learn, or what has the optimizers, is not installed.
+    """The figures that "all" leaves out because packages that they need are not installed.
 
     Returns:
         Their names.
@@ -56,9 +49,12 @@ def left_out() -> tuple[str, ...]:
         >>> set(left_out()) <= set(NAMES)
         True
     """
-    absent = () if digits.is_installed() else DIGITS
-    lacking = OPTIMIZERS not in absent and not optimizer_runs.is_installed()
-    return (*absent, OPTIMIZERS) if lacking else absent
+    return tuple(name for name in NAMES if not all(map(extras.is_installed, _needs(name))))
+
+
+def _needs(name: str) -> tuple[str, ...]:
+    """The extras that a figure needs."""
+    return tuple(CATALOGUE.get(name, {}).get("needs", ()))
 
 
 def load(name: str) -> Figure:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from curvoscope.papers.theorems.attention import (
     functional_blocks,
-    jacobians,
     outer_blocks,
     softmax_jacobian,
     softmax_second_derivative,
@@ -22,6 +21,7 @@ from curvoscope.papers.theorems.results.instances import (
     Draw,
     attention_output,
     cross_entropy,
+    jacobian_errors,
     rectangular_layers,
     square_layers,
 )
@@ -48,7 +48,7 @@ def outer_product_hessian_rectangular(seed: int) -> Iterator[float]:
     yield from (_outer_errors(layer, ALL_PAIRS) for layer in rectangular_layers(seed))
 
 
-@PAPER.corrected("Theorem 3.1, proof", "1/√d_K once, M_1 for T_1 (E13)", contrast="third line of the proof")
+@PAPER.corrected("Theorem 3.1, proof", "1/√d_K once, M_1 for T_1 (E13)")
 def proof_of_outer_product_hessian(seed: int) -> Iterator[float]:
     """The third line of the derivation of (V,Q) has 1/√k twice; the statement is not affected."""
     for layer in square_layers(seed):
@@ -57,7 +57,7 @@ def proof_of_outer_product_hessian(seed: int) -> Iterator[float]:
         product = kron((layer.A @ X).T, W_V.T @ X.T) @ softmax_jacobian(layer.A) @ kron(X, X @ W_K) / math.sqrt(k)
         reference = layer.reference.outer["V", "Q"]
         yield relative_error(2 / (L * d) * product, reference)
-        yield Fails(relative_error(2 / (L * d * math.sqrt(k)) * product, reference))
+        yield Fails(relative_error(2 / (L * d * math.sqrt(k)) * product, reference), "third line of the proof")
 
 
 @PAPER.holds("Theorem 3.2", "(V,V) zero, (Q,Q), (V,Q), (Q,K)")
@@ -72,18 +72,14 @@ def functional_hessian_of_keys(seed: int) -> Iterator[float]:
     yield from (_functional_errors(layer, KEY_PAIRS) for layer in square_layers(seed))
 
 
-@OWN.holds(
-    "Theorem 3.2, any value width",
-    "all nine pairs with the shuffle (I_e ⊗ K(e,d))(vec I_e ⊗ I_d)",
-    contrast="with K_{e,d} of Magnus and Neudecker in the shuffle",
-)
+@OWN.holds("Theorem 3.2, any value width", "all nine pairs with the shuffle (I_e ⊗ K(e,d))(vec I_e ⊗ I_d)")
 def functional_hessian_rectangular(seed: int) -> Iterator[float]:
     """The shuffle matrix of the theorem, for d_V outputs, needs the convention of Lemma B.2 when e ≠ d."""
     for layer in rectangular_layers(seed):
         yield _functional_errors(layer, ALL_PAIRS)
         d, e = layer.W_V.shape
         other = kron(identity(e), commutation(e, d)) @ kron(identity(e).reshape(-1, 1), identity(d))
-        yield Fails(relative_error(other, shuffle(e, d)))
+        yield Fails(relative_error(other, shuffle(e, d)), "with K_{e,d} of Magnus and Neudecker in the shuffle")
 
 
 @PAPER.holds("Equation (21)", "∂²F/∂W_Q∂W_K in two summands")
@@ -104,21 +100,13 @@ def query_key_second_derivative(seed: int) -> Iterator[float]:
 @PAPER.holds("Lemma B.1", "∂F/∂W_V and ∂F/∂W_Q")
 def attention_jacobians(seed: int) -> Iterator[float]:
     """The Jacobians of self-attention."""
-    yield from (
-        relative_error(jacobians(*layer.weights)[name], layer.reference.jacobian[name])
-        for layer in square_layers(seed)
-        for name in ("V", "Q")
-    )
+    yield from jacobian_errors(square_layers(seed), "VQ")
 
 
 @OWN.holds("Lemma B.1, key Jacobian", "(I ⊗ W_VᵀXᵀ)(∂A/∂T)(XW_Q ⊗ X)K_{k,d}/√k; L, d, k, e all different")
 def key_jacobian(seed: int) -> Iterator[float]:
     """The Jacobian that the paper leaves out, and the other two for any value width."""
-    yield from (
-        relative_error(jacobians(*layer.weights)[name], layer.reference.jacobian[name])
-        for layer in rectangular_layers(seed)
-        for name in ("V", "Q", "K")
-    )
+    yield from jacobian_errors(rectangular_layers(seed), "VQK")
 
 
 @PAPER.holds("Equation (19)", "∂A/∂T = blockdiag(diag(a) − a aᵀ)")
@@ -131,9 +119,7 @@ def row_softmax_jacobian(seed: int) -> Iterator[float]:
 
 
 @PAPER.corrected(
-    "Section 3.1, value block of a full block",
-    "H_f(V,V) = 0 when the split is at the attention output (E12)",
-    contrast="split at the logits behind a GELU layer",
+    "Section 3.1, value block of a full block", "H_f(V,V) = 0 when the split is at the attention output (E12)"
 )
 def value_functional_block(seed: int) -> Iterator[float]:
     """Behind a nonlinear tail the functional value block of the split at the logits is not zero."""
@@ -154,7 +140,7 @@ def value_functional_block(seed: int) -> Iterator[float]:
     late = differentiate(lambda parameters: tail(attention(parameters)), loss, {"V": W_V})
     pair = ("V", "V")
     yield relative_size(early.functional[pair], early.hessian[pair])
-    yield Fails(relative_size(late.functional[pair], late.hessian[pair]))
+    yield Fails(relative_size(late.functional[pair], late.hessian[pair]), "split at the logits behind a GELU layer")
 
 
 def _outer_errors(layer: AttentionInstance, pairs: tuple[tuple[str, str], ...]) -> float:

@@ -23,22 +23,16 @@ SLOPE = 1e-2
 """Tolerance of a fitted exponent, relative to the exponent: the next order in σ still shows."""
 
 
-@PAPER.corrected(
-    "Equation (5), outer",
-    "6, 6, 4, 4, 2 are exact degrees at fixed A (E4)",
-    contrast="6 as the slope of H_o(Q,Q) for σ in [4, 12], where the softmax saturates,",
-)
+@PAPER.corrected("Equation (5), outer", "6, 6, 4, 4, 2 are exact degrees at fixed A (E4)")
 def outer_degrees(seed: int) -> Iterator[float]:
     """X → σX with A held fixed multiplies the outer blocks by σ⁶, σ⁴ and σ²."""
     yield _degree_error(seed, "outer")
-    yield Fails(_saturated_slope_error(seed))
+    yield Fails(
+        _saturated_slope_error(seed), "6 as the slope of H_o(Q,Q) for σ in [4, 12], where the softmax saturates,"
+    )
 
 
-@PAPER.corrected(
-    "Equation (5), functional",
-    "5, 5 + 3, 3 are exact degrees at fixed A and G; (V,V) is 0 (E4)",
-    contrast="5 for H_f(Q,Q) under the square loss, whose residual moves with σ,",
-)
+@PAPER.corrected("Equation (5), functional", "5, 5 + 3, 3 are exact degrees at fixed A and G; (V,V) is 0 (E4)")
 def functional_degrees(seed: int) -> Iterator[float]:
     """The printed degrees are those at a fixed loss gradient; at fixed targets H_f is not homogeneous."""
     yield _degree_error(seed, "functional")
@@ -49,14 +43,16 @@ def functional_degrees(seed: int) -> Iterator[float]:
         yield relative_size(reference.functional["V", "V"], reference.hessian["V", "V"])
         fixed_target = replace(layer.scaled(scales), Y=layer.Y)
         expected = scales.growth(DEGREES[part]) * layer.graded_blocks[part]
-        yield Fails(relative_error(fixed_target.graded_blocks[part], expected))
+        yield Fails(
+            relative_error(fixed_target.graded_blocks[part], expected),
+            "5 for H_f(Q,Q) under the square loss, whose residual moves with σ,",
+        )
 
 
 @PAPER.corrected(
     "Equation (5), large σ at fixed A",
     "with the square loss H_f has degrees 6 and 4, one more than printed (E4)",
     tolerance=SLOPE,
-    contrast="5 for H_f(Q,Q)",
 )
 def functional_degrees_with_residual(seed: int) -> Iterator[float]:
     """The residual of the square loss grows like σ and adds one power."""
@@ -67,7 +63,7 @@ def functional_degrees_with_residual(seed: int) -> Iterator[float]:
     query, mixed = (slope(scales, [norm(blocks[pair]) for blocks in found]) for pair in (("Q", "Q"), ("V", "Q")))
     yield abs(query - 6) / 6
     yield abs(mixed - 4) / 4
-    yield Fails(abs(query - 5) / 5)
+    yield Fails(abs(query - 5) / 5, "5 for H_f(Q,Q)")
 
 
 @PAPER.holds("Equation (5), small σ, square loss", "log-log slopes, real softmax", tolerance=SLOPE)
@@ -88,7 +84,6 @@ def small_scale_slopes_cross_entropy(seed: int) -> Iterator[float]:
     "Section 3.1, trend of the query block",
     "H(Q,Q) follows σ⁵ of H_f because σ⁵ > σ⁶ for small σ; the σ⁶ is that of H_o (E4)",
     tolerance=SLOPE,
-    contrast="the exponent 6 for H_f(Q,Q)",
 )
 def query_block_trend(seed: int) -> Iterator[float]:
     """The text calls both trends functional; the complete block has the smaller exponent."""
@@ -104,14 +99,13 @@ def query_block_trend(seed: int) -> Iterator[float]:
     yield abs(exponent(complete, "Q") - 5) / 5
     yield abs(exponent(complete, "V") - 2) / 2
     yield abs(outer - 6) / 6
-    yield Fails(abs(functional - 6) / 6)
+    yield Fails(abs(functional - 6) / 6, "the exponent 6 for H_f(Q,Q)")
 
 
 @PAPER.holds(
     "Appendix G, deep networks",
     "two softmax layers with skip connections, σ → 0: 6 and 2 in both; H_f(V,V) zero on top only",
     tolerance=2 * SLOPE,
-    contrast="H_f(V,V) = 0 in the lower layer",
     somewhere=True,
 )
 def deep_softmax_growth(seed: int) -> Iterator[float]:
@@ -129,7 +123,9 @@ def deep_softmax_growth(seed: int) -> Iterator[float]:
         )
         full = _two_layers(X, Y, weights)
         yield relative_size(full.functional["V2", "V2"], full.hessian["V2", "V2"])
-        yield Fails(relative_size(full.functional["V1", "V1"], full.hessian["V1", "V1"]))
+        yield Fails(
+            relative_size(full.functional["V1", "V1"], full.hessian["V1", "V1"]), "H_f(V,V) = 0 in the lower layer"
+        )
 
 
 @PAPER.holds(

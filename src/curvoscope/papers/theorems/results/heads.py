@@ -129,16 +129,16 @@ def low_rank_outer(seed: int) -> Iterator[float]:
 
 
 @PAPER.corrected(
-    "Appendix E.1, functional block",
-    "δ_ef 2/(L d_V)(M1ᵀM1 W_O W_U − M1ᵀY): also linear in M1 and Y (E10)",
-    contrast="the part quadratic in M1 alone",
+    "Appendix E.1, functional block", "δ_ef 2/(L d_V)(M1ᵀM1 W_O W_U − M1ᵀY): also linear in M1 and Y (E10)"
 )
 def low_rank_functional(seed: int) -> Iterator[float]:
     """H_f(O, U)."""
     M1, W_O, W_U, Y, reference = _low_rank(seed)
     block = reference.functional["O", "U"]
     yield relative_error(low_rank_functional_block(M1, W_O, W_U, Y), block)
-    yield Fails(relative_error(low_rank_functional_block_as_printed(M1, W_O, W_U), block))
+    yield Fails(
+        relative_error(low_rank_functional_block_as_printed(M1, W_O, W_U), block), "the part quadratic in M1 alone"
+    )
 
 
 @OWN.holds("Appendix E.1, other blocks", "query and key blocks see W_O W_U only as a product")

@@ -1,12 +1,14 @@
 """Random attention layers that the checks share, with their derivatives by automatic differentiation."""
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from curvoscope.papers.theorems.attention import jacobians
 from curvoscope.papers.theorems.autodiff import Loss, LossDerivatives, Parameters, differentiate, mean_square
 from curvoscope.papers.theorems.growth import DEGREES, GrowthKey, Scales
 from curvoscope.papers.theorems.registry import largest, relative_error
@@ -162,6 +164,13 @@ def square_layers(seed: int) -> list[AttentionInstance]:
 def rectangular_layers(seed: int) -> list[AttentionInstance]:
     """Layers whose sizes L, d, k and e all differ."""
     return [layer(seed, *sizes) for sizes in RECTANGULAR_SIZES]
+
+
+def jacobian_errors(layers: Iterable[AttentionInstance], names: str) -> Iterator[float]:
+    """Errors of the Jacobians ∂F/∂W of Lemma B.1, for each weight of `names`."""
+    for one in layers:
+        found = jacobians(*one.weights)
+        yield from (relative_error(found[name], one.reference.jacobian[name]) for name in names)
 
 
 def attention_output(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:

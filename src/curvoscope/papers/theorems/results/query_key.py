@@ -132,9 +132,7 @@ def single_matrix_first_derivative(seed: int) -> Iterator[float]:
 
 
 @PAPER.corrected(
-    "Remark D.1",
-    "times 2/(L d_V), 𝒱 = [I ⊗ W_K, (W_Q ⊗ I)K], B ⊗ I above and Bᵀ ⊗ I below the diagonal (E9)",
-    contrast="printed form, even with the factor,",
+    "Remark D.1", "times 2/(L d_V), 𝒱 = [I ⊗ W_K, (W_Q ⊗ I)K], B ⊗ I above and Bᵀ ⊗ I below the diagonal (E9)"
 )
 def split_at_the_logits(seed: int) -> Iterator[float]:
     """T-outer and T-functional part, each against the Gauss-Newton split at T."""
@@ -147,7 +145,7 @@ def split_at_the_logits(seed: int) -> Iterator[float]:
         yield from (relative_error(*parts) for parts in zip(corrected, reference, strict=True))
         yield relative_error(corrected.outer + corrected.functional, whole)
         for form in (verbatim, LogitSplit(factor * verbatim.outer, factor * verbatim.functional)):
-            yield Fails(relative_error(form.outer + form.functional, whole))
+            yield Fails(relative_error(form.outer + form.functional, whole), "printed form, even with the factor,")
 
 
 @OWN.holds("Remark D.1, any value width", "L, d, k, e all different; B = XᵀPX with P = ∂ℓ/∂T")
@@ -162,9 +160,7 @@ def split_at_the_logits_rectangular(seed: int) -> Iterator[float]:
 
 
 @PAPER.corrected(
-    "Appendix D, eigenvalue pairs",
-    "±2/(L d_V √d_K) σ_j(B), multiplicity d_K; “Z_1λ_i” should read ±λ_i (E9)",
-    contrast="without the factor 2/(L d_V)",
+    "Appendix D, eigenvalue pairs", "±2/(L d_V √d_K) σ_j(B), multiplicity d_K; “Z_1λ_i” should read ±λ_i (E9)"
 )
 def eigenvalue_pairs(seed: int) -> Iterator[float]:
     """The T-functional part has the spectrum of [[0, B], [Bᵀ, 0]], d_K times over."""
@@ -176,7 +172,7 @@ def eigenvalue_pairs(seed: int) -> Iterator[float]:
         values = torch.linalg.svdvals(B) / math.sqrt(k)
         pairs = torch.cat([values, -values]).repeat_interleave(k).sort().values
         yield relative_error(2 / layer.Y.numel() * pairs, found)
-        yield Fails(relative_error(pairs, found))
+        yield Fails(relative_error(pairs, found), "without the factor 2/(L d_V)")
 
 
 @OWN.holds("Appendix D, norms of the T-functional part", "‖·‖_F² = 2s²k‖B‖_F², ‖·‖₂ = s σ_max(B)")
@@ -198,11 +194,7 @@ def outer_rank(seed: int) -> Iterator[float]:
         yield max(rank(_reference_split(layer).outer) - bound, 0) / bound
 
 
-@PAPER.corrected(
-    "Lemma D.2, proof",
-    "rk 𝒱 = d(rk W_Q + rk W_K) − rk W_Q rk W_K (E13)",
-    contrast="the last equality, for weights without full rank,",
-)
+@PAPER.corrected("Lemma D.2, proof", "rk 𝒱 = d(rk W_Q + rk W_K) − rk W_Q rk W_K (E13)")
 def rank_of_layout(seed: int) -> Iterator[float]:
     """The last equality of the proof holds for weights of full rank only; as a bound it always does."""
     for number, (d, k, rank_Q, rank_K) in enumerate(((4, 3, 1, 2), (3, 4, 2, 1), (5, 2, 1, 1))):
@@ -211,7 +203,7 @@ def rank_of_layout(seed: int) -> Iterator[float]:
         W_K = draw.normal(d, rank_K) @ draw.normal(rank_K, k)
         found = rank(_product_jacobian(W_Q, W_K))
         yield abs(d * (rank_Q + rank_K) - rank_Q * rank_K - found) / found
-        yield Fails(abs(paper_rank_bound(d, k) - found) / found)
+        yield Fails(abs(paper_rank_bound(d, k) - found) / found, "the last equality, for weights without full rank,")
 
 
 def coupling(layer: AttentionInstance) -> Tensor:

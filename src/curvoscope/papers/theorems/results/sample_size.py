@@ -29,11 +29,7 @@ def averaging(seed: int) -> Iterator[float]:
             yield relative_error(predicted, change, losses)
 
 
-@BLOCK_PAPER.corrected(
-    "Block paper, k as sequence length",
-    "the identity holds over tokens only under a causal mask",
-    contrast="without a mask, as in the paper,",
-)
+@BLOCK_PAPER.corrected("Block paper, k as sequence length", "the identity holds over tokens only under a causal mask")
 def averaging_over_tokens(seed: int) -> Iterator[float]:
     """Without a mask, a new token changes the losses of the others."""
     draw = Draw(seed, 25, 2)
@@ -54,7 +50,7 @@ def averaging_over_tokens(seed: int) -> Iterator[float]:
         return max(worst) / float(losses(10, causal).mean())
 
     yield error(True)
-    yield Fails(error(False))
+    yield Fails(error(False), "without a mask, as in the paper,")
 
 
 @OWN.holds("Block paper, Assumption 1", "for two k in a row it forces ∇ℓ_{k+1}(w*) = (k + 1)∇L_{k+1} − k ∇L_k = 0")
@@ -68,7 +64,6 @@ def assumption_1(seed: int) -> Iterator[float]:
 @BLOCK_PAPER.corrected(
     "Block paper, Theorem 7",
     "(2B + M‖w − w*‖²)/(k + 1) if every ℓ_i ≥ 0 is M-smooth everywhere; stationarity is not needed",
-    contrast="printed, M of Theorem 1 at w*,",
 )
 def theorem_7(seed: int) -> Iterator[float]:
     """Logistic and square losses at a w* that is not stationary, and the case of equality ℓ = ½(w − a)²."""
@@ -85,7 +80,7 @@ def theorem_7(seed: int) -> Iterator[float]:
     a = 1.7
     largest_loss, B = 0.5 * (2 * a) ** 2, 0.5 * a**2
     yield abs(largest_loss / (2 * B + a**2) - 1)
-    yield Fails(_interpolation_excess(seed))
+    yield Fails(_interpolation_excess(seed), "printed, M of Theorem 1 at w*,")
 
 
 @BLOCK_PAPER.false(

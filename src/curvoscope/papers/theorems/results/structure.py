@@ -88,11 +88,7 @@ def bulk_multiplicity(seed: int) -> Iterator[float]:
                 yield relative_size(nearest, eigenvalues)
 
 
-@OWN.holds(
-    "Lemma D.2, sharper",
-    "rank ≤ Σ_i min(d, n_i − 1), n_i the keys that query i sees; excess over the bound",
-    contrast="for L ≤ 4 the bound of the paper, as the rank,",
-)
+@OWN.holds("Lemma D.2, sharper", "rank ≤ Σ_i min(d, n_i − 1), n_i the keys that query i sees; excess over the bound")
 def sharper_ranks(seed: int) -> Iterator[float]:
     """T-outer part and H(K,K) with width d, H(Q,Q) with width k; for short sequences far below the paper's bound."""
     for L, d, k, causal in ((3, 5, 4, True), (3, 5, 4, False), (4, 6, 5, True), (2, 4, 3, False)):
@@ -105,7 +101,7 @@ def sharper_ranks(seed: int) -> Iterator[float]:
         for matrix, width in ((logit_outer, d), (whole["K", "K"], d), (whole["Q", "Q"], k)):
             bound = visible_keys_rank_bound(width, visible)
             yield max(rank(matrix) - bound, 0) / bound
-        yield Fails(paper_rank_bound(d, k) / rank(logit_outer) - 1)
+        yield Fails(paper_rank_bound(d, k) / rank(logit_outer) - 1, "for L ≤ 4 the bound of the paper, as the rank,")
 
 
 @OWN.holds("Single matrix, index form", "H[ab, a'b'] = Σ_i X_ia X_ia' (c M2_i W_V W_VᵀM2_i + Y_i)[b, b']")

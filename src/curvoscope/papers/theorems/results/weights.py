@@ -40,12 +40,7 @@ def weight_degrees(seed: int) -> Iterator[float]:
     )
 
 
-@PAPER.corrected(
-    "Section 4.3, temperature",
-    "1/t² and 1/t are exact at fixed A (E8)",
-    contrast="1/t² for the T-outer part at t = 1.5",
-    somewhere=True,
-)
+@PAPER.corrected("Section 4.3, temperature", "1/t² and 1/t are exact at fixed A (E8)", somewhere=True)
 def temperature_at_fixed_attention(seed: int) -> Iterator[float]:
     """With W_Q → tW_Q, which keeps A, every block has the power of its explicit factors."""
     t = 1.5
@@ -58,7 +53,7 @@ def temperature_at_fixed_attention(seed: int) -> Iterator[float]:
         yield relative_error(scaled.functional["Q", "K"], plain.functional["Q", "K"] / t)
         outer, _ = _logit_parts(layer, 1.0)
         moved, _ = _logit_parts(layer, t)
-        yield Fails(relative_error(moved, outer / t**2))
+        yield Fails(relative_error(moved, outer / t**2), "1/t² for the T-outer part at t = 1.5")
 
 
 @PAPER.holds("Section 4.3, high temperature", "slopes −2 and −1 for t → ∞", tolerance=SLOPE)
@@ -77,7 +72,6 @@ def high_temperature(seed: int) -> Iterator[float]:
     "Section 4.3, low temperature",
     "for t → 0 the ratio T-outer/T-functional grows like 1/t, while both parts vanish (E8)",
     tolerance=SLOPE,
-    contrast="1/t² for the T-outer part at small t",
 )
 def low_temperature(seed: int) -> Iterator[float]:
     """The softmax becomes one-hot: both parts go to zero exponentially, their ratio grows like 1/t."""
@@ -91,7 +85,7 @@ def low_temperature(seed: int) -> Iterator[float]:
     ratio = slope(temperatures, [outer / functional for outer, functional in sizes])
     outer = slope(temperatures, [outer for outer, _ in sizes])
     yield abs(ratio + 1)
-    yield Fails(abs(outer + 2) / 2)
+    yield Fails(abs(outer + 2) / 2, "1/t² for the T-outer part at small t")
 
 
 def _logit_parts(layer: AttentionInstance, t: float) -> tuple[RealMatrix, RealMatrix]:
