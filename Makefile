@@ -29,7 +29,7 @@ define SAY_WHAT_IS_SKIPPED
 @test -f $(MATHJAX) || echo "Skipped without MathJax (npm): the tests of the built site (tests/docs/test_site.py, in make test-slow)"
 endef
 
-.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery sensitivity audit docs build test-wheel clean
+.PHONY: demo test test-slow test-other-cpu test-portable coverage fuzz lint style types bench families gallery sensitivity audit notebooks docs build test-wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/curvoscope verify
@@ -99,6 +99,10 @@ audit: $(VENV)/gallery
 	$(BIN)/python -m benchmarks.audit_study
 	$(BIN)/python -m benchmarks.audit_page
 
+# Runs the notebooks and saves them with their outputs.
+notebooks: $(VENV)/dev
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python notebooks/run.py
+
 # Warnings are errors. The pages in docs/_build/html need no network, nor do their formulas.
 docs: $(VENV)/dev $(VENV)/mathjax
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -E -q -b html docs docs/_build/html
@@ -147,4 +151,4 @@ $(VENV)/mathjax: $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo build dist docs/_build docs/examples src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo build dist docs/_build docs/examples docs/notebooks src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -21,6 +21,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "docstrings",
     "generated",
+    "notebook_pages",
 ]
 exclude_patterns = ["_build", "_ext", "examples/**/*.ipynb", "examples/**/*.py", "examples/**/*.md5"]
 nitpicky = False  # types of torch and numpy would need their inventories from the network
@@ -48,6 +49,7 @@ html_theme = "furo"
 html_title = "Curvoscope"
 html_static_path = ["_static", str(MATHJAX)]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_sourcelink = False

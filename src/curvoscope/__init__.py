@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from curvoscope.operators import BlockHessian, BlockMatrix, KroneckerSum, LinearOperator
     from curvoscope.sweep import Sweep, sweep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockHessian",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from browser_cases import PATIENCE, WIDTHS, Traffic, overflow
+from browser_cases import PATIENCE, WIDTHS, Traffic, overflow, serious_violations
 from fences import ROOT
 
 MATHJAX = ROOT / ".venv/share/mathjax/node_modules/mathjax/es5/tex-svg-full.js"
@@ -20,6 +20,10 @@ PAGES = (
     "reference/exact",
     "gallery/index",
     "examples/index",
+    "changes",
+    "migrating",
+    "notebooks/index",
+    "notebooks/1_attention_hessian",
 )
 
 pytestmark = pytest.mark.slow
@@ -32,8 +36,10 @@ def site(tmp_path_factory):
     if not MATHJAX.is_file():
         pytest.skip("MathJax is not there: `make docs` fetches it")
     folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "examples"))
-    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("_build", "examples", "notebooks"))
+    for name in ("examples", "notebooks"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "CHANGELOG.md", folder)
     flags = ["-W", "--keep-going", "-q", "-b", "html", "-D", "plot_gallery=0"]  # the examples have tests of their own
     command = [sys.executable, "-m", "sphinx", *flags, "docs", "html"]
     environment = os.environ | {"MATHJAX": str(MATHJAX), "MPLBACKEND": "agg"}
@@ -60,3 +66,14 @@ def test_formulas_are_drawn_without_a_network(site, browser):
     context.close()
     assert formulas > 200
     assert not traffic.problems and not traffic.requests
+
+
+@pytest.mark.parametrize(("width", "scheme"), [("narrow", "light"), ("wide", "dark")])
+def test_nothing_serious_for_axe(site, browser, width, scheme):
+    context = browser.new_context(viewport={"width": WIDTHS[width], "height": 844}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    for name in ("index", "howto/training"):
+        page.goto((site / f"{name}.html").as_uri())
+        assert serious_violations(page) == [], name
+    context.close()

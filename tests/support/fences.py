@@ -36,7 +36,7 @@ class Fence:
 
 def pages() -> list[Path]:
     """All pages that people write, and the README."""
-    made = {"_build", "examples"}
+    made = {"_build", "examples", "notebooks"}
     return [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if not made & set(p.relative_to(DOCS).parts))]
 
 

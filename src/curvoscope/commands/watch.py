@@ -183,7 +183,8 @@ def _show(training: TrainingRun, records: list[Record], incidents: list[Incident
         console.print(line, markup=False)
     console.print(_table(records[-_SHOWN:]))
     share = monitor.pace.share
-    more = "; give a larger --budget for more" if len(records) < _FEW else ""
+    remedy = "a larger --budget" if training.options.budget < 1 else "a smaller --every"
+    more = f"; give {remedy} for more" if len(records) < _FEW else ""
     taken = "1 measurement" if len(records) == 1 else f"{len(records)} measurements"
     console.print(f"{taken} in {monitor.steps} steps, {share:.0%} of the time{more}.")
     for incident in incidents:
