@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 PRECONDITIONERS = ("diagonal", "kfac", "auto")
 MORE = ("ekfac", "kronecker:2")  # on the small model
 COUNTED = (None, "diagonal", "kfac", "ekfac", "kronecker:1", "auto")
-WIDTH, DEPTH, ROWS, STEPS = 32, 2, 8, 400  # of the GPT that learns addition
+WIDTH, DEPTH, ROWS, STEPS = 32, 2, 16, 600  # of the GPT that learns addition
 CLOSE, SHARES = 1e-6, (1e-2, 1e-4)
 LENGTH, TOLERANCE, SHARE, TIMED = 128, 1e-3, 1e-2, 8
 LIMITS = {"times_faster": 3.0, "difference_of_the_matrices": 1e-6}
@@ -199,7 +199,7 @@ def trained() -> dict[str, object]:
 
 def _counted(model: nn.Module, batch: Any) -> dict[str, object]:
     """The loss, and for each block the products of each preconditioner at each damping."""
-    blocks = cv.blocks_of(model).select("h.1.attn.O", "h.1.mlp.up")
+    blocks = cv.blocks_of(model).select("*.attn.O", "*.mlp.up", "*.mlp.down")
     H = cv.hessian(model, cv.losses.CrossEntropy(), [batch], blocks, method="autodiff")
     counts: dict[str, Any] = {}
     for name in blocks.names:
