@@ -161,9 +161,9 @@ def measured(seed: int = 0) -> dict[str, object]:
     }
     scores = {method: influence(method) for method in METHODS}
     scores |= {"ekfac, linear layers": influence("ekfac", *LINEAR)}
-    peers = {
-        "kronfluence": by_kronfluence(model, train, test),
+    peers = {  # kronfluence is the last: it wraps the layers of the model
         "bergson": bergson_scores(model, train, test, tasks.VOCABULARY, DECAY * (DIGITS + 1)),
+        "kronfluence": by_kronfluence(model, train, test),
     }
     ours = scores["ekfac, linear layers"]
     for peer, theirs in peers.items():

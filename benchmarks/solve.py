@@ -80,8 +80,9 @@ class Case:
     def ours(self) -> Any:
         """Our operator, made anew: nothing is kept of an earlier solve."""
         blocks = cv.blocks_of(self._model).select(self._parameter)
-        batch = {"input_ids": self._tokens, "labels": self._tokens}
-        return cv.hessian(self._model, None, [batch], blocks, method="autodiff").outer[self._parameter]
+        batch = {"input_ids": self._tokens}, self._tokens
+        loss = cv.losses.CrossEntropy(shift=True)
+        return cv.hessian(self._model, loss, [batch], blocks, method="autodiff").outer[self._parameter]
 
     @cached_property
     def _arguments(self) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import curvoscope as cv
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
+from curvoscope.autodiff.weight_watch import WeightWatch
 from curvoscope.errors import ChangedWeightsError, ModelError
 from reference import normal, relative
 
@@ -61,6 +62,34 @@ def test_every_answer_after_a_change_is_an_error(model, change, method):
     for question in asked:
         with pytest.raises(ChangedWeightsError, match=r"model: its weights have changed .* copy=True"):
             question()
+
+
+@pytest.mark.parametrize("change", [step, one_entry_through_data])
+def test_a_change_while_an_answer_is_computed_is_an_error_before_it_is_given(model, change):
+    H = cv.hessian(model, cv.losses.CrossEntropy(), [tokens()], method="autodiff")
+    block = H.outer["h.0.mlp.up"]
+    products, count = block._engine.product, []
+
+    def product(*arguments):
+        count.append(1)
+        if len(count) == 3:
+            change(model)
+        return products(*arguments)
+
+    block._engine.product = product
+    with pytest.raises(ChangedWeightsError, match="its weights have changed"):
+        block.solve(normal(1)(block.shape[0]), 0.1, method="cg", preconditioner=None)
+    assert len(count) > 2
+
+
+def test_an_answer_reads_the_weights_when_it_begins_and_ends_and_not_for_each_product(model, monkeypatch):
+    H = cv.hessian(model, cv.losses.CrossEntropy(), [tokens()], method="autodiff")
+    read = []
+    hashed = WeightWatch._hashed
+    monkeypatch.setattr(WeightWatch, "_hashed", lambda watch: read.append(1) or hashed(watch))
+    block = H.outer["h.0.mlp.up"]
+    found = block.solve(normal(1)(block.shape[0]), 0.1, method="cg", preconditioner=None)
+    assert len(read) == 2 < found.matvecs
 
 
 @pytest.mark.parametrize("change", [step, through_data, one_entry_through_data, loaded, one_layer])

@@ -6,7 +6,7 @@ the model, or copied if asked: a product after a change of shared weights is an 
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -387,6 +387,11 @@ class Autodiff:
         self.snapshot.check()
         with undisturbed(self.model, self._batches.generators):
             yield
+
+    def steady(self) -> AbstractContextManager[None]:
+        """A context for several products: shared weights are read when it begins and ends, to see that they have not
+        changed, and not for each product. Several ranks look at each: an error must be one of all of them."""
+        return self.snapshot.steady() if self.ranks.size == 1 else nullcontext()
 
     def micro_batches(self) -> Iterator[Batch]:
         """The data of each micro-batch, where the weights are; for use inside of `running`."""

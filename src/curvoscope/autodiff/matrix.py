@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ class AutodiffBlock(MatrixFree):
 
     def _transposed(self) -> LinearOperator:
         return AutodiffBlock(self._engine, self._part, self._column, self._row)
+
+    def steady(self) -> AbstractContextManager[None]:
+        """While the weights are known not to change."""
+        return self._engine.steady()
 
     def lower_bound(self) -> float:
         """0 for a diagonal block of the Gauss-Newton part of a convex loss; otherwise -inf."""
@@ -160,6 +165,10 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
     def _matmat(self, columns: Tensor) -> Tensor:
         blocks = list(self._blocks.values())
         return self._engine.product(self._part, blocks, blocks, columns.T).T
+
+    def steady(self) -> AbstractContextManager[None]:
+        """While the weights are known not to change."""
+        return self._engine.steady()
 
     def lower_bound(self) -> float:
         """0 for the Gauss-Newton part of a convex loss; otherwise -inf."""

@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
@@ -55,6 +55,10 @@ class Snapshot:
     def check(self) -> None:
         """Raise if the model has changed weights that are shared with it."""
         self._watch.check()
+
+    def steady(self) -> AbstractContextManager[None]:
+        """Inside, `check` need not read all weights: that is done when it begins and when it ends."""
+        return self._watch.steady()
 
     def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies of some parameters by path: what is made of them outlives a change of the model."""
@@ -262,14 +266,14 @@ def survey(
 
     The first micro-batch is run twice, to see whether its loss changes.
     """
-    losses = Losses(objective)
-    with ranks.together(), Written() as written:
+    losses, written = Losses(objective), Written()
+    with ranks.together():
         for position, batch in enumerate(batches):
             batch = model.moved(batch)
             written.begin()
-            outputs, seen = evaluate(model, objective, batch)
-            value = losses.add(outputs, seen, batch)
-            written.begin()
+            with written:
+                outputs, seen = evaluate(model, objective, batch)
+                value = losses.add(outputs, seen, batch)
             if position == 0:
                 check_same(value, losses.again(evaluate(model, objective, batch)[1], batch), model.dtype)
             del outputs, seen
@@ -300,11 +304,19 @@ class Written(TorchDispatchMode):
     ) -> Any:
         """Run the operation; what it wrote into its arguments, or returns a view of, is not new."""
         found = func(*args, **(kwargs or {}))
-        held = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        made = (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and _storage(leaf) not in held)
-        self._now += sum(leaf.nbytes for leaf in made)
+        held = {_storage(tensor) for tensor in _tensors((*args, *(kwargs or {}).values()))}
+        self._now += sum(tensor.nbytes for tensor in _tensors((found,)) if _storage(tensor) not in held)
         self.most = max(self.most, self._now)
         return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation, also in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _storage(tensor: Tensor) -> int:

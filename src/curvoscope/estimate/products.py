@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +61,8 @@ class Products:
     The unit is one, unless the entries of the first product that is not zero are so large or small that their squares
     and cubes would leave the range of float64: then it is the power of two nearest to them, and answers are in units.
 
-    Used as a context, so that a progress bar does not outlive its work.
+    Used as a context, so that a progress bar does not outlive its work, and an operator that has a context `steady` may
+    examine once what it is made of, not at each product.
     """
 
     def __init__(self, operator: Matrix, label: str, total: int | None = None) -> None:
@@ -80,14 +82,18 @@ class Products:
         what = f"a product with a vector of length {self._longest}"
         checks.fits(self.columns * needed, self.budget(), what, "give a larger memory_limit")
         self._ticker = Ticker(label, total)
+        self._steady: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> "Products":
+        self._steady = getattr(self.operator, "steady", nullcontext)()
+        self._steady.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ticker.close()
+        self._steady.__exit__(kind, error, trace)
 
     def __call__(self, columns: Tensor, out: Tensor | None = None, taller: Matrix | None = None) -> Tensor:
         """(size, c) -> (rows, c), in the memory of `out` if it is given; with `taller`, another operator with the same

@@ -7,6 +7,7 @@ A block maps the row-major vec of one weight (b, q) to that of another (a, p). I
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import scipy
@@ -72,6 +73,10 @@ class LinearOperator(Spectral, ABC):
     @abstractmethod
     def _matmat(self, columns: Tensor) -> Tensor:
         """(C, n) -> (R, n)."""
+
+    def steady(self) -> AbstractContextManager[None]:
+        """A context for several products: what the operator is made of need not be examined for each of them."""
+        return nullcontext()
 
     def _transposed(self) -> "LinearOperator":
         """The transpose of an operator that is not symmetric."""
