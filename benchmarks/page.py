@@ -51,8 +51,8 @@ _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, f
 products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
 differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
 kept between products. *One block* is a query weight, which curvlinops has only as part of a fused weight."""
-_COMPILED = """`cv.hessian(..., compile=True)`, float32, one thread; processor times, wall-clock for compiling with
-an empty cache. The last column is the number of products after which compiling has paid."""
+_COMPILED = """`cv.hessian(..., compile=True)`, float32, one thread; processor times, that of compiling with an
+empty cache. The last column is the number of products after which compiling has paid."""
 _PROFILED = """Operations of the second model of the section above, by `torch.profiler` with one thread, in units of
 all matrix products of a gradient. The limit of a product is 2 of them (Hessian) and 4/3 (Gauss-Newton)."""
 _LARGE = """A Llama in float32 with `recompute="layer"`, two threads; the peak is that of the whole process: weights,
