@@ -54,6 +54,12 @@ _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, f
 products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
 differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
 kept between products. *One block* is a query weight, which curvlinops has only as part of a fused weight."""
+_COMPILED = """`cv.hessian(..., compile=True)`, float32, one thread; processor times, that of compiling with an
+empty cache. The last column is the number of products after which compiling has paid."""
+_PROFILED = """Operations of the second model of the section above, by `torch.profiler` with one thread, in units of
+all matrix products of a gradient. The limit of a product is 2 of them (Hessian) and 4/3 (Gauss-Newton)."""
+_LARGE = """A Llama in float32 with `recompute="layer"`, two threads; the peak is that of the whole process: weights,
+vector, product, and what is computed on the way."""
 _ESTIMATES = """Trace and eigenvalue are timed once, including set-up. PyHessian's power iteration stops when two steps
 agree, ours when the residual is small: *off by* is how far PyHessian's answer is from ours, whose error bar is much
 smaller. Where we are slower, the answer to the eigenvalue is the more accurate one; traces of both have the same error
@@ -83,6 +89,8 @@ _SCORED = ("scores", "datamodeling score", "correlation with the exact scores")
 _AGAINST = ("task", "compared with", "ours")
 _BY = ("product", "by", "gradients per vector", "memory, GiB", "ours compared")
 _PARTS = ("size", "gradient, s", "passes", "norms", "traces", "diagonals", "a product each", "peak, GiB")
+_SPENT = ("operations", "gradient", "Hessian", "Gauss-Newton")
+_FUSED = ("model", "eager", "compiled over eager", "compile time", "pays after")
 _LAYER = ("size", "product, s", "traces", "norms", "traces per head", "norms per head", "norm of K", "peak, GiB")
 _START_UP = "Processor time, user and system, of processes in turns; medians of seven."
 SECTIONS = (
@@ -99,6 +107,9 @@ SECTIONS = (
         Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind))
         for i, (kind, name) in enumerate(MODELS.items())
     ),
+    Section("Where the time of a product goes", _PROFILED, _SPENT, tables.profiled),
+    Section("Compiled products", _COMPILED, _FUSED, tables.compiled),
+    Section("A model of a billion parameters", _LARGE, _AGAINST, tables.large_product),
     Section("Estimates", _ESTIMATES, _AGAINST, tables.estimates),
     Section("Long sequences", _LONG, _AGAINST, tables.long_sequences),
     Section("Several ranks", _RANKS, _AGAINST, tables.ranks),

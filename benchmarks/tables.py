@@ -295,16 +295,66 @@ def long_sequences(found: dict[str, Any]) -> Iterator[Row]:
 def ranks(found: dict[str, Any]) -> Iterator[Row]:
     """Batches spread over ranks, and a model sharded over them."""
     spread, shards = found.get("distributed", {}), found.get("sharded", {})
-    for row in spread.get("ranks", [])[1:]:
-        whole, reduced = (1000 * row[key] for key in ("seconds", "all_reduce_seconds"))
-        share = f"the sum over ranks takes {reduced:.1f} of {whole:.0f} ms"
-        text = f"efficiency {row['efficiency']:.2f}, {row['of_cores']:.2f} of the cores; {share}"
-        yield f"data-parallel product, {row['ranks']} ranks on {spread['cores']} cores", "one rank", text
+    for model, one in (("", spread), (", GPT-2 small", spread.get("gpt2", {}))):
+        for row in one.get("ranks", [])[1:]:
+            whole, reduced = (1000 * row[key] for key in ("seconds", "all_reduce_seconds"))
+            share = f"the sum over ranks takes {reduced:.1f} of {whole:.0f} ms"
+            text = f"efficiency {row['efficiency']:.2f}, {row['of_cores']:.2f} of the cores; {share}"
+            yield f"data-parallel product{model}, {row['ranks']} ranks on {one['cores']} cores", "one rank", text
     for row in shards.get("ranks", [])[1:]:
         whole = shards["ranks"][0]
         unsharded = f"not sharded: {whole['gib']:.2f} GiB, {whole['seconds']:.2g} s"
         text = f"{row['gib']:.2f} GiB ({row['expected_gib']:.2f} by a + b/ranks), {row['seconds']:.2g} s"
         yield f"FSDP2: memory of a rank and time of a product, ranks: {row['ranks']}", unsharded, text
+        aims = shards.get("aims", {})
+        for rows, more in (("rows", ""), ("more_rows", "_of_more_rows")):
+            if f"over_unsharded{more}" in row:
+                times, share = row[f"over_unsharded{more}"], row[f"efficiency{more}"]
+                cost = _bold(f"{times:.2f} times", row["ranks"] == 1 and times > aims["over_unsharded"])
+                kept = _bold(f"efficiency {share:.2f}", row["ranks"] == 2 and share < aims["efficiency"])
+                told = cost if row["ranks"] == 1 else f"{cost}; {kept}"
+                yield f"the same, processor time of a product with {shards[rows]} rows", "not sharded", told
+
+
+def compiled(found: dict[str, Any]) -> Iterator[Row]:
+    """Compiled products beside eager ones."""
+    for one in found.get("compiled", {}).get("models", []):
+        for part, name in (("total", "Hessian"), ("outer", "Gauss-Newton")):
+            row = one[part]
+            pays = "never" if row["products_to_pay"] is None else f"{row['products_to_pay']:,} products"
+            yield (
+                f"{one['model']}, {one['parameters']:,} parameters, {one['tokens']} tokens, {name}",
+                f"{row['eager_milliseconds']:.3g} ms",
+                f"{row['compiled_over_eager']:.2f}",
+                f"{row['compile_seconds']:.0f} s",
+                pays,
+            )
+
+
+def profiled(found: dict[str, Any]) -> Iterator[Row]:
+    """Operations of a gradient and of products, in matrix products of the gradient."""
+    operations, names = found.get("profile", {}).get("operations", {}), ("gradient", "hessian", "ggn")
+    kinds = {kind for one in operations.values() for kind in one}
+    most = {kind: max(one.get(kind, 0.0) for one in operations.values()) for kind in sorted(kinds)}
+    for kind in sorted(most, key=most.__getitem__, reverse=True):
+        yield kind, *(f"{operations[name].get(kind, 0.0):.3f}" for name in names)
+    if operations:
+        yield "all", *(f"{sum(operations[name].values()):.3f}" for name in names)
+
+
+def large_product(found: dict[str, Any]) -> Iterator[Row]:
+    """A product of a model of a billion parameters."""
+    one = found.get("large_product", {})
+    for row in one.get("runs", []):
+        billions = f"{row['parameters'] / 1e9:.2g} billion parameters, {row['layers']} layers"
+        peak = _bold(f"peak {row['peak_gib']:.3g} GiB", row["peak_gib"] > one["limit_gib"])
+        seconds = "" if one.get("on_a_busy_machine") else f"; {row['seconds']:.0f} s"
+        told = f"{peak}, of which the weights {row['weights_gib']:.3g}{seconds}"
+        yield f"a product at {one['tokens']} tokens, {billions}", f"limit: {one['limit_gib']} GiB", told
+    if "peak_gib_of_22_layers" in one:
+        peak = one["peak_gib_of_22_layers"]
+        said = _bold(f"peak {peak:.3g} GiB", peak > one["limit_gib"])
+        yield "the same with 22 layers, by the last two rows", f"limit: {one['limit_gib']} GiB", said
 
 
 def by_hand(found: dict[str, Any]) -> Iterator[Row]:

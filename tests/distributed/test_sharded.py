@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autodiff_cases import GPT, cross_entropy, points, tokens, truth
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, blocks_of, hessian
+from curvoscope.distributed import sharded_model
+from curvoscope.distributed.shards import gather
 from curvoscope.estimate.space import Space
 from distributed_workers import ROWS, launch, launched
 from reference import relative
@@ -17,6 +20,7 @@ from sharded_workers import (
     sharded_answers,
     sharded_mistakes,
     sharded_vanishing,
+    trapped,
     traps,
 )
 
@@ -95,6 +99,32 @@ def alone():
     return estimates(hessian(GPT(), CrossEntropy(), [tokens(ROWS)], method="autodiff"))
 
 
+def test_parameters_are_gathered_once_per_product_if_they_fit(tmp_path, monkeypatch):
+    """In this process, a group of one: three modules, each sharded on its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    gathered = []
+
+    def counted(parts, shardings):
+        gathered.append(len(parts))
+        return gather(parts, shardings)
+
+    monkeypatch.setattr(sharded_model, "gather", counted)
+    try:
+        model = trapped(1)
+        fitting, frugal = (hessian(model, MeanSquaredError(), [points()], memory_limit=limit) for limit in (None, 1))
+        v = torch.ones(fitting.shape[0], dtype=torch.float64)
+        products = [H @ v for H in (fitting, frugal)]
+        counts = []
+        for H in (fitting, frugal):
+            gathered.clear()
+            products.append(H @ v)
+            counts.append(len(gathered))
+        assert counts[0] == 3 < counts[1]
+        assert all(relative(product, products[0]) < 1e-12 for product in products)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("size", [5, 133, 400])
 def test_probes_are_the_numbers_of_one_process(tmp_path, size):
     whole = probes_of(Space(size))
@@ -147,8 +177,8 @@ class TestMistakes:
         assert all(answer[name] is None for answer in mistakes)
 
 
-@pytest.fixture(scope="module")
-def trapped(tmp_path_factory):
+@pytest.fixture(scope="module", name="trapped")
+def _trapped(tmp_path_factory):
     return launch(traps, 2, tmp_path_factory.mktemp("traps"))
 
 

@@ -153,7 +153,7 @@ def sharded_mistakes(rank):
 
 def traps(rank):
     """The model fails on rank 1 in the middle of a pass, at each kind of place; the group must survive all of it."""
-    model = _trapped(2)
+    model = trapped(2)
     mine = batches(points(ROWS), shares((4, 3))[rank])
     found = {}
     for hvp in ("autodiff", "difference"):
@@ -176,7 +176,7 @@ def traps(rank):
     return found
 
 
-def _trapped(ranks):
+def trapped(ranks):
     """Three layers, each sharded on its own, the last of them with a trap in its middle."""
     model = nn.Sequential(MLP(), nn.Linear(2, 3, dtype=torch.float64), MLP(Trap))
     return sharded(model, ranks, model)
@@ -184,7 +184,7 @@ def _trapped(ranks):
 
 def sharded_vanishing(rank, how):
     """Rank 1 is gone in the middle of a pass; what the others are told."""
-    model = _trapped(dist.get_world_size())
+    model = trapped(dist.get_world_size())
     H = hessian(model, MeanSquaredError(), [points()], memory_limit=1)
     model[2].act.set = how if rank == 1 else None
     return told(H)

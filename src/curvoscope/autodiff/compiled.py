@@ -70,7 +70,8 @@ class Compiled(Autodiff):
     def _passes(
         self, graph: Graph, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str], many: bool
     ) -> Products:
-        program = self._programs.get(part, {}).get(graph)
+        programs = self._programs.get(part)
+        program = None if programs is None else programs.get(graph)
         if many or program is None or not program.fits(vectors) or set(wanted) != set(self.blocks.parameters):
             return super()._passes(graph, part, vectors, wanted, many)
         return program(vectors)
@@ -111,7 +112,8 @@ class Compiled(Autodiff):
     def _program(self, graph: Graph, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str]) -> _Program:
         from torch.fx.experimental.proxy_tensor import make_fx  # takes as long to load as this package
 
-        names, found = list(vectors), []
+        names = list(vectors)
+        found: list[dict[str, Tensor]] = []
 
         def product(*given: Tensor) -> list[Tensor]:
             found[:] = super(Compiled, self)._passes(graph, part, dict(zip(names, given, strict=True)), wanted, False)

@@ -47,7 +47,6 @@ class Autodiff:
 
     method = "autodiff"
     error: float | None = None  # of products, relative; None if they are exact
-    note = ""  # on how products are made, for the plan
 
     def __init__(
         self,
@@ -208,6 +207,11 @@ class Autodiff:
     def product_bytes(self) -> int:
         """What a product takes, by the size of the forward pass, or of one layer's part of it."""
         return _PASSES * self.survey.written // (1 if self._recomputed is None else self._recomputed.count)
+
+    @property
+    def note(self) -> str:
+        """On how products are made, for the plan."""
+        return ""
 
     def _weight(self, position: int) -> float:
         return self.survey.weights[position]
