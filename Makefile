@@ -84,11 +84,11 @@ bench: $(VENV)/dev $(VENV)/browser
 families: $(VENV)/dev
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.families > docs/families.md
 
-# docs/gallery: two trained models, whose weights packages carry, measured: about seven minutes, with set-up.
+# docs/gallery: two trained models, whose weights packages carry, and small ones that are trained here, measured.
 gallery: $(VENV)/gallery
-	$(BIN)/python -m gallery
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m gallery
 
-# docs/sensitivity.md: changes of the weights of two trained models, measured: ten minutes. What benchmarks/sensitivity.json
+# docs/sensitivity.md: changes of the weights of two trained models, measured. What benchmarks/sensitivity.json
 # has is not measured again: remove it first to start anew.
 sensitivity: $(VENV)/gallery
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.sensitivity

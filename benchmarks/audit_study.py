@@ -73,7 +73,7 @@ def minilm() -> Facts:
 def _sampled(name: str) -> Facts:
     from gallery.models import MODELS
 
-    exhibit = MODELS[name].load(False)
+    exhibit = MODELS[name].trained()
     blocks = linear(exhibit.blocks)
     observer = cv.analysis.SampledAudit((*SHOWN, *PER_HEAD))
 

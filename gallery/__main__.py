@@ -1,22 +1,23 @@
-"""`python -m gallery [NAME ...]`: measure the models, store numbers and figures, and write the pages."""
+"""`python -m gallery [NAME ...]`: measure the models, store numbers and figures, and write the pages.
 
-import gc
+What a stored JSON file has is not measured again: remove the file to start anew.
+"""
+
 import json
 import re
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from curvoscope.versions import versions
-from gallery import page
-from gallery.claims import value_over_query
-from gallery.figures import figures_of
-from gallery.measure import facts_of, parameters, swept
-from gallery.models import MODELS, SEED
+from gallery import page, pages
+from gallery.exhibit import SEED
+from gallery.figures import figures_of_facts
+from gallery.models import MODELS
+from gallery.parts import parts_of_page
 
 _DIGITS = 6
 _DPI = 110
@@ -30,31 +31,35 @@ def main() -> None:
             sys.exit(f"error: there is no model {name!r} among {', '.join(MODELS)}")
     page.PAGES.mkdir(exist_ok=True)
     for name in names:
-        start = time.perf_counter()
-        measure(name)
-        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    page.write()
+        complete(name)
+    pages.write()
 
 
-def measure(name: str) -> None:
-    """Measure one model with trained and with random weights; write its numbers and its figures."""
-    exhibit = MODELS[name].load(True)
-    random = facts_of(exhibit, swept(exhibit))
-    del exhibit  # its weights make room for the trained ones
-    gc.collect()
-    exhibit = MODELS[name].load(False)
-    sweep = swept(exhibit)
-    trained = facts_of(exhibit, sweep)
-    size = parameters(exhibit.model)
-    used = versions() | {"transformers": version("transformers")}
-    results = {"versions": used, "seed": SEED, "parameters": size, "trained": trained, "random": random}
-    (page.PAGES / f"{name}.json").write_text(_text(_rounded(results)))
-    for key, figure in figures_of(sweep, value_over_query(trained), value_over_query(random)).items():
-        _save(figure, page.PAGES / f"{name}-{key}.png")
+def complete(name: str) -> None:
+    """Measure what the results of a model do not have, and store each part when it is known."""
+    path = page.PAGES / f"{name}.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    results |= {"versions": versions() | {"transformers": version("transformers")}, "seed": SEED}
+    for keys, make in parts_of_page(name):
+        *above, last = keys
+        place = results
+        for key in above:
+            place = place.setdefault(key, {})
+        if last in place:
+            continue
+        start = time.process_time()
+        place[last], figures = make()
+        path.write_text(_text(_rounded(results)))
+        for key, figure in figures.items():
+            save(figure, name, key)
+        print(f"{name}, {', '.join(keys)}: {time.process_time() - start:.0f} s", file=sys.stderr, flush=True)
+    for key, figure in figures_of_facts(results["stages"]).items():
+        save(figure, name, key)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+def save(figure: Figure, name: str, key: str) -> None:
+    """Into the folder of the pages."""
+    figure.savefig(page.PAGES / f"{name}-{key}.png", dpi=_DPI, metadata={"Software": None})
 
 
 def _text(results: dict[str, Any]) -> str:

@@ -74,10 +74,16 @@ def depth_profile(sweep: Sweep) -> "matplotlib.figure.Figure":
             values = np.array([float(one) for one in estimates])
             ends = np.array([one.interval() for one in estimates]).T
             bars = np.clip(np.stack([values - ends[0], ends[1] - values]), 0, None)
-            style = {"color": _COLOURS[place % 10], "marker": _MARKERS[place % 10], "markersize": 3.5, "linewidth": 1.0}
+            style = {
+                "color": _COLOURS[place % 10],
+                "marker": _MARKERS[(place + place // 10) % 10],
+                "markersize": 3.5,
+                "linewidth": 1.0,
+            }
             axes.errorbar([layer for layer, _ in found], values, bars, label=plain(role), **style)
         axes.set_yscale("log")
         axes.set_xlabel("layer", size=_HEADING)
+        axes.locator_params(axis="x", integer=True)
         axes.set_title(label, size=_HEADING, loc="left")
         axes.grid(color="#e8e8e8", linewidth=0.6)
         for side in ("top", "right"):
