@@ -9,7 +9,9 @@ kronfluence is no package of the benchmark environment, as it installs packages 
 `pip install --no-deps --target FOLDER kronfluence==1.0.1`, and FOLDER on PYTHONPATH. bergson: see `bergson_scores`.
 """
 
+import contextlib
 import json
+import sys
 import tempfile
 import time
 from importlib.metadata import version
@@ -161,10 +163,11 @@ def measured(seed: int = 0) -> dict[str, object]:
     }
     scores = {method: influence(method) for method in METHODS}
     scores |= {"ekfac, linear layers": influence("ekfac", *LINEAR)}
-    peers = {  # kronfluence is the last: it wraps the layers of the model
-        "bergson": bergson_scores(model, train, test, tasks.VOCABULARY, DECAY * (DIGITS + 1)),
-        "kronfluence": by_kronfluence(model, train, test),
-    }
+    with contextlib.redirect_stdout(sys.stderr):  # their messages
+        peers = {  # kronfluence is the last: it wraps the layers of the model
+            "bergson": bergson_scores(model, train, test, tasks.VOCABULARY, DECAY * (DIGITS + 1)),
+            "kronfluence": by_kronfluence(model, train, test),
+        }
     ours = scores["ekfac, linear layers"]
     for peer, theirs in peers.items():
         if theirs is not None:
@@ -187,6 +190,4 @@ def run() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    import sys
-
     print(json.dumps(measured(*map(int, sys.argv[1:])), indent=1))
