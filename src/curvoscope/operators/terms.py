@@ -396,9 +396,9 @@ class Single:
         """The entries (r, r1, c0, c1) of each of the `row_strips`."""
         shape = _block_shape(self.sizes, self.axes)
         for rows in row_strips(shape):
-            cut = {"outer": self.outer[rows]} if self.axes[0] == 0 else {"core": self.core[rows]}
+            cut = (self.outer[rows], self.core) if self.axes[0] == 0 else (self.outer, self.core[rows])
             values = self.outer.new_empty(rows.stop - rows.start, *shape[1:])
-            replace(self, symmetric=False, **cut).write(values, add=False)
+            Single(*cut, self.axes).write(values, add=False)
             yield values
 
     def _core_is_diagonal(self) -> bool:
