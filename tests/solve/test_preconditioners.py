@@ -45,7 +45,22 @@ class TestChoice:
         assert next(names) == "diagonal"
         choice.observe("diagonal", 8, 1e6, 1e6 * 0.5**8)
         assert choice.decide() == "diagonal"
-        assert choice.reason == "predicted products: none 131; diagonal 20"
+        assert choice.reason == "predicted products: none 131; diagonal 20" and choice.patience == 9
+        choice.plain_was_enough(9)
+        assert choice.used == "none" and choice.reason.endswith("diagonal 20; 9 plain steps were enough")
+
+    @pytest.mark.parametrize("needed", [12, 40])
+    def test_a_plain_run_that_becomes_fast_is_kept(self, needed):
+        """A matrix with as many eigenvalues as plain steps are needed, and a stand-in that flatters itself at first:
+        it is exact on most of b, and magnifies the rest."""
+        values = torch.logspace(0, 4, needed, dtype=torch.float64)
+        b = torch.ones(needed, dtype=torch.float64)
+        b[:3] = 1e-4
+        stand_in = torch.cat([values[:3] * 1e6, values[3:]])
+        candidates = [Candidate("flattering", lambda: Diagonal(stand_in))]
+        found = Solver(positive(values.diag()), 1e-3, 1e-8, "cg", candidates, race=True)(b)
+        plain = Solver(positive(values.diag()), 1e-3, 1e-8, "cg")(b)
+        assert found.converged and found.matvecs <= max(1.5 * plain.matvecs, plain.matvecs + 24)
 
     def test_steps_that_gain_nothing_predict_no_end(self):
         choice = PreconditionerChoice((Candidate("slow", lambda: Diagonal(torch.ones(2)), 1e9),), race=True)

@@ -8,6 +8,7 @@ from curvoscope.errors import CurvoscopeError
 from curvoscope.solve.preconditioning import Candidate, Preconditioner
 
 RACE = 8  # steps after which preconditioners are compared
+_WORTH = 4  # times the cost of trying one must be predicted, or it is not tried
 _BETTER = 2  # times fewer products must it predict than plain steps, which become faster on the way
 
 
@@ -20,8 +21,10 @@ class PreconditionerChoice:
 
         products = steps · log(start / target) / log(start / residual).
 
-    A candidate is made, and takes eight steps as well, if that costs less than half of the fewest products predicted so
-    far. The one that predicts the fewest products is used, if they are half of those of plain steps.
+    A candidate is made, and takes eight steps as well, if that costs less than a quarter of the fewest products
+    predicted so far. The one that predicts the fewest products is used, if they are half of those of plain steps. Plain
+    runs often stand still and then become fast, which their first steps do not tell: before a candidate is used, the
+    plain run goes on for half of the products that the candidate predicts, and if that is enough it is kept.
 
     Args:
         candidates: stand-ins that have not been made yet.
@@ -59,7 +62,7 @@ class PreconditionerChoice:
         self._predicted.clear()
         yield "none"
         for one in self.candidates:
-            if _BETTER * (one.products + RACE) < min(self._predicted.values()):
+            if _WORTH * (one.products + RACE) < min(self._predicted.values()):
                 yield one.name
 
     def observe(self, name: str, steps: int, start: float, missing: float) -> None:
@@ -91,6 +94,15 @@ class PreconditionerChoice:
                 told.append(f"{one.name} not tried: it costs {_count(one.products)} to make")
         self.reason = f"predicted products: {'; '.join(told)}"
         return self.name
+
+    @property
+    def patience(self) -> int:
+        """Steps that a plain run is given before the chosen one is used."""
+        return 0 if self.used == "none" else int(self._predicted[self.used] / _BETTER)
+
+    def plain_was_enough(self, steps: int) -> None:
+        """Use plain steps after all."""
+        self.name, self.reason = "none", f"{self.reason}; {steps} plain steps were enough"
 
 
 def _of(candidate: Candidate) -> str:

@@ -149,7 +149,12 @@ class KrylovIterations:
                 choice.finished(name)
                 return run
             choice.observe(name, run.steps, before, run.least_missing)
-        return by_name[choice.decide()]
+        chosen, plain = by_name[choice.decide()], by_name["none"]
+        plain.advance(max(0, min(choice.patience - plain.steps, limit - sum(one.steps for one in runs))))
+        if plain is not chosen and plain.missing <= 1:
+            choice.plain_was_enough(plain.steps)
+            return plain
+        return chosen
 
     def _lengths(self, columns: Tensor) -> Tensor:
         return self._products.space.norm(columns, 0).double()
