@@ -136,7 +136,7 @@ def _published(load: Callable[..., Exhibit]) -> Stages:
     return {RANDOM: partial(load, True), TRAINED: partial(load, False)}
 
 
-_GPT_STEPS, _MAMBA_STEPS = (200, 1000), (200,)
+_GPT_STEPS, _VIT_STEPS, _MAMBA_STEPS = (200, 1000), (600,), (200,)
 _ATTENTION = ("attn.Q", "attn.V", "mlp.down")
 MODELS = {
     "smollm2": GalleryModel(
@@ -170,6 +170,15 @@ MODELS = {
         "seed that training does not use.",
         _through(trained_here.gpt, *_GPT_STEPS),
         _through(trained_here.gpt, *_GPT_STEPS, norms=False),
+        tuple(f"h.{layer}.{role}" for layer in (0, 3) for role in _ATTENTION),
+    ),
+    "vit": GalleryModel(
+        "A vision Transformer on digits",
+        "A ViT of transformers with four layers, four heads and width 32 on the handwritten digits of scikit-learn, "
+        "8 x 8 pixels in 16 patches and a class token, in float64, trained with AdamW. The loss is the cross-entropy of"
+        " the ten classes, on 16 images that training does not use.",
+        _through(trained_here.vit, *_VIT_STEPS),
+        _through(trained_here.vit, *_VIT_STEPS, norms=False),
         tuple(f"h.{layer}.{role}" for layer in (0, 3) for role in _ATTENTION),
     ),
     "mamba": GalleryModel(

@@ -1,9 +1,11 @@
-"""Small models that the gallery trains itself, from seeds: the package's GPT and a Mamba.
+"""Small models that the gallery trains itself, from seeds: the package's GPT, a vision Transformer and a Mamba.
 
 Each function trains for some steps and measures on data that training has not seen.
 """
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from curvoscope.families.loading import transformers
 from curvoscope.families.text import corpus, cut, encode
 from curvoscope.losses import CrossEntropy
 from curvoscope.papers import tasks
+from curvoscope.papers.experiments import digits
 from curvoscope.papers.networks import GPT2
 from gallery.exhibit import SEED, Exhibit, without_norms
 
@@ -23,7 +26,7 @@ CLIP = 1.0  # of the gradient's length
 ROWS = 32  # of a batch of training
 DIGITS = 3  # of the numbers to add
 VOCABULARY, LENGTH = 48, 24  # of the characters that the Mamba reads
-_UNSEEN = 16  # additions or sequences to measure on
+_UNSEEN = 16  # additions, images or sequences to measure on
 
 
 def gpt(steps: int, norms: bool = True) -> Exhibit:
@@ -38,6 +41,37 @@ def gpt(steps: int, norms: bool = True) -> Exhibit:
     unseen = tasks.addition(_UNSEEN, DIGITS, seed=SEED)
     batch = unseen[:, :-1], tasks.answer_targets(unseen)
     return Exhibit(model.eval(), CrossEntropy(), batch, select(blocks_of(model), ()))
+
+
+def vit(steps: int, norms: bool = True) -> Exhibit:
+    """A vision Transformer with four layers and four heads on the handwritten digits of scikit-learn."""
+    package = transformers()
+    torch.manual_seed(SEED)
+    config = package.ViTConfig(
+        image_size=8,
+        patch_size=2,
+        num_channels=1,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=128,
+        num_labels=10,
+    )
+    model = package.ViTForImageClassification(config).double().eval()  # it has no dropout
+    blocks = select(blocks_of(model), ())
+    if not norms:
+        without_norms(model)
+    images, labels = (one[: len(digits.training_images()[1])] for one in _pictures())
+    generator = torch.Generator().manual_seed(SEED)
+
+    def loss(step: int) -> Tensor:
+        chosen = torch.randperm(len(labels), generator=generator)[:ROWS]
+        return nn.functional.cross_entropy(model(pixel_values=images[chosen]).logits, labels[chosen])
+
+    _train(model, steps, loss)
+    unseen = [one[len(labels) :][:_UNSEEN] for one in _pictures()]
+    batch = dict(zip(("pixel_values", "labels"), unseen, strict=True))
+    return Exhibit(model, CrossEntropy(), batch, blocks)
 
 
 def mamba(steps: int, norms: bool = True) -> Exhibit:
@@ -83,3 +117,10 @@ def _train(model: nn.Module, steps: int, loss: Callable[[int], Tensor]) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
     optimizer.zero_grad()
+
+
+@cache
+def _pictures() -> tuple[Tensor, Any]:
+    """All images as pixels (1797, 1, 8, 8), in the order of `digits.images`, and their labels."""
+    patches, labels = digits.images()
+    return patches.view(-1, 4, 4, 2, 2).transpose(2, 3).reshape(-1, 1, 8, 8), labels
