@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvoscope.operators.base import Shape
 
-_PANEL = 256  # columns of a symmetric product at a time
+_PANELS = 16, 256  # columns of a symmetric product at a time, at least and at most
 _FORMED = 2**25  # entries of gradients that are formed at a time
 
 
@@ -141,13 +141,14 @@ def moment(vectors: Tensor, others: Tensor | None = None) -> Tensor:
     rows = vectors.flatten(0, -2)
     columns = rows if others is None else others.flatten(0, -2)
     size = rows.shape[1]
+    step = min(max(size // 4, _PANELS[0]), _PANELS[1])
     found = rows.new_empty(size, size)
-    for start in range(0, size, _PANEL):
-        here, after = slice(start, start + _PANEL), slice(start + _PANEL, size)
+    for start in range(0, size, step):
+        here, after = slice(start, start + step), slice(start + step, size)
         panel = rows[:, here].mT @ columns[:, start:]
-        found[here, here] = symmetric(panel[:, :_PANEL])
-        found[here, after] = panel[:, _PANEL:]
-        found[after, here] = panel[:, _PANEL:].mT
+        found[here, here] = symmetric(panel[:, :step])
+        found[here, after] = panel[:, step:]
+        found[after, here] = panel[:, step:].mT
     return found
 
 

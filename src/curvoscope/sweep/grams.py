@@ -15,11 +15,10 @@ from itertools import combinations, combinations_with_replacement
 import torch
 from torch import Tensor
 
+from curvoscope.approximations.factors import moment
 from curvoscope.autodiff.uses import Factors
 
 _ROWS = 2**26  # entries of gradients that are formed at a time
-_STRIPES = 4  # that a symmetric product is made in
-_LEAST_ROWS = 16  # of a stripe, below which a product is slow
 
 
 def add_gram(gram: Tensor, found: Sequence[Factors]) -> None:
@@ -71,18 +70,7 @@ def _add_alike(gram: Tensor, found: Sequence[Factors]) -> None:
 def _by_tokens(one: Factors, other: Factors) -> Tensor:
     """<(X' X^T) delta, delta'> for all pairs of samples: (n, n')."""
     left, right = (_token_products(one, other).mT @ one.deltas).flatten(1), other.deltas.flatten(1)
-    return symmetric_product(left, right) if one is other else left @ right.mT
-
-
-def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """A B^T (n, n), known to be symmetric: most of it from the entries on and above the diagonal."""
-    found = left.new_empty(len(left), len(left))
-    step = max(_LEAST_ROWS, -(-len(left) // _STRIPES))
-    for start in range(0, len(left), step):
-        rows, beyond = slice(start, start + step), start + step
-        found[rows, start:] = left[rows] @ right[start:].mT
-        found[beyond:, rows] = found[rows, beyond:].mT
-    return found
+    return moment(left.mT, right.mT) if one is other else left @ right.mT
 
 
 def _token_products(one: Factors, other: Factors) -> Tensor:
@@ -115,7 +103,7 @@ def _add_by_rows(gram: Tensor, found: Sequence[Factors], rows: int, width: int) 
             gradients = one.factor[:, part].mT @ one.deltas
             formed.index_add_(0, torch.tensor([place[int(s)] for s in one.samples]), gradients)
         flat = formed.flatten(1)
-        total += symmetric_product(flat, flat).to(total.dtype)
+        total += moment(flat.mT).to(total.dtype)
     gram[samples[:, None], samples] += total
 
 

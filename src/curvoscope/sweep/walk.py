@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvoscope import checks
 from curvoscope.approximations.enumeration import sampled_source
+from curvoscope.approximations.factors import moment
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import COLUMNS, Cotangents, SampleSeed, column_ranges, cotangents
@@ -27,7 +28,7 @@ from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
-from curvoscope.sweep.grams import add_crossed, add_gram, symmetric_product
+from curvoscope.sweep.grams import add_crossed, add_gram
 from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, cut_at
 
@@ -391,7 +392,7 @@ class Walk:
                 add_crossed(gram, one.among(self._read), head)
         if gradients is not None:
             flat = gradients[(slice(None), *piece.index)].flatten(1)
-            gram += symmetric_product(flat, flat).double()
+            gram += moment(flat.mT).double()
         return gram
 
 
