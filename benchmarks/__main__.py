@@ -17,7 +17,7 @@ import benchmarks
 
 PEERS = ("torch", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "transformers")
 NOT_BENCHMARKS = {"__main__", "families", "measure", "page", "ranks", "sensitivity", "sensitivity_page", "tables"}
-NOT_BENCHMARKS |= {"audit_page", "audit_study", "trained_models", "weight_studies"}
+NOT_BENCHMARKS |= {"audit_page", "audit_study", "bergson_scores", "trained_models", "weight_studies"}
 NOT_BENCHMARKS |= {"profile"}  # on request: its clock is the wall's, and needs an idle core
 
 
