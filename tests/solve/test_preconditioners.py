@@ -45,7 +45,7 @@ class TestChoice:
         assert next(names) == "diagonal"
         choice.observe("diagonal", 8, 1e6, 1e6 * 0.5**8)
         assert choice.decide() == "diagonal"
-        assert choice.reason == "predicted products: none 131; diagonal 20" and choice.patience == 9
+        assert choice.reason == "predicted products: none 131; diagonal 20" and choice.patience == 19
         choice.plain_was_enough(9)
         assert choice.used == "none" and choice.reason.endswith("diagonal 20; 9 plain steps were enough")
 

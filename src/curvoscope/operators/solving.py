@@ -88,7 +88,7 @@ class Solvable:
                 `damped_solve(b, damping)`, such as an approximation from a sweep. "auto": if eight plain steps do not
                 reach the tolerance, they predict how many products are left. The diagonal of a closed form, or KFAC
                 and EKFAC of a model, then take eight steps each, if that costs less than a quarter of these products.
-                The one that predicts the fewest is used, unless plain steps end within half of its prediction.
+                The one that predicts the fewest is used, unless as many plain steps are enough.
             start: approximate solutions of the shape of b, to continue an earlier solve.
             matvecs: the budget of products per right-hand side; None: ten times n, at least 200, at most 10,000.
             seed: of the Lanczos runs that bound the error; by default that of `cv.settings`.

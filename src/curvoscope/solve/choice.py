@@ -24,7 +24,8 @@ class PreconditionerChoice:
     A candidate is made, and takes eight steps as well, if that costs less than a quarter of the fewest products
     predicted so far. The one that predicts the fewest products is used, if they are half of those of plain steps. Plain
     runs often stand still and then become fast, which their first steps do not tell: before a candidate is used, the
-    plain run goes on for half of the products that the candidate predicts, and if that is enough it is kept.
+    plain run goes on for as many products as the candidate predicts, and if that is enough it is kept. So a
+    solve takes about twice the products of the candidate at most, if its prediction holds.
 
     Args:
         candidates: stand-ins that have not been made yet.
@@ -98,7 +99,7 @@ class PreconditionerChoice:
     @property
     def patience(self) -> int:
         """Steps that a plain run is given before the chosen one is used."""
-        return 0 if self.used == "none" else int(self._predicted[self.used] / _BETTER)
+        return 0 if self.used == "none" else int(self._predicted[self.used])
 
     def plain_was_enough(self, steps: int) -> None:
         """Use plain steps after all."""
