@@ -61,23 +61,27 @@ def cost() -> Found:
 def studied(subject: Trained, exact: bool) -> Parts:
     """All that is asked of one model; `exact`: whether products with its exact Hessian are cheap."""
 
-    @cache
-    def rounding() -> Study:
-        return Study(subject, {name: rounded(name, subject.weights) for name in BITS}, subject.weights)
-
-    for name in BITS:
-        yield f"{name}, groups of 64", lambda name=name: rounding().ranks(name)
-    yield "allocation", lambda: rounding().allocations()
-    yield "repairs", lambda: repairs(subject, exact)
-    yield "one head removed", lambda: Study(subject, {"heads": recipes.drop_heads}, subject.heads).ranks("heads")
     names = list(subject.weights)
     pruning = {"half of the weights pruned": recipes.prune, "2:4 pruned": recipes.prune_2_4}
-    for name, recipe in pruning.items():
-        yield name, lambda recipe=recipe: Study(subject, {"": partial(recipe, names=names)}, subject.weights).ranks("")
+    changes = {name: rounded(name, subject.weights) for name in BITS}
+    changes |= {name: partial(recipe, names=names) for name, recipe in pruning.items()}
+
+    @cache
+    def weights() -> Study:
+        return Study(subject, changes, subject.weights)
+
+    yield "text", lambda: subject.counts
+    for name in BITS:
+        yield f"{name}, groups of 64", lambda name=name: weights().ranks(name)
+    for name in pruning:
+        yield name, lambda name=name: weights().ranks(name)
+    yield "allocation", lambda: weights().allocations()
+    yield "one head removed", lambda: Study(subject, {"heads": recipes.drop_heads}, subject.heads).ranks("heads")
     ends = {layer: [f"{layer}.{role}" for role in _BRANCH_ENDS] for layer in subject.layers}
     blocks = cv.blocks_of(subject.model).select(*(name for some in ends.values() for name in some))
     dropped = partial(recipes.drop_layers, layers=list(subject.layers))
     yield "one layer removed", lambda: Study(subject, {"layers": dropped}, blocks).ranks("layers", ends)
+    yield "repairs", lambda: repairs(subject, exact)
 
 
 def run() -> None:
@@ -85,8 +89,8 @@ def run() -> None:
     results: Found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     studies: dict[str, Callable[[], Parts]] = {
         "cost": lambda: iter([("cost", cost)]),
-        "minilm": lambda: studied(trained_minilm(), exact=True),
         "smol": lambda: studied(trained_smollm2(), exact=False),
+        "minilm": lambda: studied(trained_minilm(), exact=True),
     }
     for model, parts in studies.items():
         known = results.setdefault(model, {})

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from benchmarks.sensitivity import RESULTS
-from benchmarks.weight_studies import BUDGET, Found
+from benchmarks.weight_studies import BUDGET, UNIFORM, Found
 
 _NAMES = {"smol": "SmolLM2-135M", "minilm": "MiniLM-L6"}
 _SCORES = {
@@ -37,10 +37,11 @@ weights with 4 bits, so rounding starts from rounded weights. all-MiniLM-L6-v2 t
 the text a half of it comes, with the cross-entropy of the cosines times 20 and the embeddings of the passages held
 fixed. Changed are the weights and heads of layers 0, 2 and 5, or one of its six layers.
 
-The Hessian is that of a probe: 3 sequences of SmolLM2, or 24 of MiniLM, which run and count in batches of four. Other,
-held-out sequences come from the same text. ± is a standard error over sequences, or over the batches of MiniLM's probe;
-differences are paired by sequence. From so few, standard errors are themselves uncertain: by half for 3 sequences, by a
-third for 6 batches. The probes are small: take the differences between scores as indications.
+The Hessian is that of a probe: {smol[probe]} sequences of SmolLM2, or {minilm[probe]} of MiniLM, which run and count
+in batches of {smol[together]} and {minilm[together]}. Other, held-out sequences come from the same text. ± is a
+standard error over these batches, or over held-out sequences; differences are paired. From so few, standard errors
+are themselves uncertain: by {smol_doubt:.0%} for the {smol_units} batches of SmolLM2, by {minilm_doubt:.0%} for the
+{minilm_units} of MiniLM. Differences between scores that are smaller than two standard errors are no differences.
 """
 _RANKS = """
 ## Which score ranks the tensors?
@@ -51,16 +52,18 @@ change of the loss. Scores are computed on the probe; magnitude is |d|², diagon
 raise it. On the probe itself:
 """
 _ELSEWHERE = """
-With the change measured on 5 (SmolLM2) or 24 (MiniLM) held-out sequences, and the jackknife's standard error:
+With the change measured on {smol[few]} (SmolLM2) or {minilm[few]} (MiniLM) held-out sequences, and the jackknife's
+standard error over these; the scores are taken as given:
 """
 _REACH = f"""
 ## How far does second order reach?
 
 All blocks are changed together, measured on the probe. The remainder is what the measured change has beyond first and
-second order, in percent of the measured change; ¼ δ and ½ δ are shorter steps along the same line. The last column
-estimates the size of change |δ|/|w| up to which the remainder stays below {_ACCEPTED:.0%} of ½ δ·Hδ, from the remainder
-at ¼ δ, which is taken to grow with the third power of the step. If this is less than the size of δ in the third
-column, the second order does not describe the whole change.
+second order, in percent of the measured change; ¼ δ and ½ δ are shorter steps along the same line. *order* is the power
+of the step with which the remainder grows from ¼ δ to ½ δ: 3 if it is of third order there. *fails beyond* is the size
+of change |δ|/|w| at which a remainder of third order, as it is measured at ¼ δ, reaches {_ACCEPTED:.0%} of ½ δ·Hδ, with
+an interval from two standard errors of the remainder. If it is less than the size of δ in the third column, the second
+order does not describe the whole change.
 """
 _PAIRS = """
 Second order is the sum over single blocks and over pairs of blocks:
@@ -69,9 +72,10 @@ _ALLOCATION = f"""
 ## Formats for a size
 
 int3 or int4 in groups of 64 for each tensor, at most {BUDGET:g} bits per weight with the scales, a quarter of the way
-from int3 to int4. No single format has this size: three random choices stand for treating all tensors alike. Costs are
-computed on the probe, and the change of the loss is measured on 16 (SmolLM2) or 48 (MiniLM) held-out sequences. The
-last column is the difference to the first row, paired by sequence: positive if the first row is better.
+from int3 to int4. The last row treats all tensors alike at the same size: int3 with a scale for {UNIFORM[1]} weights.
+Costs are computed on the probe, and the change of the loss is measured on {{smol[held_out]}} (SmolLM2) or
+{{minilm[held_out]}} (MiniLM) held-out sequences. The last column is the difference to the first row, paired by
+sequence: positive if the first row is better.
 """
 _REPAIRS = """
 ## Repairing with different curvatures
@@ -96,14 +100,21 @@ three turns in one process.
 
 def page(results: Found) -> str:
     """The text of docs/sensitivity.md."""
-    parts = [_INTRODUCTION, _missing(results)]
+    text = {model: results[model]["text"] for model in _NAMES}
+    parts = [_INTRODUCTION.format(**text, **_doubts(text)), _missing(results)]
     columns: tuple[str, ...] = ("model", "change", "n", *_SCORES.values())
     parts += [_RANKS, _table(columns, _ranks(results, "same text")), _ahead(results)]
-    parts += [_ELSEWHERE, _table(columns, _ranks(results, "other text")), _means(results)]
-    columns = ("model", "change", "size of δ", "measured", "predicted", "remainder at ¼ δ", "at ½ δ", "at δ", "reach")
+    parts += [
+        _ELSEWHERE.format(**text),
+        _table(columns, _ranks(results, "other text")),
+        _means(results),
+        _gains(results),
+    ]
+    steps = ("remainder at ¼ δ", "at ½ δ", "at δ", "order", "fails beyond")
+    columns = ("model", "change", "size of δ", "measured", "predicted", *steps)
     parts += [_REACH, _table(columns, _reach(results)), _reach_in_words(results)]
     parts += [_PAIRS, _table(("model", "change", "single blocks", "interactions"), _pairs(results))]
-    parts += [_ALLOCATION]
+    parts += [_ALLOCATION.format(**text)]
     columns = ("chosen by", "bits", "predicted", "measured", "more than the first")
     for model, name in _NAMES.items():
         if "allocation" in results[model]:
@@ -127,6 +138,13 @@ def page(results: Found) -> str:
     rows = [(label, _number(costs[name])) for name, label in labels.items()]
     parts += [_COST.format(blocks=costs["blocks"]), _table(("", "products"), rows)]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _doubts(text: dict[str, dict[str, int]]) -> dict[str, float]:
+    """The units of each probe, and the relative standard error of a standard error over so many."""
+    units = {model: found["probe"] // found["together"] for model, found in text.items()}
+    doubts = {f"{model}_doubt": (2 * (count - 1)) ** -0.5 for model, count in units.items()}
+    return doubts | {f"{model}_units": count for model, count in units.items()}
 
 
 def _missing(results: Found) -> str:
@@ -188,8 +206,22 @@ def _means(results: Found) -> str:
         for score, label in _SCORES.items()
     ]
     return (
-        f"Means over all rows of the first and of the second table: {'; '.join(said)}. The gradient of a few sequences "
-        "describes these sequences, not others."
+        f"Means over all rows of the first and of the second table: {'; '.join(said)}. The difference "
+        "is what a probe of this size does not know about other text, most of all its gradient."
+    )
+
+
+def _gains(results: Found) -> str:
+    """In how many rows second order ranks held-out changes better than another score, or worse."""
+    rows = [found["second order ahead"] for _, _, found in changes(results)]
+    said = []
+    for score, label in _SCORES.items():
+        clear = [found[score][0] for found in rows if score in found and _is_clear(found[score])]
+        if score in rows[0]:
+            said.append(f"{label}: {sum(gain > 0 for gain in clear)} and {sum(gain < 0 for gain in clear)}")
+    return (
+        f"Rows of the second table, of {len(rows)}, in which {_SCORES['second order']} ranks better, and worse, than "
+        f"another score by more than two standard errors of the paired difference: {'; '.join(said)}."
     )
 
 
@@ -197,31 +229,59 @@ def _average(values: Sequence[float]) -> str:
     return f"{sum(values) / len(values):.2f}"
 
 
-def reach(found: Found) -> float:
-    """|δ|/|w| up to which the remainder, growing as the third power, is below a tenth of ½ δ·Hδ; NaN if the remainder
-    of the shortest step is hidden by rounding."""
-    scale, _, (remainder, _) = found["scaled"][0]
+def reach(found: Found) -> tuple[float, float, float]:
+    """|δ|/|w| at which a remainder that grows as the third power is a tenth of ½ δ·Hδ, and its interval; NaN if
+    rounding hides the remainder of the shortest step."""
+    scale, _, (remainder, stderr) = found["scaled"][0]
     if abs(remainder) < 2 * found["rounding"]:
-        return math.nan
-    return float(_ACCEPTED * abs(found["second"][0]) * scale**3 / abs(remainder) * found["size"])
+        return math.nan, math.nan, math.nan
+    sizes = abs(remainder), abs(remainder) + 2 * stderr, abs(remainder) - 2 * stderr
+    accepted = _ACCEPTED * abs(found["second"][0]) * scale**3 * found["size"]
+    value, low, high = (accepted / size if size > 0 else math.inf for size in sizes)
+    return value, low, high
+
+
+def order(found: Found) -> float:
+    """The power of the step with which the remainder grows between the two shortest steps; NaN if its sign changes."""
+    (short, _, (less, _)), (long, _, (more, _)) = found["scaled"][:2]
+    return math.log(more / less) / math.log(long / short) if less * more > 0 else math.nan
 
 
 def _reach(results: Found) -> list[list[str]]:
     table = []
     for model, part, found in changes(results):
         shares = [f"{remainder[0] / measured[0]:+.0%}" for _, measured, remainder in found["scaled"]]
-        size = reach(found)
-        numbers = [_pm(found["measured"]), _pm(found["predicted"]), *shares, "" if math.isnan(size) else _number(size)]
+        power = order(found)
+        shares += ["" if math.isnan(power) else f"{power:.1f}", _interval(*reach(found))]
+        numbers = [_pm(found["measured"]), _pm(found["predicted"]), *shares]
         table.append([_NAMES[model], _together(part), f"{found['size']:.2f}", *numbers])
     return table
 
 
+def _interval(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return ""
+    end = "more" if math.isinf(high) else _number(high)
+    return f"{_number(value)} ({_number(low)} to {end})"
+
+
 def _reach_in_words(results: Found) -> str:
-    within = [f"{_NAMES[model]}, {_together(part)}" for model, part, found in changes(results)
-              if not reach(found) < found["size"]]  # fmt: skip
-    if not within:
-        return "In none of these rows does second order describe the whole change that closely."
-    return f"Second order describes the whole change that closely for {'; '.join(within)}, and not in the other rows."
+    """The changes at which second order surely fails, and how far it goes; and those at which that is not told."""
+    fails, untold = [], []
+    for model, part, found in changes(results):
+        remainder, stderr = found["scaled"][-1][2]
+        accepted, said = _ACCEPTED * abs(found["second"][0]), f"{_NAMES[model]}, {_together(part)}"
+        if abs(remainder) - 2 * stderr > accepted:
+            fails.append(f"{said}: beyond {_interval(*reach(found))}; the change is {found['size']:.2f}")
+        else:
+            untold.append(said)
+    lines = [
+        f"The measured remainder of the whole change is above {_ACCEPTED:.0%} of ½ δ·Hδ by more than two standard "
+        "errors for these; second order fails there, and from the size of change that is named on:",
+        "",
+        *(f"- {one}." for one in fails),
+    ]
+    return "\n".join([*lines, "", f"It is not told from {_ACCEPTED:.0%} for {'; '.join(untold)}."] if untold else lines)
 
 
 def _pairs(results: Found) -> list[list[str]]:
@@ -255,7 +315,9 @@ def _verdict(results: Found) -> str:
         worse, better = ([by for by, value, _ in clear if (value > 0) == sign] for sign in (True, False))
         said = [f"{' and '.join(some)} {word}" for some, word in ((worse, "worse"), (better, "better")) if some]
         lines.append(f"- {name}: {'; '.join(said) or 'no choice differs'}.")
-    return "By more than two standard errors of the paired difference to the first row:\n\n" + "\n".join(lines)
+    head = "By more than two standard errors of the paired difference to the first row:"
+    tail = "With so many rows, one or two per table may differ by chance: random choices are among them."
+    return "\n".join([head, "", *lines, "", tail])
 
 
 def _is_clear(estimate: Sequence[float]) -> bool:

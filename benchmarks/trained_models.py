@@ -26,7 +26,7 @@ class Trained:
 
     `batch` makes a batch of some sequences, by their numbers. `probe` are those of the Hessian, `calibration` those
     that repairs see, `held_out` those on which changes are measured, and `few` some of the last, for changes of single
-    blocks. `together`: sequences of the probe that run at once, and count as one.
+    blocks. `together`: sequences of the probe that run at once, and count as one: a unit.
     """
 
     model: nn.Module
@@ -41,6 +41,12 @@ class Trained:
     heads: Blocks
     layers: Sequence[str]
     repaired: Blocks
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many sequences serve for what."""
+        kinds = ("probe", "calibration", "held_out", "few")
+        return {kind: len(getattr(self, kind)) for kind in kinds} | {"together": self.together}
 
     def losses(self, weights: dict[str, Tensor], rows: Sequence[int]) -> Tensor:
         """The loss of each sequence with other weights, (N,)."""
@@ -69,8 +75,8 @@ def trained_smollm2() -> Trained:
         model,
         CrossEntropy(shift=True),
         lambda numbers: {"input_ids": rows[list(numbers)], "labels": rows[list(numbers)]},
-        **_split(len(rows), probe=3, calibration=16, held_out=16, few=5),
-        together=1,
+        **_split(len(rows), probe=12, calibration=16, held_out=24, few=12),
+        together=2,
         weights=blocks.select(*(f"h.{i}.{role}" for i in layers for role in ("attn.[QVO]", "mlp.up", "mlp.down"))),
         heads=blocks.select(*(f"h.{i}.attn.O" for i in layers[1:])).per_head(),
         layers=[f"h.{i}" for i in range(2, 30, 5)],
@@ -104,7 +110,7 @@ def trained_minilm() -> Trained:
         model,
         CrossEntropy(),
         batch,
-        **_split(2 * count, probe=24, calibration=16, held_out=count, few=count // 2),
+        **_split(2 * count, probe=32, calibration=16, held_out=count, few=32),
         together=4,
         weights=blocks.select(*(f"h.{i}.{role}" for i in layers for role in ("attn.[QKVO]", "mlp.up", "mlp.down"))),
         heads=blocks.select(*(f"h.{i}.attn.O" for i in layers)).per_head(),

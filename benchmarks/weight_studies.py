@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 
 import curvoscope as cv
 from benchmarks.trained_models import Trained
-from curvoscope.analysis import Menu, allocate, gptq, recipes, round_and_repair, scores, surgeon
+from curvoscope.analysis import Menu, allocate, gptq, recipes, round_and_repair, surgeon
 from curvoscope.analysis.changes import Change, changed_state, displacement
 from curvoscope.analysis.expansion import Expansion, Move, engine_of
 from curvoscope.analysis.ledger import spearman
+from curvoscope.analysis.scores import scores_of_moves
+from curvoscope.approximations import GradientSource
+from curvoscope.approximations.enumeration import labelled
 from curvoscope.approximations.roots import RootForm
 from curvoscope.blocks import Blocks
 
@@ -21,6 +24,7 @@ GROUP = 64
 BITS = {"int3": 3, "int4": 4}
 SCALE_BITS = 16 / GROUP
 BUDGET = 3.5
+UNIFORM = ("int3", 32)  # the format and its group that have this size for all tensors alike
 SCALES = (0.25, 0.5, 1.0)
 SAMPLES = 48  # gradients for the curvature of repairs, each of a random sequence of the calibration text
 UPDATES = 6  # while a weight is rounded with a curvature that is no Kronecker product
@@ -29,9 +33,9 @@ DAMPING = 0.01  # of the mean diagonal entry
 Found = dict[str, Any]
 
 
-def rounded(name: str, blocks: Blocks) -> Change:
+def rounded(name: str, blocks: Blocks, group: int = GROUP) -> Change:
     """The recipe of a format for some blocks alone."""
-    return partial(getattr(recipes, name), group=GROUP, names=list(blocks))
+    return partial(getattr(recipes, name), group=group, names=list(blocks))
 
 
 class Study:
@@ -39,17 +43,22 @@ class Study:
 
     def __init__(self, subject: Trained, changes: Mapping[str, Change], blocks: Blocks) -> None:
         self.subject, self.changes, self.blocks = subject, changes, blocks
-        moves: dict[tuple[str, str], Move] = {}
-        for name, change in changes.items():
-            delta = displacement(subject.model, changed_state(subject.model, change))
-            moves |= {(name, block.name): Move(block, block.gather(delta)) for block in blocks.values()}
-        self._scores: dict[str, Mapping[str, Mapping[str, float]]] = {}
+        moves = {(name, move.block.name): move for name, change in changes.items() for move in self._moves(change)}
         self.keys = list(moves)
         self.moves = list(moves.values())
-        engine, _ = engine_of(subject.model, subject.loss, self._data(), blocks, "batch", None)
-        probe = Expansion(engine, self.moves)
+        probe = self._expansion(self.moves)
         self.first, self.pairs = probe.forms(probe.first, probe.pairs)
-        self.loss = engine.survey.loss
+        self.loss = probe.engine.survey.loss
+
+    def _moves(self, change: Change) -> list[Move]:
+        """A change, block by block."""
+        delta = displacement(self.subject.model, changed_state(self.subject.model, change))
+        return [Move(block, block.gather(delta)) for block in self.blocks.values()]
+
+    def _expansion(self, moves: Sequence[Move]) -> Expansion:
+        """The loss of the probe to second order in some moves."""
+        engine, _ = engine_of(self.subject.model, self.subject.loss, self._data(), self.blocks, "batch", None)
+        return Expansion(engine, moves)
 
     def measured(self, coefficients: Tensor, rows: Sequence[int]) -> Tensor:
         """L(w + Σ c d) - L(w) of some sequences for k rows of coefficients c (k, m), (N, k)."""
@@ -63,12 +72,16 @@ class Study:
         rows, step = self.subject.probe, self.subject.together
         return [self.subject.batch(rows[start : start + step]) for start in range(0, len(rows), step)]
 
-    def scores(self, change: str) -> Mapping[str, Mapping[str, float]]:
-        """The scores that need no second derivative, on the probe."""
-        if change not in self._scores:
-            subject, one = self.subject, self.changes[change]
-            self._scores[change] = scores(subject.model, subject.loss, self._data(), one, blocks=self.blocks)
-        return self._scores[change]
+    @cached_property
+    def _sources(self) -> Mapping[str, GradientSource]:
+        """The gradients of each sequence of the probe."""
+        engine, _ = engine_of(self.subject.model, self.subject.loss, self._data(), self.blocks, "sequence", None)
+        return labelled(engine, list(self.blocks.values()))
+
+    def scores(self, change: str) -> dict[str, dict[str, float]]:
+        """The scores that need no second derivative, on the probe, as `cv.analysis.scores` has them."""
+        moves = [move for (name, _), move in zip(self.keys, self.moves, strict=True) if name == change]
+        return dict(zip(("magnitude", "fisher", "inputs"), scores_of_moves(moves, self._sources), strict=True))
 
     def ranks(self, change: str, groups: Mapping[str, Sequence[str]] | None = None) -> Found:
         """A change: predicted and measured as a whole, and how well scores rank the changes of single blocks.
@@ -84,13 +97,17 @@ class Study:
         predictions = {"second order": slopes + second, "curvature": second, "first order": slopes}
         predictions["gradient"] = slopes.mean(0).abs()
         for name, values in self.scores(change).items():
-            if name != "gradient":
-                predictions[name] = torch.tensor([sum(values[one] for one in names) for names in members.values()])
+            predictions[name] = torch.tensor([sum(values[one] for one in names) for names in members.values()])
         moved = self._on_probe(torch.stack([whole * scale for scale in SCALES]))
         slope, curve = self.first @ whole, torch.einsum("m,iml,l->i", whole, self.pairs, whole)
         expected = torch.stack([scale * slope + scale**2 * curve for scale in SCALES], 1)
         own = float(second.sum(1).mean())
         here, elsewhere = self._on_probe(C), self.measured(C, self.subject.few)
+        same = {name: _ranks(values, here) for name, values in predictions.items()}
+        other = {
+            name: _ranks(values if values.ndim == 1 else values.mean(0), elsewhere)
+            for name, values in predictions.items()
+        }
         return {
             "blocks": len(members),
             "size": self._size(whole),
@@ -103,10 +120,12 @@ class Study:
             ],
             "single": own,
             "interactions": float(curve.mean()) - own,
-            "same text": {name: _rank(values, here) for name, values in predictions.items()},
-            "other text": {
-                name: _rank(values if values.ndim == 1 else values.mean(0), elsewhere)
-                for name, values in predictions.items()
+            "same text": {name: _jackknifed(values) for name, values in same.items()},
+            "other text": {name: _jackknifed(values) for name, values in other.items()},
+            "second order ahead": {  # on other text, by how much
+                name: _jackknifed(other["second order"] - values)
+                for name, values in other.items()
+                if name != "second order"
             },
         }
 
@@ -119,10 +138,11 @@ class Study:
 
     def allocations(self) -> list[Found]:
         """Formats for one size, chosen on the probe by several costs, measured on held-out text, paired with ours."""
-        names, formats = list(self.blocks), list(self.changes)
+        names, formats = list(self.blocks), list(BITS)
+        places = [self.keys.index((one, name)) for one in formats for name in names]
         shape = len(formats), len(names)
-        first = self.first.mean(0).view(shape).T
-        second = self.pairs.mean(0).view(*shape, *shape).permute(1, 0, 3, 2)
+        first = self.first.mean(0)[places].view(shape).T
+        second = self.pairs.mean(0)[places][:, places].view(*shape, *shape).permute(1, 0, 3, 2)
         sizes = tuple(block.size for block in self.blocks.values())
         bits = tuple(BITS[name] + SCALE_BITS for name in formats)
         menu = Menu(tuple(names), sizes, tuple(formats), bits, first.clone(), second.clone())
@@ -136,21 +156,33 @@ class Study:
             kinds[score] = menu.scored({name: found[score] for name, found in known.items()})
         choices = {kind: menu.choice(allocate(costs, BUDGET).formats) for kind, costs in kinds.items()}
         choices |= at_random(menu)
-        places = torch.arange(len(names))
-        C = torch.zeros(len(choices), *shape, dtype=torch.float64)
+        C = torch.zeros(len(choices), len(self.keys), dtype=torch.float64)
         for row, choice in enumerate(choices.values()):
-            C[row, choice, places] = 1
-        changes = self.measured(C.flatten(1), self.subject.held_out)
+            C[row, [self.keys.index((formats[one], name)) for name, one in zip(names, choice, strict=True)]] = 1
+        changes = self.measured(C, self.subject.held_out)
+        sized = {kind: (menu.average_bits(choice), menu.cost(choice)) for kind, choice in choices.items()}
+        name, group = UNIFORM
+        alike = self._moves(rounded(name, self.blocks, group))
+        sized[f"all alike: {name}, groups of {group}"] = BITS[name] + 16 / group, self._predicted(alike)
+        together = measured(self.subject, alike, torch.ones(1, len(alike)), self.subject.held_out)
         return [
             {
                 "by": kind,
-                "bits": menu.average_bits(choice),
-                "predicted": menu.cost(choice),
-                "measured": _mean(changes[:, row]),
-                "more than ours": _mean(changes[:, row] - changes[:, 0]),
+                "bits": size,
+                "predicted": predicted,
+                "measured": _mean(values),
+                "more than ours": _mean(values - changes[:, 0]),
             }
-            for row, (kind, choice) in enumerate(choices.items())
+            for (kind, (size, predicted)), values in zip(
+                sized.items(), torch.cat([changes, together], 1).T, strict=True
+            )
         ]
+
+    def _predicted(self, moves: Sequence[Move]) -> float:
+        """g·δ + ½ δ·Hδ of the probe for the sum of some moves, one per block."""
+        probe = self._expansion(moves)
+        first, parts = probe.forms(probe.first, probe.parts)
+        return float(probe.weights @ (first.sum(1) + parts.sum((1, 2))))
 
 
 def at_random(menu: Menu) -> dict[str, Tensor]:
@@ -261,15 +293,20 @@ def _mean(values: Tensor) -> list[float]:
     return [float(values.mean()), float(values.std() / len(values) ** 0.5)]
 
 
-def _rank(predicted: Tensor, found: Tensor) -> list[float]:
-    """Spearman's correlation of predictions with the mean of measured changes (N, k) over N sequences, and the
-    jackknife's standard error. Predictions (N, k) are those of the same sequences, (k,) are fixed."""
+def _ranks(predicted: Tensor, found: Tensor) -> Tensor:
+    """Spearman's correlation of predictions with the mean of measured changes (N, k) over N sequences, and over all
+    but one of them: (N + 1,). Predictions (N, k) are those of the same sequences, (k,) are fixed."""
     count = len(found)
+    everything = torch.ones(count, dtype=torch.bool)
 
     def correlation(kept: Tensor) -> float:
         return spearman(predicted if predicted.ndim == 1 else predicted[kept].mean(0), found[kept].mean(0))
 
-    everything = torch.ones(count, dtype=torch.bool)
-    others = torch.tensor([correlation(everything & (torch.arange(count) != i)) for i in range(count)])
-    variance = (count - 1) / count * float((others - others.mean()).square().sum())
-    return [correlation(everything), math.sqrt(variance)]
+    others = [everything & (torch.arange(count) != i) for i in range(count)]
+    return torch.tensor([correlation(kept) for kept in (everything, *others)], dtype=torch.float64)
+
+
+def _jackknifed(values: Tensor) -> list[float]:
+    """The first of (N + 1,) values, and the standard error from the N without one sequence each."""
+    others, count = values[1:], len(values) - 1
+    return [float(values[0]), math.sqrt((count - 1) / count * float((others - others.mean()).square().sum()))]

@@ -1,12 +1,13 @@
 """Scores that people use in place of the second-order cost of a change, to be compared with what was measured."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvoscope.analysis.changes import Change
+from curvoscope.analysis.expansion import Move
 from curvoscope.analysis.sensitivity import expanded
 from curvoscope.approximations import GradientSource, diagonal
 from curvoscope.approximations.enumeration import labelled
@@ -46,16 +47,24 @@ def scores(
     """
     found = expanded(model, loss_fn, batches, changed, blocks, "sequence", device).expansion
     sources = labelled(found.engine, [move.block for move in found.moves])
-    costs: dict[str, dict[str, float]] = {"magnitude": {}, "gradient": {}, "fisher": {}, "inputs": {}}
     (slopes,) = found.forms(found.first)
-    for move, slope in zip(found.moves, (found.weights @ slopes).tolist(), strict=True):
+    magnitude, fisher, inputs = scores_of_moves(found.moves, sources)
+    slope = {
+        move.block.name: abs(one) for move, one in zip(found.moves, (found.weights @ slopes).tolist(), strict=True)
+    }
+    return {"magnitude": magnitude, "gradient": slope, "fisher": fisher, "inputs": inputs}
+
+
+def scores_of_moves(moves: Iterable[Move], sources: Mapping[str, GradientSource]) -> tuple[dict[str, float], ...]:
+    """The scores "magnitude", "fisher" and "inputs" of moves of single blocks, from their gradients."""
+    magnitude, fisher, inputs = {}, {}, {}
+    for move in moves:
         name, source = move.block.name, sources[move.block.name]
-        costs["magnitude"][name] = float(move.vector.double().square().sum())
-        costs["gradient"][name] = abs(slope)
-        costs["fisher"][name] = float(move.vector @ (diagonal(source) @ move.vector)) / 2
+        magnitude[name] = float(move.vector.double().square().sum())
+        fisher[name] = float(move.vector @ (diagonal(source) @ move.vector)) / 2
         if source.parts[0].inputs is not None:
-            costs["inputs"][name] = _of_inputs(source, move.vector)
-    return costs
+            inputs[name] = _of_inputs(source, move.vector)
+    return magnitude, fisher, inputs
 
 
 def _of_inputs(source: GradientSource, vector: Tensor) -> float:
