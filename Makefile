@@ -84,7 +84,8 @@ bench: $(VENV)/dev $(VENV)/browser
 families: $(VENV)/dev
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks.families > docs/families.md
 
-# docs/gallery: two trained models, whose weights packages carry, and small ones that are trained here, measured.
+# docs/gallery: two trained models, whose weights packages carry, and small ones that are trained here, measured. What
+# docs/gallery/*.json has is not measured again: remove them first to start anew.
 gallery: $(VENV)/gallery
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m gallery
 

@@ -17,7 +17,7 @@ from gallery.exhibit import SEED, Exhibit
 TOLERANCE = 0.1  # of half of the norms, as `curvoscope analyze` has it
 ROWS = 1  # sequences of a micro-batch: each sample passes through one
 SPECTRUM_ROWS = 4  # of a micro-batch: products take less memory
-SAMPLES = 64  # of a model without norms, and of blocks to audit
+BARE_SAMPLES = 64  # of a model without norms
 PRODUCTS = 16  # for a functional part without a closed form
 GROUP = 32  # weights that share a scale in int4
 ATTENTION, STATE_SPACE = ("attn.Q", "attn.K", "attn.V"), ("mixer.C", "mixer.B", "mixer.in")
@@ -53,7 +53,7 @@ def facts_of(exhibit: Exhibit, sweep: Sweep) -> Facts:
 
 def bare_facts(exhibit: Exhibit) -> Facts:
     """Norms of the blocks that mix tokens, of a model without norms."""
-    sweep = _some_swept(exhibit, mixing_blocks(exhibit.blocks.names))
+    sweep = _some_swept(exhibit, mixing_blocks(exhibit.blocks.names), BARE_SAMPLES)
     norms = {name: {"norm": estimate(sweep.frobenius_norm(name))} for name in sweep.names}
     return {"loss": sweep.loss, "samples": sweep.samples, "blocks": norms}
 
@@ -109,16 +109,16 @@ def spectrum_facts(found: Sequence[BlockSpectrum]) -> Facts:
     }
 
 
-def audited(exhibit: Exhibit, chosen: Sequence[str]) -> AuditTable:
+def audited(exhibit: Exhibit, chosen: Sequence[str], samples: int) -> AuditTable:
     """Approximations of some blocks, from samples of a sweep that keeps them."""
-    return cv.analysis.audit(_some_swept(exhibit, chosen, keep=chosen), list(chosen), APPROXIMATIONS)
+    return cv.analysis.audit(_some_swept(exhibit, chosen, samples, keep=chosen), list(chosen), APPROXIMATIONS)
 
 
-def _some_swept(exhibit: Exhibit, names: Sequence[str], keep: Sequence[str] = ()) -> Sweep:
+def _some_swept(exhibit: Exhibit, names: Sequence[str], samples: int, keep: Sequence[str] = ()) -> Sweep:
     """Some blocks alone, with a fixed number of samples."""
     blocks = cv.Blocks(exhibit.blocks[name] for name in names)
     data = [exhibit.batch]
-    return cv.sweep(exhibit.model, exhibit.loss, data, blocks, samples=SAMPLES, seed=SEED, micro_batch=ROWS, keep=keep)
+    return cv.sweep(exhibit.model, exhibit.loss, data, blocks, samples=samples, seed=SEED, micro_batch=ROWS, keep=keep)
 
 
 def audit_facts(table: AuditTable) -> Facts:

@@ -35,6 +35,7 @@ class GalleryModel:
         bare: the same without norms, for some of the stages.
         chosen: shell patterns of the blocks whose spectra are shown and whose approximations are audited.
         matvecs: products for each of these spectra.
+        samples: of each of these audits.
     """
 
     title: str
@@ -43,6 +44,7 @@ class GalleryModel:
     bare: Stages = field(default_factory=dict)
     chosen: tuple[str, ...] = ()
     matvecs: int = 128
+    samples: int = 1024
 
     def trained(self) -> Exhibit:
         """With the trained weights."""
@@ -148,6 +150,7 @@ MODELS = {
         {RANDOM: partial(smollm2, True, norms=False)},
         tuple(f"h.{layer}.{role}" for layer in (25, 29) for role in _ATTENTION),
         matvecs=16,
+        samples=64,
     ),
     "minilm": GalleryModel(
         "all-MiniLM-L6-v2",
@@ -161,6 +164,7 @@ MODELS = {
         {RANDOM: partial(minilm, True, norms=False)},
         tuple(f"h.{layer}.{role}" for layer in (0, 3, 5) for role in _ATTENTION),
         matvecs=16,
+        samples=64,
     ),
     "gpt": GalleryModel(
         "The package's GPT through training",
@@ -192,5 +196,6 @@ MODELS = {
         _through(trained_here.mamba, *_MAMBA_STEPS, norms=False),
         tuple(f"h.{layer}.mixer.{role}" for layer in (0, 2) for role in ("C", "in", "out")),
         matvecs=32,
+        samples=256,
     ),
 }

@@ -262,7 +262,7 @@ def _audit(name: str, results: Facts) -> list[str]:
     ]
     return [
         "|H - sA| / |H| in the Frobenius norm at the best number s, with H the Gauss-Newton part of a block and A an "
-        "approximation made of one half of the samples and measured on the other half."
+        f"approximation made of one half of {MODELS[name].samples:,} samples and measured on the other half."
         + (" [More blocks and approximations](../audit.md)." if name in _STUDIED else ""),
         "",
         *table(("block", *APPROXIMATIONS), rows),

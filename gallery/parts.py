@@ -69,7 +69,7 @@ def _spectra(name: str, label: str) -> Measured:
 
 
 def _audit(name: str, label: str) -> Measured:
-    table = measure.audited(_loaded(name, "stages", label), MODELS[name].chosen)
+    table = measure.audited(_loaded(name, "stages", label), MODELS[name].chosen, MODELS[name].samples)
     return measure.audit_facts(table), {"audit": depth_figure(table)}
 
 
