@@ -266,14 +266,14 @@ def survey(
 
     The first micro-batch is run twice, to see whether its loss changes.
     """
-    losses, written = Losses(objective), Written()
-    with ranks.together():
+    losses = Losses(objective)
+    with ranks.together(), Written() as written:  # both runs: operations that torch has fused round otherwise inside
         for position, batch in enumerate(batches):
             batch = model.moved(batch)
             written.begin()
-            with written:
-                outputs, seen = evaluate(model, objective, batch)
-                value = losses.add(outputs, seen, batch)
+            outputs, seen = evaluate(model, objective, batch)
+            value = losses.add(outputs, seen, batch)
+            written.begin()
             if position == 0:
                 check_same(value, losses.again(evaluate(model, objective, batch)[1], batch), model.dtype)
             del outputs, seen
