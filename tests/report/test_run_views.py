@@ -51,6 +51,7 @@ def test_the_numbers_of_an_analysis(seed):
         assert cell(view, maps[row["part"]], row["block"], row["block"]) == row["frobenius_norm"]["value"]
 
 
+@pytest.mark.slow
 def test_every_kind_of_run_is_shown(tmp_path):
     for kind in KINDS:
         out, document = run_of(kind, tmp_path / kind)
