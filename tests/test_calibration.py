@@ -58,6 +58,7 @@ class TestCoverage:
         assert operator.frobenius_norm(matvecs=MATVECS, seed=7).value == pytest.approx(found[7].value, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_density(hessian):
     operator, matrix = _block(*hessian, None)
     eigenvalues = torch.linalg.eigvalsh(matrix)

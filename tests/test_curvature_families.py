@@ -78,7 +78,7 @@ def family(request, monkeypatch_module):
     return model, loss, inputs, targets, blocks, dense
 
 
-@pytest.mark.parametrize("cut", [2, 1])
+@pytest.mark.parametrize("cut", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_every_family_against_dense(family, cut):
     model, loss, inputs, targets, blocks, dense = family
     batches = list(zip(inputs.split(cut), targets.split(cut), strict=True))
@@ -89,6 +89,7 @@ def test_every_family_against_dense(family, cut):
         assert relative(expected, expected.T, dense.total) < 1e-9
 
 
+@pytest.mark.slow
 def test_heads_and_off_diagonal_blocks(family):
     model, loss, inputs, targets, blocks, dense = family
     heads = blocks.per_head()

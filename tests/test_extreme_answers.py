@@ -68,7 +68,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("rank", [SIZE, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_estimators_scale_with_the_matrix(rank, dtype):
     matrix = _matrix(rank)
     plain = {name: float(ask(_product(matrix, 1.0, dtype))) for name, ask in QUESTIONS.items()}

@@ -51,11 +51,13 @@ def test_every_public_name_is_found_and_listed():
     "before",
     [
         "",
-        "import curvoscope.sweep, curvoscope.settings",
-        "from curvoscope.sweep.statistics import Bracket",
-        "from curvoscope.sweep import Sweep; from curvoscope.settings import current",
+        pytest.param("import curvoscope.sweep, curvoscope.settings", marks=pytest.mark.slow),
+        pytest.param("from curvoscope.sweep.statistics import Bracket", marks=pytest.mark.slow),
+        pytest.param(
+            "from curvoscope.sweep import Sweep; from curvoscope.settings import current", marks=pytest.mark.slow
+        ),
         "cv.sweep; import curvoscope.sweep.run, curvoscope.settings",
-        "cv.Sweep; cv.curvature",
+        pytest.param("cv.Sweep; cv.curvature", marks=pytest.mark.slow),
     ],
 )
 def test_a_function_wins_over_the_module_of_its_name_in_any_order_of_imports(before):

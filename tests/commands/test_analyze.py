@@ -160,8 +160,9 @@ MORE = {
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("GPTJForCausalLM", {"n_layer": 1}), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE.items())],
+    [("GPTJForCausalLM", {"n_layer": 1}), *MORE.items()],
 )
+@pytest.mark.slow
 def test_a_family_without_a_table_of_paths_is_named_by_structure(call, tmp_path, name, changes):
     """transformer.h.0.attn.q_proj.weight is "h.0.attn.Q"; its layers have no closed form, and the run says so."""
     zoo.save(name, tmp_path / "model", **changes)

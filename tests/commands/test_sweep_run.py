@@ -69,6 +69,7 @@ def test_what_a_reader_sees(call, tmp_path, monkeypatch):
     assert code == 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_written_and_continued(analyze, monkeypatch):
     whole, _ = analyze("--fast", "--tolerance", "0.03")
     assert whole["samples"] > 64

@@ -50,6 +50,7 @@ def test_writes_records_figure_and_one_json_document(tmp_path, capsys):
     assert facts["versions"] == document["versions"] and facts["configuration"]["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_text_model(undrawn, tmp_path, capsys):
     options = watch.WatchOptions(steps=2, task="text", **SMALL)
     assert watch.run(options, tmp_path, False, True) == 0
@@ -70,6 +71,7 @@ def test_batches_of_text_are_of_the_text_and_of_the_seed_alone():
     assert bytes(inputs[0].tolist()) in text.corpus().encode()
 
 
+@pytest.mark.slow
 def test_a_logger(undrawn, tmp_path, capsys, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -239,6 +241,7 @@ class TestErrors:
             assert store.names == []
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_does_not_end_the_run(undrawn, tmp_path, monkeypatch, capsys):
     def full(self, record):
         raise StoreError("store", "the disk is full")

@@ -27,7 +27,8 @@ from distributed_workers import (
 )
 from reference import relative
 
-CUTS = [(7,), (4, 3), (1, 6), (3, 0, 2, 2)]  # in the last, a rank without batches and one with few terms
+# In the last, a rank without batches and one with few terms.
+CUTS = [*(pytest.param(cut, marks=pytest.mark.slow) for cut in [(7,), (4, 3), (1, 6)]), (3, 0, 2, 2)]
 
 
 @pytest.fixture(scope="module", params=CUTS, ids=str)

@@ -31,7 +31,7 @@ CASES = [  # rows of each rank, which modules are sharded, how products are made
     pytest.param(((3, 0, 2, 2), "layers", "autodiff"), marks=pytest.mark.slow),
     ((7, 0), "whole", "autodiff"),
     ((4, 3), "encoder", "autodiff"),
-    ((6, 1), "layers", "difference"),
+    pytest.param(((6, 1), "layers", "difference"), marks=pytest.mark.slow),
 ]
 
 

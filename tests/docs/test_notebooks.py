@@ -10,7 +10,6 @@ from fences import DOCS, ROOT, difference
 sys.path.insert(0, str(DOCS / "_ext"))
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = "1_attention_hessian"
 
 
 def printed(cell):
@@ -22,10 +21,8 @@ def printed(cell):
     return "".join(texts)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem != QUICK)) for path in NOTEBOOKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_what_it_was_saved_with(path, tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     saved = nbformat.read(path, as_version=4)

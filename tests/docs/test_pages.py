@@ -10,7 +10,7 @@ import torch
 from fences import DOCS, ROOT, SET_UP, Runner, difference, fences, pages
 
 # The Trainer, Lightning, processes, commands. tests/test_readme.py has a quick test of the README.
-SLOW = {"README.md", "howto/training.md", "howto/loggers.md", "howto/cluster.md", "howto/sensitivity.md"}
+SLOW = {"README.md", *(f"howto/{name}.md" for name in ("training", "loggers", "cluster", "sensitivity", "report"))}
 
 
 def identity(page):

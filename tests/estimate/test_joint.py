@@ -20,7 +20,7 @@ def _pair(first, second):
     return Dense(torch.cat([one, two]), False), {"one": one, "two": two, "sum": one + two}
 
 
-@pytest.mark.parametrize("matvecs", [16, 48])
+@pytest.mark.parametrize("matvecs", [16, pytest.param(48, marks=pytest.mark.slow)])
 def test_coverage(matvecs):
     stack, truths = _pair(decaying, outliers)
     found = [estimate.measure(stack, PARTS, matvecs=matvecs, seed=seed) for seed in range(SEEDS)]

@@ -42,6 +42,7 @@ class TestCoverage:
         words = (*KINDS, *WAYS, "LA", "SA", "LM", "k 1", "k 3", "float32", "float64")
         assert all(any(word in name for name in names) for word in words)
 
+    @pytest.mark.slow
     def test_two_products_on_a_null_space(self):
         """A Ritz value near 0 has a small residual at once where almost all is null space; the end is far below."""
         wrong = []

@@ -51,7 +51,13 @@ class TestTransformers:
         trainer.train(resume_from_checkpoint=resume)
         return model.state_dict()
 
-    @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            pytest.param({}, id="plain"),
+            pytest.param({"gradient_accumulation_steps": 2}, id="accumulated", marks=pytest.mark.slow),
+        ],
+    )
     def test_the_same_to_the_bit(self, tmp_path, options):
         plain = self.trained(tmp_path, self.model(), [], **options)
         model, weights = self.model(), Weights()

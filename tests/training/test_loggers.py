@@ -55,6 +55,7 @@ def numbers(monitor):
 
 
 class TestWhatTheLibrariesStored:
+    @pytest.mark.slow
     def test_wandb(self, tmp_path):
         with tool_of("wandb").started(tmp_path, "first", {"lr": 0.1}):
             import wandb
