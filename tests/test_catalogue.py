@@ -453,7 +453,9 @@ CALLS = {
         lambda: cv.approximations.kfac(attention().hessian(X, cv.losses.MSE(r(6, 4))).total, "Q"), MODEL, "part",
     ),
     "kfac: of a sweep that keeps nothing": (
-        lambda: cv.approximations.kfac(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8), "0.weight"), MODEL, "name",
+        lambda: cv.approximations.kfac(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=()), "0.weight"),
+        MODEL,
+        "name",
     ),
     "heads: of a weight without": (lambda: cv.approximations.heads(hessian(), "0.weight"), RANGE, "block"),
     "layers: of one weight": (
@@ -512,7 +514,7 @@ CALLS = {
         lambda: cv.analysis.audit(hessian(), ["0.weight"], [1.0]), DTYPE, "approximations",
     ),
     "audit: sweep that keeps nothing": (
-        lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8)), EMPTY, "sweep",
+        lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=())), EMPTY, "sweep",
     ),
     "audit: total of a sweep": (
         lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=["*"]), part="total"),

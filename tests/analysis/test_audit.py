@@ -1,6 +1,7 @@
 """The audit: the identity behind it, exact and sampled numbers, and what it says."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -70,7 +71,6 @@ def test_the_identity_of_three_separate_numbers(rows):
 
 
 def test_a_block_too_large_to_be_formed(rows, monkeypatch):
-    import sys
 
     monkeypatch.setattr(sys.modules[module_of_audit.__module__], "_DENSE", 0)
     for row, formed in zip(cv.analysis.audit(H, [NAME], NAMES), rows, strict=True):
@@ -121,6 +121,22 @@ def test_samples_agree_with_what_is_exact(sweep):
         else:
             assert abs(row.error - truth.error) < 5 * row.error.stderr
             assert row.trace_error == pytest.approx(0, abs=1e-9)
+
+
+def test_small_samples_are_kept_without_being_asked_for(sweep, monkeypatch):
+    plain = cv.sweep(MODEL, LOSS, DATA, samples=512)
+    found, expected = (cv.analysis.audit(one, approximations=["kfac"]) for one in (plain, sweep))
+    assert [(row.block, row.error, row.error.stderr) for row in found.rows] == [
+        (row.block, row.error, row.error.stderr) for row in expected.rows
+    ]
+    monkeypatch.setattr(
+        sys.modules["curvoscope.sweep.run"], "KEPT", sum(one.bytes for one in plain.kept[0].values()) + 1
+    )
+    large = cv.sweep(MODEL, LOSS, DATA, samples=512)
+    assert len(plain.kept) > 1 and not any(large.kept)  # the second chunk is too much, and the first goes with it
+    assert large.trace(NAME) == plain.trace(NAME)
+    watched = cv.sweep(MODEL, LOSS, DATA, samples=64, observe=lambda chunk, source: None)
+    assert not any(watched.kept)
 
 
 def test_an_observer_has_the_same_rows(sweep):

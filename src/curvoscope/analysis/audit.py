@@ -47,7 +47,7 @@ def audit(
     its samples: give `cv.sweep` a `SampledAudit`.
 
     Args:
-        H: a Hessian, or a sweep made with `keep=`.
+        H: a Hessian, or a sweep that keeps its samples: those that are small, and those of blocks in its `keep=`.
         blocks: names or shell patterns; several names in a tuple are audited as one weight. None: the weights of all
             linear layers.
         approximations: names such as "kfac", "kronecker:4", "shampoo:1/4", "kfac/heads"; operators, which must not come
@@ -103,7 +103,9 @@ def audit(
 def _of_sweep(sweep: Sweep, blocks: Wanted | None, wanted: Sequence[Standin], strict: bool) -> AuditTable:
     held = list(dict.fromkeys(name for chunk in sweep.kept for name in chunk))
     if not held:
-        raise EmptyError("sweep", "keeps no samples; make it with cv.sweep(..., keep=[...])")
+        raise EmptyError(
+            "sweep", "keeps no samples; name blocks in cv.sweep(..., keep=[...]), or give it a SampledAudit"
+        )
     found = SampledAudit(wanted, strict=strict)
     for key in _chosen(held, blocks):
         for number, chunk in enumerate(sweep.kept):

@@ -79,6 +79,11 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         return self._rows[index]
 
     @property
+    def rows(self) -> list[AuditRow]:
+        """All of them, in order."""
+        return list(self._rows)
+
+    @property
     def blocks(self) -> list[str]:
         """Names of the blocks, in order."""
         return list(dict.fromkeys(row.block for row in self._rows))

@@ -69,6 +69,11 @@ class GradientSource:
         return self.parts[0].shape
 
     @property
+    def bytes(self) -> int:
+        """Of X and delta."""
+        return sum(one.nbytes for part in self.parts for one in (part.inputs, part.cotangents) if one is not None)
+
+    @property
     def like(self) -> Tensor:
         """An empty tensor of the dtype of the gradients, on their device."""
         return self.parts[0].cotangents.new_empty(0)

@@ -123,6 +123,7 @@ def shown_sweep(
                 micro_batch=_ROWS,
                 earlier=None if kept is None else kept.last,
                 tell=tell,
+                keep=(),
                 plan=lambda plan: console.print(_prediction(plan, products), soft_wrap=True),
             )
     if kept is not None:

@@ -59,8 +59,8 @@ class Density:
         >>> import torch
         >>> from curvoscope import estimate
         >>> found = estimate.Density.exact(torch.tensor([0.0, 1.0, 1.0, 4.0]))
-        >>> found.support, found.moment(1).value
-        ((0.0, 4.0), 1.5)
+        >>> found, found.moment(1).value
+        (Density(4 eigenvalues, support 0 to 4, exact), 1.5)
     """
 
     nodes: Tensor
@@ -71,6 +71,11 @@ class Density:
     method: str
     quadrature: bool = False
     missed: tuple[float, float] = (0.0, 0.0)
+
+    def __repr__(self) -> str:
+        low, high = self.support
+        taken = "exact" if self.method == "exact" else f"{self.probes} probes, {self.matvecs} products"
+        return f"Density({self.size} eigenvalues, support {low:.4g} to {high:.4g}, {taken})"
 
     @classmethod
     def exact(cls, eigenvalues: Tensor, matvecs: int = 0) -> "Density":

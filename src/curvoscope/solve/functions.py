@@ -59,15 +59,11 @@ def effective_dimension(
 ) -> Estimate:
     """tr B (B + damping)^-1 = sum_i λ_i / (λ_i + damping): how many directions the damping leaves.
 
-    Args and returns as for `logdet`. If all eigenvalues are known, B may be indefinite.
+    If all eigenvalues are known, B may be indefinite.
 
     Args:
         operator: B (n, n), symmetric.
-        damping: a number ≥ 0.
-        matvecs: the budget of products, probes times steps; 512 when neither this nor a tolerance is given.
-        tolerance: the standard error, relative to n, at which to stop.
-        seed: of the probes; by default that of `cv.settings`.
-        steps: of Lanczos per probe; 64, or a quarter of a smaller budget.
+        damping, matvecs, tolerance, seed, steps: as for `logdet`.
 
     Returns:
         An `Estimate`.

@@ -204,7 +204,7 @@ class Sweep(ShownAsTable):
         """The samples of a block or head that the sweep keeps: what `cv.approximations` are made of.
 
         Args:
-            name: of a block that `cv.sweep` was asked to `keep`, or of a head of it.
+            name: of a block whose samples are kept (see `keep` of `cv.sweep`), or of a head of it.
 
         Returns:
             The samples gamma = X^T delta, with E[gamma gamma^T] = H.

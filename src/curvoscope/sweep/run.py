@@ -28,6 +28,7 @@ from curvoscope.sweep.walk import SampleDraw, Walk
 
 _AGREE = 2e-2  # relative difference of a squared length that is found in two ways
 _SHARE = 0.5  # of the memory that a chunk may use
+KEPT = 2**28  # bytes of samples that are kept without being asked for
 
 
 def sweep(
@@ -43,7 +44,7 @@ def sweep(
     process_group: object = None,
     earlier: Sweep | None = None,
     tell: Callable[[Sweep], None] | None = None,
-    keep: Sequence[str] = (),
+    keep: Sequence[str] | None = None,
     observe: Callable[[int, GradientSource], None] | None = None,
     plan: Callable[[SweepPlan], None] | None = None,
 ) -> Sweep:
@@ -71,7 +72,8 @@ def sweep(
         tell: called with the sweep so far whenever another block is known. Ctrl-C ends `cv.sweep`; what was told
             stays.
         keep: shell patterns of blocks whose samples, X and delta, stay in the sweep, for `cv.approximations` and
-            `cv.analysis.audit`. They take the memory of the layer's activations times the number of samples.
+            `cv.analysis.audit`. They take the memory of the layer's activations times the number of samples. None:
+            those of all linear layers if they take at most 256 MiB, otherwise none; and none if `observe` is given.
         observe: called with the number of the chunk of samples and the samples of a block, as soon as they are known.
             They need not be kept: this is how a large model is audited.
         plan: called once, after the first backward pass, with the number of samples and the time that they will take.
@@ -119,12 +121,14 @@ class _Sweeping:
         seed: int,
         earlier: Sweep | None,
         tell: Callable[[Sweep], None] | None,
-        keep: Sequence[str] = (),
+        keep: Sequence[str] | None = None,
         observe: Callable[[int, GradientSource], None] | None = None,
         plan: Callable[[SweepPlan], None] | None = None,
     ) -> None:
         self._engine, self._seed, self._tell, self._observe, self._plan = engine, seed, tell, observe, plan
         self._keep = set(engine.blocks.select(*keep)) if keep else set()
+        self._room = KEPT if keep is None and observe is None else 0  # bytes for samples of any linear layer
+        self._kept_here: list[dict[str, GradientSource]] = []
         self._rows = engine.blocks.per_head()
         self._batches = [  # of all ranks: the rank, the number there, and the share in the loss
             (rank, number, weight)
@@ -168,7 +172,7 @@ class _Sweeping:
         """Run the model whole, once, and see how many samples fit into the memory."""
         scale = float(self._weights.sum()) ** 0.5
         with self._engine.running():
-            shown = self._take if self._keep or self._observe is not None else None
+            shown = self._take if self._keep or self._room or self._observe is not None else None
             self._walk = Walk(self._engine, self._rows, scale, self._cut, shown)
             draws, _ = self._draws(1, self._first)
             start = time.perf_counter()
@@ -202,8 +206,13 @@ class _Sweeping:
 
     def _take(self, source: GradientSource) -> None:
         """The samples of a block in this chunk."""
-        if source.name in self._keep:
-            self._kept[source.name] = source
+        if source.name in self._keep or (self._room and source.parts[0].inputs is not None):
+            self._kept_here[-1][source.name] = source
+        if self._room and sum(one.bytes for chunk in self._kept_here for one in chunk.values()) > self._room:
+            self._room = 0
+            for chunk in self._kept_here:
+                chunk.clear()
+            self._walk.show_no_more()
         if self._observe is not None:
             self._observe(len(self.sweep.chunks), source)
 
@@ -215,15 +224,15 @@ class _Sweeping:
             if not self._cut:
                 raise
             self._cut = False
+            self._kept_here.pop()
             self._examine()
             self._add_chunk(count)
 
     def _add_chunk(self, count: int) -> None:
         chunk, grams = len(self.sweep.chunks), dict[str, Tensor]()
-        self._kept: dict[str, GradientSource] = {}
-        so_far = Sweep(
-            self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss, [*self.sweep.kept, self._kept]
-        )
+        kept: dict[str, GradientSource] = {}
+        self._kept_here.append(kept)
+        so_far = Sweep(self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss, [*self.sweep.kept, kept])
         done = self.sweep.samples
         ticker = Ticker(f"sweep, samples {done + 1} to {done + count}{self._about}", len(self._rows))
 

@@ -345,6 +345,10 @@ class Walk:
 
     # ---- results
 
+    def show_no_more(self) -> None:
+        """Call the observer no more."""
+        self._observed = {}
+
     def _show(self, name: str, factors: Sequence[Factors], gradients: Tensor | None) -> None:
         """Show the observer the gradients of the blocks in a parameter."""
         for block in self._observed.get(name, []):
