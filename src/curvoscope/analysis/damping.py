@@ -49,9 +49,11 @@ class Damping:
     def __str__(self) -> str:
         lines = [f"damping {self.value:.3g}, from the {self.reason}"]
         lines += [f"  {name}: {value:.3g}" for name, value in self.numbers.items()]
-        lines.append(f"  eigenvalues from {self.smallest} to {self.largest}")
+        ends = (f"{end:.4g}" if end.exact else str(end) for end in (self.smallest, self.largest))
+        lines.append("  eigenvalues from {} to {}".format(*ends))
         if self.effective_dimension is not None:
-            lines.append(f"  effective dimension {self.effective_dimension}")
+            dimension = self.effective_dimension
+            lines.append(f"  effective dimension {f'{dimension:.4g}' if dimension.exact else dimension}")
         return "\n".join(lines)
 
 
