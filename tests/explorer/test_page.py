@@ -79,7 +79,6 @@ class Explorer:
             "name => JSON.parse(JSON.stringify(document.querySelector(`#graph-${name} .js-plotly-plot`).data))", name
         )
 
-
     def saved(self, name):
         """The layout of a figure, of which its saved picture is made."""
         return self.page.evaluate(
