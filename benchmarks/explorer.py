@@ -21,8 +21,8 @@ _WATCH = """() => {
     bench.drawn = performance.now();
     if (bench.first < bench.start) bench.first = bench.drawn;
   };
-  for (const plot of document.querySelectorAll(".js-plotly-plot"))
-    for (const event of ["plotly_afterplot", "plotly_animated", "plotly_update"]) plot.on(event, drawn);
+  const every = {attributes: true, characterData: true, childList: true, subtree: true};
+  for (const graph of document.querySelectorAll(".graph")) new MutationObserver(drawn).observe(graph, every);
   const send = window.fetch;
   window.fetch = (...given) => { window.bench.requests += 1; return send(...given); };
 }"""

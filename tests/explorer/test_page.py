@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("dash", reason="the explorer needs dash")
 
 from browser_cases import PATIENCE, WIDTHS, Traffic, overflow, serious_violations
-from curvoscope.explorer import tour
+from curvoscope.explorer import matrix_figures, tour
 from curvoscope.explorer.compute import matrices, spectra
 from curvoscope.explorer.layout import CONTROLS
 from curvoscope.explorer.state import State, from_link
@@ -79,6 +79,12 @@ class Explorer:
             "name => JSON.parse(JSON.stringify(document.querySelector(`#graph-${name} .js-plotly-plot`).data))", name
         )
 
+    def saved(self, name):
+        """The layout of a figure, of which its saved picture is made."""
+        return self.page.evaluate(
+            "name => JSON.parse(JSON.stringify(document.querySelector(`#graph-${name} .js-plotly-plot`).layout))", name
+        )
+
 
 @pytest.fixture(scope="module")
 def explorer(browser, address):
@@ -116,6 +122,10 @@ def assert_shows(explorer, state):
     assert [y or 0 for y in explorer.drawn("growth")[0]["y"]] == more.growth[0].tolist()
     if state.heads == 1:
         np.testing.assert_array_equal(explorer.drawn("attention")[0]["z"], found.attention[0])
+    for name, writes in matrix_figures.fill(found).items():
+        if name != "attention":
+            shown_picture = explorer.page.locator(f"#graph-{name} .imagelayer image").get_attribute("href")
+            assert shown_picture == explorer.saved(name)["images"][0]["source"] == writes["layout.images.0.source"]
 
 
 MOVES = {
