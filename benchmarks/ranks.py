@@ -2,12 +2,16 @@
 
 import json
 import multiprocessing
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.measure import once
 
 Measured = Callable[..., Mapping[str, object]]  # of a rank, the number of ranks, and more
 
@@ -23,6 +27,26 @@ def together(measured: Measured, ranks: int, *more: object) -> list[dict[str, ob
         for process in processes:
             process.join()
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def timed(call: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Median seconds, and processor seconds, of a call that all ranks begin together."""
+    seconds, processor = [], []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.process_time()
+        seconds.append(once(call))
+        processor.append(time.process_time() - start)
+    return {"seconds": statistics.median(seconds), "processor_seconds": statistics.median(processor)}
+
+
+def efficiencies(alone: dict[str, float], independent: dict[str, float], group: dict[str, float]) -> dict[str, float]:
+    """How the time of a group compares with that of one process alone and of independent ones with as much to do."""
+    return {
+        "efficiency": alone["seconds"] / group["seconds"],
+        "processor_efficiency": alone["processor_seconds"] / group["processor_seconds"],
+        "of_independent": independent["seconds"] / group["seconds"],
+    }
 
 
 def _process(measured: Measured, folder: str, rank: int, ranks: int, *more: object) -> None:

@@ -5,29 +5,28 @@ their copy, and the Lanczos vectors are spread, activations are not. Every proce
 that its activations are those of any number of ranks. `expected_gib` is a + b / ranks with a and b from the first two.
 
 Times are of a product with 16 rows in the batch of each rank, where parameters are moved as much as computed with, and
-with 256. Each rank has as much to do however many there are: `efficiency` is the time of one rank over that of all.
-`seconds` needs as many idle cores as ranks; `over_unsharded` is a ratio of processor times.
+with 256. They are taken in the same processes: of the model unsharded, by one while the others wait and by all at once,
+and of the sharded one. `over_unsharded` is a ratio of processor times; `efficiency` is the time of the unsharded model
+alone over that of the sharded one, and `of_independent` that of all at once. Both need an idle core for each rank.
 """
 
 import json
-import os
-import statistics
 import sys
-import time
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.measure import in_own_process, once, peak_gib
-from benchmarks.ranks import together
+from benchmarks.measure import in_own_process, peak_gib
+from benchmarks.ranks import efficiencies, timed, together
 from curvoscope.curvature import MeanSquaredError, ModelHessian, hessian
 from curvoscope.distributed.sharded_operators import ShardedMatrix
 
 RANKS = (1, 2, 4)
-WIDTH, LAYERS, ROWS, MORE_ROWS, STEPS, PRODUCTS = 384, 8, 16, 256, 8, 9
-AIMS = {"over_unsharded": 1.5, "efficiency": 0.7}
+WIDTH, LAYERS, ROWS, STEPS, PRODUCTS = 384, 8, (16, 256), 8, 9
+AIMS = {"over_unsharded": 1.5, "efficiency": 0.7}  # on one rank, and on two with the larger batch
 
 
 class _Layer(nn.Module):
@@ -58,66 +57,67 @@ def _hessian(model: nn.Module, rows: int) -> ModelHessian:
 
 
 def _answers(H: ModelHessian) -> dict[str, float]:
-    largest = H.total.eigenvalues(k=1, matvecs=STEPS)
-    assert not isinstance(largest, torch.Tensor)
-    return {"largest": float(largest[0]), "norm": float(H.total.frobenius_norm(matvecs=2))}
+    return {
+        "largest": float(H.total.eigenvalues(k=1, matvecs=STEPS)[0]),
+        "norm": float(H.total.frobenius_norm(matvecs=2)),
+    }
 
 
-def _times(H: ModelHessian) -> dict[str, float]:
-    """Median seconds and processor seconds of a product, after two of them."""
-    held = H.total.spaces[1].length if isinstance(H.total, ShardedMatrix) else H.shape[0]
-    vector = torch.ones(held)
+def _ones(H: ModelHessian) -> Tensor:
+    """A vector, or this rank's part of it."""
+    return torch.ones(H.total.spaces[1].length if isinstance(H.total, ShardedMatrix) else H.shape[0])
+
+
+def _times(model: nn.Module, whole: nn.Module, rows: int, rank: int) -> dict[str, float]:
+    """Median seconds of a product, after two of them."""
+    own, H = _hessian(whole, rows), _hessian(model, rows)
+    given, v = _ones(own), _ones(H)
     for _ in range(2):
-        H @ vector
-    seconds, processor = [], []
-    for _ in range(PRODUCTS):
-        start = time.process_time()
-        seconds.append(once(lambda: H @ vector))
-        processor.append(time.process_time() - start)
-    return {"seconds": statistics.median(seconds), "processor_seconds": statistics.median(processor)}
+        own @ given, H @ v
+    alone = timed(lambda: own @ given if rank == 0 else None, PRODUCTS)
+    independent = timed(lambda: own @ given, PRODUCTS)
+    group = timed(lambda: H @ v, PRODUCTS)
+    return {
+        "unsharded_seconds": alone["seconds"],
+        "seconds": group["seconds"],
+        **efficiencies(alone, independent, group),
+        "over_unsharded": group["processor_seconds"] / alone["processor_seconds"],
+    }
 
 
-def _measured(rank: int, ranks: int) -> dict[str, float]:
-    """The answers, and how much the memory of this process has grown."""
+def _measured(rank: int, ranks: int, sharded: bool) -> dict[str, object]:
+    """The answers, how much the memory of this process has grown, and the times if there is something to compare."""
     before = peak_gib()
-    model = _model(ranks)
-    H = _hessian(model, ROWS)
-    found = {**_answers(H), "gib": peak_gib() - before, **_times(H)}
-    more = _times(_hessian(model, MORE_ROWS))
-    return {**found, **{f"{name}_of_more_rows": value for name, value in more.items()}}
+    model = _model(ranks if sharded else 0)
+    found: dict[str, object] = {**_answers(_hessian(model, ROWS[0])), "gib": peak_gib() - before}
+    return found | {"times": {rows: _times(model, _model(0), rows, rank) for rows in ROWS}} if sharded else found
 
 
 def _largest(ranks: int) -> dict[str, object]:
-    """The estimates, and the largest memory of a process."""
-    if not ranks:
-        torch.set_num_threads(1)
-        return dict(_measured(0, 0))
-    found = together(_measured, ranks)
-    return {**found[0], "gib": max(float(str(one["gib"])) for one in found)}
+    """The estimates, and the largest memory of a process; 0 is the model without shards."""
+    found = together(_measured, max(ranks, 1), ranks > 0)
+    return {"ranks": ranks, **found[0], "gib": max(float(str(one["gib"])) for one in found)}
+
+
+def _row(row: dict[str, Any], whole: dict[str, Any], expected: float) -> dict[str, object]:
+    differences = {f"{name}_difference": abs(row[name] / whole[name] - 1) for name in ("largest", "norm")}
+    return {**row, "expected_gib": expected, **differences}
 
 
 def run() -> dict[str, object]:
-    """The table, one row for each number of ranks; 0 is the model without shards."""
-    rows: list[dict[str, object]] = []
-    for ranks in (0, *RANKS):
-        rows.append({"ranks": ranks, **in_own_process("benchmarks.sharded", str(ranks))})
-    whole, one, two = (float(str(row["gib"])) for row in rows[:3])
-    spread = 2 * (one - two)  # a + b / ranks
-    for row in rows[1:]:
-        for more in ("", "_of_more_rows"):
-            own, unsharded = (float(str(one[f"processor_seconds{more}"])) for one in (row, rows[0]))
-            row[f"over_unsharded{more}"] = own / unsharded
-            row[f"efficiency{more}"] = float(str(rows[1][f"seconds{more}"])) / float(str(row[f"seconds{more}"]))
-        row["expected_gib"] = one - spread + spread / int(str(row["ranks"]))
-        for name in ("largest", "norm"):
-            expected = float(str(rows[0][name]))
-            row[f"{name}_difference"] = abs(float(str(row[name])) - expected) / abs(expected)
+    """The table, one row for each number of ranks."""
+    rows: list[dict[str, Any]] = [in_own_process("benchmarks.sharded", str(ranks)) for ranks in (0, *RANKS)]
+    whole, one, two = rows[:3]
+    spread = 2 * (one["gib"] - two["gib"])  # a + b / ranks
     parameters = LAYERS * (8 * WIDTH**2 + 5 * WIDTH)
-    vector_gib = 4 * parameters / 2**30
-    sizes = {"parameters": parameters, "float32_vector_gib": vector_gib, "rows": ROWS, "more_rows": MORE_ROWS}
-    return {"aims": AIMS, **sizes, "unsharded_gib": whole, "ranks": rows}
+    return {
+        "aims": AIMS,
+        "parameters": parameters,
+        "float32_vector_gib": 4 * parameters / 2**30,
+        "unsharded_gib": whole["gib"],
+        "ranks": [whole, *(_row(row, whole, one["gib"] - spread + spread / row["ranks"]) for row in rows[1:])],
+    }
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
     print(json.dumps(_largest(int(sys.argv[1]))))

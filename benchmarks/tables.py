@@ -295,25 +295,30 @@ def long_sequences(found: dict[str, Any]) -> Iterator[Row]:
 def ranks(found: dict[str, Any]) -> Iterator[Row]:
     """Batches spread over ranks, and a model sharded over them."""
     spread, shards = found.get("distributed", {}), found.get("sharded", {})
-    for model, one in (("", spread), (", GPT-2 small", spread.get("gpt2", {}))):
-        for row in one.get("ranks", [])[1:]:
+    models = (", 0.5 million parameters", spread, 0.0), (", GPT-2 small", spread.get("gpt2", {}), spread.get("aim"))
+    for model, one, aim in models:
+        for row in (row for row in one.get("ranks", []) if "of_independent" in row):
             whole, reduced = (1000 * row[key] for key in ("seconds", "all_reduce_seconds"))
-            share = f"the sum over ranks takes {reduced:.1f} of {whole:.0f} ms"
-            text = f"efficiency {row['efficiency']:.2f}, {row['of_cores']:.2f} of the cores; {share}"
+            text = f"{_efficiency(row, row['of_cores'], aim)}; the sum over ranks takes {reduced:.1f} of {whole:.0f} ms"
             yield f"data-parallel product{model}, {row['ranks']} ranks on {one['cores']} cores", "one rank", text
-    for row in shards.get("ranks", [])[1:]:
-        whole = shards["ranks"][0]
-        unsharded = f"not sharded: {whole['gib']:.2f} GiB, {whole['seconds']:.2g} s"
-        text = f"{row['gib']:.2f} GiB ({row['expected_gib']:.2f} by a + b/ranks), {row['seconds']:.2g} s"
-        yield f"FSDP2: memory of a rank and time of a product, ranks: {row['ranks']}", unsharded, text
-        aims = shards.get("aims", {})
-        for rows, more in (("rows", ""), ("more_rows", "_of_more_rows")):
-            if f"over_unsharded{more}" in row:
-                times, share = row[f"over_unsharded{more}"], row[f"efficiency{more}"]
-                cost = _bold(f"{times:.2f} times", row["ranks"] == 1 and times > aims["over_unsharded"])
-                kept = _bold(f"efficiency {share:.2f}", row["ranks"] == 2 and share < aims["efficiency"])
-                told = cost if row["ranks"] == 1 else f"{cost}; {kept}"
-                yield f"the same, processor time of a product with {shards[rows]} rows", "not sharded", told
+    for row in (row for row in shards.get("ranks", []) if "times" in row):
+        whole, aims, count = shards["unsharded_gib"], shards["aims"], row["ranks"]
+        text = f"{row['gib']:.2f} GiB ({row['expected_gib']:.2f} by a + b/ranks)"
+        yield f"FSDP2: memory of a rank, ranks: {count}", f"not sharded: {whole:.2f} GiB", text
+        for rows, one in row["times"].items():
+            times = f"{one['over_unsharded']:.2f} times the processor time"
+            text = _bold(times, count == 1 and one["over_unsharded"] > aims["over_unsharded"])
+            if count > 1:
+                text += f"; {_efficiency(one, one['efficiency'], aims['efficiency'] if count == 2 else 0.0)}"
+            yield f"the same, a product with {rows} rows", f"not sharded: {one['unsharded_seconds']:.2g} s", text
+
+
+def _efficiency(row: dict[str, Any], reached: float, aim: float) -> str:
+    first = _bold(f"efficiency {row['efficiency']:.2f}", reached < aim)
+    others = (
+        f"{row['of_independent']:.2f} of independent processes, {row['processor_efficiency']:.2f} by processor time"
+    )
+    return f"{first}, {others}"
 
 
 def compiled(found: dict[str, Any]) -> Iterator[Row]:

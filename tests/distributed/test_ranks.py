@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
+from curvoscope.distributed.ranks import _compare, _note
 from curvoscope.errors import ModelError
 from distributed_workers import (
     LONG,
@@ -29,6 +30,7 @@ from reference import relative
 
 # In the last, a rank without batches and one with few terms.
 CUTS = [*(pytest.param(cut, marks=pytest.mark.slow) for cut in [(7,), (4, 3), (1, 6)]), (3, 0, 2, 2)]
+ROUNDING = torch.finfo(torch.float32).eps ** 0.5
 
 
 @pytest.fixture(scope="module", params=CUTS, ids=str)
@@ -186,6 +188,27 @@ class TestMistakes:
         assert stranger[:2] == ("RankError", "process_group") and "not a member" in stranger[2]
 
 
+class TestNotes:
+    """What ranks tell each other about their vectors."""
+
+    @pytest.mark.parametrize("size", [3, 5000, 2**24])
+    def test_vectors_of_unlike_seeds(self, size):
+        notes = [_note("product", torch.randn(1, size, generator=seeded(seed)), False) for seed in (0, 1)]
+        with pytest.raises(RankError, match="rank 1 multiplied with other vectors"):
+            _compare(torch.stack(notes), ROUNDING)
+
+    def test_the_order_of_entries_and_of_vectors(self):
+        vectors = torch.randn(2, 2**14, generator=seeded(0))
+        for others in (vectors.flip(0), vectors.flip(1), vectors.roll(1, 1), vectors.roll(4096, 1)):
+            with pytest.raises(RankError, match="rank 1 multiplied with other vectors"):
+                _compare(torch.stack([_note("product", one, False) for one in (vectors, others)]), ROUNDING)
+
+    @pytest.mark.parametrize("make", [torch.ones, torch.randn], ids=["ones", "random"])
+    def test_rounding_of_another_machine(self, make):
+        vectors = make(1, 2**24)
+        _compare(torch.stack([_note("product", one, False) for one in (vectors, vectors * (1 + 4e-7))]), ROUNDING)
+
+
 @pytest.mark.parametrize(("how", "timeout"), [("dies", LONG), pytest.param("sleeps", 20.0, marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_is_an_error_on_the_others(tmp_path, how, timeout):
     """One that dies at once, long before the timeout, for which `launch` would not wait."""
@@ -225,6 +248,10 @@ class TestNoGroup:
             hessian(MLP(), MeanSquaredError(), [points()], process_group=group)
         with pytest.raises(RankError, match="whose process group is destroyed"):
             hessian(sharded, MeanSquaredError(), [points()])
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
 
 
 def _trace(operator):

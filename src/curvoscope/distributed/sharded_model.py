@@ -2,8 +2,8 @@
 
 The hooks of `fully_shard` write gradients, which cannot be differentiated again, so they are left out. Hooks of our own
 gather the parameters of a module when it begins and drop them when it ends. A graph keeps a note of them. What fits
-into memory stays whole until the product ends, and is gathered once for all of its passes; of the others, a rank holds
-whole only those of the module that runs.
+into memory stays whole, and is gathered once for all products; of the others, a rank holds whole only those of the
+module that runs.
 """
 
 import math
@@ -141,13 +141,22 @@ class ShardedSnapshot(Snapshot):
         """The whole parameters: those at hand, or gathered now."""
         key = paths, *(part.data_ptr() for part in parts)
         if key not in self._wholes:
-            if sum(whole.nbytes for _, wholes in self._wholes.values() for whole in wholes) > self.room:
+            if self._exceed():
                 self._wholes.popitem()  # before there is more
             with torch.no_grad():
                 wholes = gather(parts, [self.shardings[path] for path in paths])
             self._take_note(wholes, paths, parts)
             self._wholes[key] = parts, wholes
         return self._wholes[key][1]
+
+    def _exceed(self) -> bool:
+        """Whether the whole parameters take more than the room for them."""
+        return sum(whole.nbytes for _, wholes in self._wholes.values() for whole in wholes) > self.room
+
+    def keep_what_fits(self) -> None:
+        """Drop whole parameters that there is no room for, the last ones first."""
+        while self._exceed():
+            self._wholes.popitem()
 
     def forget(self) -> None:
         """Drop the whole parameters."""

@@ -9,18 +9,13 @@ are exact for derivatives of any order: gather and scatter are each other's deri
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvoscope.distributed.mesh import Mesh
-from curvoscope.distributed.ranks import collective
-
-# torch 2.13 renamed them
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +29,13 @@ class Sharding:
     @property
     def span(self) -> tuple[int, int]:
         """The first row of this rank, and the row after its last."""
-        start = min(self.group.rank * self.step, self._rows)
-        return start, min(start + self.step, self._rows)
+        return self.span_of(self.group.rank)
+
+    def span_of(self, rank: int) -> tuple[int, int]:
+        """The same for any rank."""
+        step = -(-self._rows // self.group.size)
+        start = min(rank * step, self._rows)
+        return start, min(start + step, self._rows)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -62,48 +62,41 @@ class Sharding:
     def _rows(self) -> int:
         return self.lengths[self.axis]
 
-    @property
-    def step(self) -> int:
-        """Rows of each rank but the last ones."""
-        return -(-self._rows // self.group.size)
-
 
 def gather(parts: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """The whole parameters from all ranks' parts, in one collective; views of the parts if there is one rank."""
+    """The whole parameters from all ranks' parts; views of the parts if there is one rank."""
     group = shardings[0].group
     if group.size == 1:
         return [part.reshape(s.shape) for part, s in zip(parts, shardings, strict=True)]
-    flat = [_padded(part.movedim(s.axis, 0), s.step).flatten() for part, s in zip(parts, shardings, strict=True)]
-    sent = flat[0] if len(flat) == 1 else torch.cat(flat)
-    found = sent.new_empty(group.size * len(sent))
-    group.meet()
-    with collective():
-        _all_gather(found, sent, group=group.group)
-    wholes = found.view(group.size, -1).split([len(one) for one in flat], 1)
-    return [
-        whole.reshape(-1, *s.moved[1:])[: s.moved[0]].movedim(0, s.axis).reshape(s.shape)
-        for whole, s in zip(wholes, shardings, strict=True)
-    ]
+    mine = [part.movedim(s.axis, 0).contiguous() for part, s in zip(parts, shardings, strict=True)]
+    wholes = [part.new_empty(s.moved) for part, s in zip(parts, shardings, strict=True)]
+    places = _rows_by_rank(wholes, shardings)
+    for place, own in zip(places[group.rank], mine, strict=True):
+        place.copy_(own)
+    group.swap([mine] * group.size, places)
+    return [whole.movedim(0, s.axis).reshape(s.shape) for whole, s in zip(wholes, shardings, strict=True)]
 
 
 def scatter(wholes: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """This rank's parts of the sums of all ranks' parameters, in one collective; views of them if there is one rank."""
+    """This rank's parts of the sums of all ranks' parameters; views of them if there is one rank."""
     group = shardings[0].group
     if group.size == 1:
         return [whole.reshape(s.lengths) for whole, s in zip(wholes, shardings, strict=True)]
-    rows = [
-        _padded(whole.reshape(s.lengths).movedim(s.axis, 0), group.size * s.step).view(group.size, -1)
-        for whole, s in zip(wholes, shardings, strict=True)
+    moved = [
+        whole.reshape(s.lengths).movedim(s.axis, 0).contiguous() for whole, s in zip(wholes, shardings, strict=True)
     ]
-    sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-    found = sent.new_empty(sent.shape[1])
-    group.meet()
-    with collective():
-        _reduce_scatter(found, sent.flatten(), group=group.group)
-    return [
-        part.view(s.step, *s.moved[1:])[: s.span[1] - s.span[0]].movedim(0, s.axis).contiguous()
-        for part, s in zip(found.split([one.shape[1] for one in rows]), shardings, strict=True)
-    ]
+    sent = _rows_by_rank(moved, shardings)
+    mine = sent[group.rank]
+    received = [[torch.empty_like(part) for part in mine] if r != group.rank else mine for r in range(group.size)]
+    group.swap(sent, received)
+    sums = [reduce(Tensor.add_, others, one + other) for one, other, *others in zip(*received, strict=True)]
+    return [part.movedim(0, s.axis).contiguous() for part, s in zip(sums, shardings, strict=True)]
+
+
+def _rows_by_rank(wholes: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[list[Tensor]]:
+    """The rows of each rank in parameters whose axis that is cut comes first."""
+    ranks = range(shardings[0].group.size)
+    return [[whole[slice(*s.span_of(rank))] for whole, s in zip(wholes, shardings, strict=True)] for rank in ranks]
 
 
 def gathered(
@@ -148,12 +141,3 @@ def _needed(ctx: Any, directions: Sequence[Tensor], function: Callable[..., Sequ
     for i, result in zip(chosen, results, strict=True):
         found[i] = result
     return found
-
-
-def _padded(rows: Tensor, length: int) -> Tensor:
-    """Rows, with zeros up to a length."""
-    if len(rows) == length:
-        return rows.contiguous()
-    padded = rows.new_zeros(length, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    return padded
