@@ -280,7 +280,7 @@ def questions(kind: type[nn.Module]) -> dict[str, dict[str, float]]:
         "eigenvalue": lambda: ours(kind).total.eigenvalues(1, "LM", tolerance=allowed),
         "pyhessian eigenvalue": lambda: pyhessian(kind).eigenvalues(maxIter=100, tol=1e-3),
     }
-    seconds = in_turns(TURNS, **calls)
+    seconds = in_turns(TURNS, time.perf_counter, **calls)
     return {name: {"seconds": seconds[name], **one} for name, one in found.items()}
 
 
