@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
@@ -127,13 +128,13 @@ class Piece:
         lengths = tuple(stored)
         return cls(parameter, lengths, (slice(None),) * len(lengths), layout)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix."""
         lengths = [part.stop - part.start for part in self.index]
         return math.prod(lengths[i] for i in self.layout.rows), math.prod(lengths[i] for i in self.layout.columns)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
@@ -209,13 +210,13 @@ class Block:
         if self.heads is not None and self.axis is not None and (self.heads < 1 or self.shape[self.axis] % self.heads):
             raise RangeError(self.name, f"{self.shape} cannot be divided among {self.heads} heads")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(a, p)."""
         rows, columns = zip(*(piece.shape for piece in self.pieces), strict=True)
         return (rows[0], sum(columns)) if self.side_by_side else (sum(rows), columns[0])
 
-    @property
+    @cached_property
     def size(self) -> int:
         """a p."""
         return math.prod(self.shape)

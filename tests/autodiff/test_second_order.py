@@ -5,11 +5,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.func import hessian
+from torch.func import functional_call, hessian
 from torch.nn.functional import gelu, layer_norm, mse_loss
 
 import curvoscope as cv
-from reference import relative
+from curvoscope.autodiff.kernels import kept_derivatives
+from curvoscope.autodiff.tangents import for_tangents, tangents_alone
+from reference import dense_hessian, relative
 
 
 def settled(model):
@@ -87,3 +89,41 @@ def test_a_model_may_write_into_the_outputs_of_norms_and_activations():
     point = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
     assert abs(float(loss(point) - mse_loss(model(x), y).detach())) < 1e-12
     assert relative(cv.hessian(model, mse_loss, [(x, y)]).total.dense(), hessian(loss)(point)) < 1e-12
+
+
+class NormedLayers(nn.Module):
+    """Norms and activations in a list of layers, which can be recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3), nn.GELU()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.h:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("recompute", [None, "layer"])
+def test_parts_of_a_model_with_norms_and_activations(recompute):
+    """The pass for J v leaves out what it does not need; the next pass through the same graph leaves out nothing."""
+    model, x, y = settled(NormedLayers()), data(2, 4, 3), data(2, 4, 3)
+    H = cv.hessian(model, mse_loss, [(x, y)], recompute=recompute)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert list(H.names) == list(weights)
+    expected = dense_hessian(lambda p: functional_call(model, p, (x,)), weights, lambda F: (F - y).square().mean())
+    for part in ("outer", "functional", "total"):
+        assert relative(getattr(H, part).dense(), getattr(expected, part), expected.total) < 1e-12, part
+
+
+def test_a_pass_for_tangents_has_no_derivatives_in_activations():
+    model, x = nn.Sequential(nn.LayerNorm(3), nn.GELU()).double(), data(4, 3).requires_grad_()
+    g = data(4, 3).requires_grad_()
+    with kept_derivatives(model):
+        y = model(x)
+    (gx,) = torch.autograd.grad(y, x, g, create_graph=True)
+    both = torch.autograd.grad(gx, [g, x], data(4, 3), retain_graph=True)
+    with for_tangents():
+        alone = torch.autograd.grad(gx, [g, x], data(4, 3))
+    assert torch.equal(alone[0], both[0]) and both[1].any() and not alone[1].any()
+    assert not tangents_alone()

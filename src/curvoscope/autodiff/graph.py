@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from curvoscope.autodiff.tangents import for_tangents
 from curvoscope.errors import CurvoscopeError, ModelError
 
 Edges = list[GradientEdge | None]
@@ -198,7 +199,8 @@ class Graph:
 
     def _moved(self, vectors: Mapping[str, Tensor], many: bool) -> list[Tensor | None]:
         edges, directions = self._sources(vectors)
-        return _backward(edges, self._gated, directions, many)
+        with for_tangents():
+            return _backward(edges, self._gated, directions, many)
 
     def _sources(self, vectors: Mapping[str, Tensor]) -> tuple[Edges, list[Tensor]]:
         """The gradients with respect to the parameters of the vectors, and the vectors."""

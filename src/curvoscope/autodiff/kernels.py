@@ -45,6 +45,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from curvoscope.attention.dot_product import sdpa
+from curvoscope.autodiff.tangents import tangents_alone
 
 _KINDS = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.Softsign, nn.LogSigmoid)
 _LIBRARY = "transformers.activations"  # every class there acts on each entry alone
@@ -96,6 +97,8 @@ class _LayerNormBackward(torch.autograd.Function):
     def backward(ctx: Any, a: Tensor | None, c: Tensor | None, e: Tensor | None) -> tuple[Tensor | None, ...]:
         gy, x, gamma, mean, r, centred, q, h = ctx.saved_tensors
         _, needs_x, needs_gamma, *_ = ctx.needs_input_grad
+        if tangents_alone():
+            needs_x = needs_gamma = False
         to_gy = to_x = to_gamma = None
         if a is not None:
             A = _layer_norm_backward(a, x, mean, r, torch.ones_like(gamma), [True, False, False])[0]
@@ -174,9 +177,9 @@ class _Derivative(torch.autograd.Function):
         return gy * first
 
     @staticmethod
-    def backward(ctx: Any, direction: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, direction: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         first, second = ctx.saved_tensors
-        return direction * first, direction * second, None, None
+        return direction * first, None if tangents_alone() else direction * second, None, None
 
 
 def pointwise(function: nn.Module, x: Tensor, y: Tensor) -> Tensor:

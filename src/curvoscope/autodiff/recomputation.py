@@ -24,6 +24,7 @@ from curvoscope.autodiff.graph import Operation, check_differentiable, operation
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, replaced_forward, within, without_cache
 from curvoscope.autodiff.safety import undisturbed
+from curvoscope.autodiff.tangents import tangents_alone
 from curvoscope.errors import ModelError
 
 _SAME = 1e-3  # relative difference of the sums of two runs that is none
@@ -137,6 +138,8 @@ class _RecomputedGradient(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = list(ctx.needs_input_grad[3:])
+        if tangents_alone():
+            needed[: len(ctx.wanted)] = [False] * len(ctx.wanted)
         leaves, gradients = _gradient(ctx.call, ctx.wanted, ctx.places, ctx.saved_tensors, twice=True)
         ctx.call.check([one for one in gradients if one is not None])
         pairs = [
