@@ -25,6 +25,7 @@ from curvoscope import checks
 from curvoscope.exact.attention.rotary import PositionMap
 from curvoscope.magnitudes import power_of_two, root
 from curvoscope.operators.base import LinearOperator, Shape
+from curvoscope.operators.strips import upper
 
 Part = tuple[int, int]  # queries from one to another
 
@@ -117,17 +118,19 @@ class RotaryKeys(LinearOperator):
         Each pair of queries is taken once, and meets at the keys that the first of them sees.
         """
         moments = [self._moments(sequence) for sequence in sequences]
+        packed = [_packed(each) for each in moments]
         weighted = lru_cache(maxsize=self._parts_at_once(sequences))(self._weighted)
         first = second = third = 0.0
         for n, sequence in enumerate(sequences):
             for m, other in enumerate(sequences):
                 gram = other.X @ sequence.X.T
-                first += _sum(gram.square(), moments[m].flatten(1) @ moments[n].flatten(1).T)
+                if m <= n:
+                    first += (1 if m == n else 2) * _sum(gram.square(), packed[m] @ packed[n].T)
                 for part in self._parts(sequence):
                     rows = weighted(sequence, part)
                     seen = gram[:, : len(rows)] @ rows.flatten(1)
                     v, w = seen.view(len(gram), *rows.shape[1:]).unbind(2)  # x_j^T v_i and x_j^T w_i, (L', k, i)
-                    second -= 4 * _sum(moments[m], v @ w.mT)
+                    second -= 4 * _sum(moments[m] @ v, w)
                     for earlier in self._parts(other) if m <= n else ():
                         if m == n and earlier > part:
                             break
@@ -195,6 +198,12 @@ class RotaryKeys(LinearOperator):
 def _sum(first: Tensor, second: Tensor) -> float:
     """<first, second>, of many products the sum in float64."""
     return float((first * second).sum(dtype=torch.float64))
+
+
+def _packed(matrices: Tensor) -> Tensor:
+    """Symmetric matrices (L, k, k) as vectors with the same inner products, of which each entry counts once."""
+    rows, columns = upper(matrices.shape[1], matrices.device)
+    return matrices[:, rows, columns] * torch.where(rows == columns, 1, 2).to(matrices.dtype).sqrt()
 
 
 def _pairs(rows: Tensor, seen: Tensor) -> float:
