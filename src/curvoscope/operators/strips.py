@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _STRIP = 2**18  # numbers
-_ROWS = 128  # that are transposed at a time
+_ROWS = 32  # that are transposed at a time
 
 
 def row_strips(shape: tuple[int, ...]) -> list[slice]:
