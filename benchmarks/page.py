@@ -21,10 +21,11 @@ seconds do not. A number is **bold** if another package is faster or takes less 
 """
 _CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
 on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
-Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper. The dense blocks miss their
-aims because both parts are multiplied out, so that the total is their sum to the bit: two products over the tokens for
-each block, which take longer than writing it. Rows of dense blocks and of keys are processor times of one thread on a
-busy machine. Behind rotary positions no two keys share a turned query: the exact norm takes L³ d_k, not L³."""
+Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper. If the tokens are few, the
+time of dense blocks is that of their products over the tokens and of the copies to both sides of the diagonal. Rows of
+dense blocks and of keys are processor times of one thread on a busy machine. Behind rotary positions no two keys share
+a turned query: the exact norm takes 2 L³ d_k multiplications per head, not L³, and 32 products only L²: they gain on
+it with the length."""
 _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N = 1. The first column is the time of a
 closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
 and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import curvoscope as cv
+from curvoscope.exact.attention import rotary_keys
 from curvoscope.exact.attention.rotary import PositionMatrices
 from curvoscope.exact.attention.rotary_keys import RotaryKeys
 from curvoscope.operators.block_matrix import Tiles
@@ -12,16 +13,16 @@ from reference import attention, dense_hessian, normal, relative
 D, WIDTH, LENGTH, BASE = 5, 4, 6, 50.0
 
 
-def case(heads, kv_heads, causal, sequences=2, dtype=torch.float64, seed=0):
+def case(heads, kv_heads, causal, sequences=2, dtype=torch.float64, seed=0, shift=1.0, base=BASE):
     r = normal(seed)
     weights = {"Q": r(D, heads * WIDTH), "K": r(D, kv_heads * WIDTH), "V": r(D, kv_heads * 3), "O": r(heads * 3, D)}
-    X, Y = r(sequences, LENGTH, D) + 1.0, r(sequences, LENGTH, D)
+    X, Y = r(sequences, LENGTH, D) + shift, r(sequences, LENGTH, D)
     layer = cv.exact.SelfAttention(
-        *(weight.to(dtype) for weight in weights.values()), heads=heads, kv_heads=kv_heads, causal=causal, rotary=BASE
+        *(weight.to(dtype) for weight in weights.values()), heads=heads, kv_heads=kv_heads, causal=causal, rotary=base
     )
     H = layer.hessian(X.to(dtype), cv.losses.MSE(Y.to(dtype)))
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    options = {"heads": heads, "kv_heads": kv_heads, "scale": WIDTH**-0.5, "rotary": BASE}
+    options = {"heads": heads, "kv_heads": kv_heads, "scale": WIDTH**-0.5, "rotary": base}
     options["visible"] = visible.tril() if causal else visible
 
     def function(parameters):
@@ -66,6 +67,24 @@ def test_any_positions_of_each_sequence_and_head_with_sinks():
     assert relative(block.dense(), truth) < 1e-11
     assert block.frobenius_norm() == pytest.approx(float(truth.norm()), rel=1e-11)
     assert block.trace() == pytest.approx(float(truth.trace()), rel=1e-9, abs=1e-12 * float(truth.norm()))
+
+
+@pytest.mark.parametrize("heads, causal", [(1, False), (2, True)])
+def test_ranges_of_queries(heads, causal, monkeypatch):
+    """Two and three queries at a time, which see all keys or the first ones."""
+    monkeypatch.setattr(rotary_keys, "_LEAST_PART", 2)
+    for parts in (2, 3):
+        monkeypatch.setattr(rotary_keys, "_PARTS", parts)
+        block, truth = case(heads, 1, causal)
+        assert block.frobenius_norm() == pytest.approx(float(truth.norm()), rel=1e-12)
+        assert block.trace() == pytest.approx(float(truth.trace()), rel=1e-11, abs=1e-13 * float(truth.norm()))
+        assert relative(block.diagonal().value, truth.diagonal()) < 1e-12
+
+
+def test_what_cancels_is_summed_in_double_precision():
+    """A shift of all inputs adds little to the block if positions hardly turn the keys, but much to its two parts."""
+    block, truth = case(1, 1, True, dtype=torch.float32, shift=30.0, base=1e300)
+    assert block.frobenius_norm() == pytest.approx(float(truth.norm()), rel=1e-3)
 
 
 def test_batches_add_up():

@@ -248,7 +248,7 @@ class TestBlockHessian:
     def made(self, entries: bool) -> tuple[BlockHessian, dict[str, torch.Tensor]]:
         """Three blocks of different shapes; `entries` makes those of some pairs at once."""
         shapes = {"a": (2, 3), "b": (1, 4), "c": (2, 2)}
-        truths, parts = {}, []
+        truths, parts, made = {}, [], []
         for seed, part in enumerate(("outer", "functional")):
             whole = symmetric(seed, 14)
             starts = {"a": 0, "b": 6, "c": 10}
@@ -269,10 +269,16 @@ class TestBlockHessian:
             def at_once(cuts=cuts):
                 return {pair: values.clone() for pair, values in cuts.items() if pair[0] != pair[1]}
 
+            made.append(at_once)
             parts.append(BlockMatrix(shapes, entry, whole, entries=at_once if entries else None))
             truths[part] = whole
         truths["total"] = truths["outer"] + truths["functional"]
-        return BlockHessian(*parts), truths
+
+        def both():
+            first, second = (one() for one in made)
+            return {pair: values + second[pair] for pair, values in first.items()}
+
+        return BlockHessian(*parts, entries=both if entries else None), truths
 
     @pytest.mark.parametrize("entries", [False, True])
     def test_entries_of_all_parts(self, entries):

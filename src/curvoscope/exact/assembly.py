@@ -6,6 +6,7 @@ of two weights has. What makes a `BlockHessian` of that is here, once for all of
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -120,15 +121,18 @@ def assembled(
     columns: ColumnProducts,
     like: Tensor,
     block: BlockMaker,
-    entries: Callable[[bool], Entries] | None = None,
+    entries: Callable[[bool, bool], Entries] | None = None,
     aliases: Mapping[str, str] | None = None,
-) -> tuple[BlockMatrix, BlockMatrix, Multiplication]:
-    """The outer and the functional part, and the product with their sum: what a `BlockHessian` is made of.
+) -> tuple[BlockMatrix, BlockMatrix, Multiplication, Callable[[], Entries] | None]:
+    """The outer and the functional part, and products and entries of their sum: what a `BlockHessian` is made of.
 
-    `block` makes one block, `entries` those of several blocks at once, of the outer part or of the functional one. For
+    `block` makes one block, `entries` those of several blocks at once, of the parts asked for (outer, functional). For
     `aliases` see `BlockMatrix`.
     """
     names = list(columns.shapes)
+
+    def made(outer: bool, functional: bool) -> Callable[[], Entries] | None:
+        return None if entries is None else partial(entries, outer, functional)
 
     def part(outer: bool) -> BlockMatrix:
         return BlockMatrix(
@@ -136,8 +140,8 @@ def assembled(
             lambda row, column: block(row, column, outer, columns.pair(row, column, outer)),
             like,
             columns.multiplication(names, names, outer, not outer),
-            None if entries is None else lambda: entries(outer),
+            made(outer, not outer),
             aliases,
         )
 
-    return part(True), part(False), columns.multiplication(names, names, True, True)
+    return part(True), part(False), columns.multiplication(names, names, True, True), made(True, True)

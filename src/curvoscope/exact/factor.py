@@ -109,6 +109,9 @@ class Pairing:
         elif right.response is not None and seen.factor is not None:
             core = Covariance(right.response.rows, right.response.value, right.response.feature)
             vectors = seen.factor * left.vectors
+        elif left.response is not None and seen.factor is not None:
+            core = Covariance(left.response.rows, left.response.feature, left.response.value)
+            vectors = seen.factor * left.vectors
         elif right.response is not None:
             core = Answered(seen, right.response)
         elif left.response is not None:

@@ -24,9 +24,8 @@ from curvoscope.exact.factor import Factor, TermList, fits_jacobians
 from curvoscope.exact.links import AttentionLink, FactoredPart, TokenwiseLink
 from curvoscope.losses import PairCurvature
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
-from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Entries, Slot, Tiles
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Entries, Slot
 from curvoscope.operators.compositions import Product
-from curvoscope.operators.kronecker import KroneckerSum, merged
 
 
 class Network:
@@ -104,7 +103,6 @@ class ChainHessian(BlockHessian):
 
         self._columns = ColumnProducts(self._shapes, chain.product, chain.workspace)
         super().__init__(*assembled(self._columns, chain.X, self._block, self._from_products))
-        self.total.entries = self._from_products
 
     # ---- which way to a block
 
@@ -113,7 +111,7 @@ class ChainHessian(BlockHessian):
         if "X" not in (row, column):
             if where[row] == where[column] and self._descent.fits_at(where[row]):
                 names = self._chain.links[where[row]].names
-                return _one_part(self._of_layer(where[row], outer)[names[row], names[column]], self._chain.X)
+                return self._of_layer(where[row], outer)[names[row], names[column]]
             if where[row] != where[column] and {row, column} <= set(self._with_form):
                 if where[row] < where[column]:
                     return self._between_layers(row, column, outer, products)
@@ -133,25 +131,23 @@ class ChainHessian(BlockHessian):
             )
         return self._by_layer[number, outer]
 
-    def _from_products(self, outer: bool | None = None) -> Entries:
-        """The entries of all blocks that come from products, by one product for each of their columns.
-
-        Of the outer part (True), of the functional one (False), or (None) of their sum.
-        """
+    def _from_products(self, outer: bool, functional: bool) -> Entries:
+        """The entries of all blocks that come from products, by one product for each of their columns."""
+        both = outer and functional
         slow = {name: shape for name, shape in self._shapes.items() if name not in self._with_form}
         if not slow:
             return {}
         columns, like = sum(a * p for a, p in slow.values()), self._chain.X
         checks.fits(
-            (3 if outer is None else 2) * self.shape[0] * columns * like.element_size(),
+            (3 if both else 2) * self.shape[0] * columns * like.element_size(),
             None,
             f"{columns} rows of the Hessian",
             "ask for single blocks, or for products with @",
         )
-        if outer is None:
+        if both:
             found, more = (self._cut(part, slow) for part in self._chain.rows(self._shapes, slow))
             return {pair: values.add_(more[pair]) for pair, values in found.items()}
-        multiply = self._columns.multiplication(list(self._shapes), list(slow), outer, not outer)
+        multiply = self._columns.multiplication(list(self._shapes), list(slow), outer, functional)
         return self._cut(multiply(torch.eye(columns, dtype=like.dtype, device=like.device)), slow)
 
     def _cut(self, strip: Tensor, slow: dict[str, Shape]) -> Entries:
@@ -268,15 +264,3 @@ class ChainHessian(BlockHessian):
                     torch.stack(functional).sum(0) if functional else None,
                 )
         return found
-
-
-def _one_part(block: LinearOperator, like: Tensor) -> LinearOperator:
-    """The same block with terms of equal vectors merged, so that H = H_o + H_f holds to the last bit."""
-    if isinstance(block, Tiles):
-        entries = {key: _one_part(entry, like) for key, entry in block.entries.items()}
-        shapes = (block.row_shape, block.column_shape)
-        return Tiles(*shapes, block.rows, block.columns, entries, like, block.symmetric, block._products)
-    if not isinstance(block, KroneckerSum):
-        return block
-    shapes, terms = (block.row_shape, block.column_shape), merged(block.terms)
-    return KroneckerSum(*shapes, terms, like, block.symmetric, block._products)

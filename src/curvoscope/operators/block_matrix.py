@@ -12,6 +12,7 @@ from torch import Tensor
 from curvoscope.errors import BlockNameError
 from curvoscope.estimate import Density, DiagonalEstimate, Estimate
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape, summed
+from curvoscope.operators.strips import write_transposed
 from curvoscope.solve import Solution
 from curvoscope.text_table import ShownAsTable, TextTable
 
@@ -152,7 +153,7 @@ class BlockMatrix(LinearOperator):
         super().__init__((sum(sizes), 1), (sum(sizes), 1), like, symmetric=True)
         ends = torch.tensor(sizes).cumsum(0).tolist()
         self.ranges = {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
-        self._entry, self._product, self.entries = entry, product, entries
+        self._entry, self._product, self._entries = entry, product, entries
         self._made: dict[tuple[str, str], LinearOperator] = {}
 
     def __getitem__(self, key: str | tuple[str, str]) -> LinearOperator:
@@ -177,14 +178,13 @@ class BlockMatrix(LinearOperator):
         return [(row, column) for i, row in enumerate(self.names) for column in self.names[i:]]
 
     def _write(self, out: Tensor) -> None:
-        known = self.entries() if self.entries is not None else {}
+        known = self._entries() if self._entries is not None else {}
         for row, column in self._pairs():
             target, mirror = self._region(out, row, column), self._region(out, column, row)
             if (row, column) in known:
-                values = known[row, column]
-                target.copy_(values)
+                target.copy_(known[row, column])
                 if row != column:
-                    mirror.copy_(values.permute(2, 3, 0, 1))
+                    write_transposed(mirror, target)
             elif row == column:
                 self[row]._write(target)
             else:
@@ -197,7 +197,7 @@ class BlockMatrix(LinearOperator):
 
     def _workspace(self, room: int) -> int:
         entries = self.shape[0] * self.shape[1] * self.dtype.itemsize
-        if self.entries is not None:  # half of them, of either part
+        if self._entries is not None:  # half of them, of either part
             return entries
         sizes = [
             (self[pair].shape[0] * self[pair].shape[1] * self.dtype.itemsize, self[pair]) for pair in self._pairs()
@@ -241,6 +241,7 @@ class BlockHessian(ShownAsTable):
         outer: the outer-product (Gauss-Newton) part.
         functional: the functional part.
         product: multiplies with the whole total at once.
+        entries: makes the entries of several blocks of the total at once.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -253,12 +254,14 @@ class BlockHessian(ShownAsTable):
         (Estimate(18.186..., exact), torch.Size([4, 1]))
     """
 
-    def __init__(self, outer: BlockMatrix, functional: BlockMatrix, product: Multiplication | None = None):
+    def __init__(
+        self,
+        outer: BlockMatrix,
+        functional: BlockMatrix,
+        product: Multiplication | None = None,
+        entries: Callable[[], Entries] | None = None,
+    ) -> None:
         self.outer, self.functional = outer, functional
-        first, second = outer.entries, functional.entries
-        entries: Callable[[], Entries] | None = None
-        if first is not None and second is not None:
-            entries = lambda: _added(first(), second())  # noqa: E731
         self.total = BlockMatrix(
             outer.shapes,
             lambda row, column: outer[row, column] + functional[row, column],
@@ -352,10 +355,3 @@ class BlockHessian(ShownAsTable):
 def _twice(mirrored: bool, norm: float) -> float:
     """The norm of a block, with its mirror image if it has one."""
     return math.sqrt(2) * norm if mirrored else norm
-
-
-def _added(first: Entries, second: Entries) -> Entries:
-    """The sums, in the memory of the first; a block without entries in the second is zero there."""
-    for pair, values in second.items():
-        first[pair] += values
-    return first

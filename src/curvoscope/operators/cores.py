@@ -89,6 +89,10 @@ class Core(ABC):
         """The form with E a diagonal matrix plus outer products, if there is one."""
         return None
 
+    def split(self) -> "tuple[Core, Tensor] | None":
+        """Symmetric cores S and a matrix W with C_t = S_t W, if any: entries may then sum over the tokens first."""
+        return None
+
     # ---- what a product keeps for the next one
 
     @property

@@ -28,7 +28,7 @@ from curvoscope.operators.cores import (
     inner_by_tokens_fits,
 )
 from curvoscope.operators.eigenvalues import symmetric_eigenvalues
-from curvoscope.operators.entries import TermGroup, workspace, write_entries
+from curvoscope.operators.entries import workspace, write_entries
 from curvoscope.operators.solving import DENSE
 from curvoscope.operators.terms import Axes, Single, Term
 from curvoscope.settings import settings
@@ -72,25 +72,17 @@ class KroneckerSum(LinearOperator):
         super().__init__(row_shape, column_shape, like, symmetric)
         for term in terms:
             self._check(term)
-        self._parts: tuple[TermGroup, ...] = (tuple(terms),)
+        self.terms = tuple(terms)
         self._products = products
         self._kept: dict[int, Tensor] = {}
-
-    @property
-    def terms(self) -> tuple[Term | Single, ...]:
-        """All summands."""
-        return tuple(term for part in self._parts for term in part)
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         if not isinstance(other, KroneckerSum) or self.shape != other.shape:
             return super().__add__(other)
         products = summed(self._products, other._products)
         symmetric = self.symmetric and other.symmetric
-        result = KroneckerSum(
-            self.row_shape, self.column_shape, self.terms + other.terms, self.like, symmetric, products
-        )
-        result._parts = self._parts + other._parts  # so that the entries are the sum of the entries, to the bit
-        return result
+        terms = self.terms + other.terms
+        return KroneckerSum(self.row_shape, self.column_shape, terms, self.like, symmetric, products)
 
     def _transposed(self) -> LinearOperator:
         products = self._products and (self._products[1], self._products[0])
@@ -100,13 +92,13 @@ class KroneckerSum(LinearOperator):
     # ---- entries and products
 
     def _write(self, out: Tensor) -> None:
-        write_entries(out, self._parts, self.symmetric)
+        write_entries(out, merged(self.terms), self.symmetric)
 
     def _write_both(self, out: Tensor, mirror: Tensor) -> None:
-        write_entries(out, self._parts, self.symmetric, mirror)
+        write_entries(out, merged(self.terms), self.symmetric, mirror)
 
     def _workspace(self, room: int) -> int:
-        return workspace(self._parts, self.symmetric, room)
+        return workspace(merged(self.terms), self.symmetric, room)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         kept = sum(term.kept for term in self.terms) * columns.element_size()

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.operators.cores import Core, DenseCore
-from curvoscope.operators.strips import packed_upper, put, row_strips, upper, upper_numbers, write_upper
+from curvoscope.operators.strips import (
+    packed_upper,
+    put,
+    row_strips,
+    strips_by_cores,
+    strips_by_vectors,
+    strips_with_matrix,
+    upper,
+    write_upper,
+)
 
 Axes = tuple[int, int]
 
@@ -208,45 +217,20 @@ class Term:
         The factor with the columns' last axis is the right one, so that this axis is innermost, and the rows' last
         axis is next to it: a strip and its transpose are then both copied fast.
         """
-        left, right, cores = self.left[start:stop], self.right[start:stop], self.core.dense(start, stop)
-        straight, shape = self.axes[0] == self.axes[1], _block_shape(self.sizes, self.axes)
-        make = self._strips_by_vectors if self.axes[0] == 0 else self._strips_by_cores
-        _, r1, c0, c1 = shape
-        for found in make(left, right, cores, row_strips(shape)):
+        left, right, shape = self.left[start:stop], self.right[start:stop], _block_shape(self.sizes, self.axes)
+        split = self.core.split() if self.axes == (0, 0) else None
+        if split is not None and (stop - start) * (2 * shape[3] - len(split[1])) > 2 * shape[3] * len(split[1]):
+            yield from strips_with_matrix(left, right, split[0].dense(start, stop), split[1], row_strips(shape))
+            return
+        straight, (_, r1, c0, c1) = self.axes[0] == self.axes[1], shape
+        make = strips_by_vectors if self.axes[0] == 0 else strips_by_cores
+        cores = self.core.dense(start, stop)
+        for found in make(left, right, cores, straight, self.core.symmetric, row_strips(shape)):
             yield (
                 found.view(-1, c0, r1, c1).transpose(1, 2)
                 if straight
                 else found.view(c0, r1, -1, c1).permute(2, 1, 0, 3)
             )
-
-    def _strips_by_vectors(self, left: Tensor, right: Tensor, cores: Tensor, strips: list[slice]) -> Iterator[Tensor]:
-        """With the rows' first axis on the vectors: ((r, c0), (r1, c1)), or crossed ((c0, r1), (r, c1))."""
-        if self.axes[1] == 0:
-            cores = cores.flatten(1)
-            yield from (_pairs(left[:, rows], right).T @ cores for rows in strips)
-        elif not self.core.symmetric:
-            cores = cores.permute(2, 1, 0).flatten(0, 1)  # contiguous, as narrow strips are multiplied with it
-            yield from (cores @ _pairs(left[:, rows], right) for rows in strips)
-        else:
-            packed, places = packed_upper(cores), self._places.flatten()
-            yield from ((packed @ _pairs(left[:, rows], right)).index_select(0, places) for rows in strips)
-
-    def _strips_by_cores(self, left: Tensor, right: Tensor, cores: Tensor, strips: list[slice]) -> Iterator[Tensor]:
-        """With the rows' first axis on the cores: ((r, c0), (r1, c1)), or crossed ((c0, r1), (r, c1))."""
-        if self.axes[1] == 0:
-            pairs = _pairs(right, left).T
-            yield from (pairs @ cores[:, rows].flatten(1) for rows in strips)
-        elif not self.core.symmetric:
-            pairs, cores = _pairs(left, right), cores.permute(1, 2, 0).contiguous()
-            yield from (cores[rows].flatten(0, 1) @ pairs for rows in strips)
-        else:
-            product = packed_upper(cores) @ _pairs(left, right)
-            yield from (product.index_select(0, self._places[rows].flatten()) for rows in strips)
-
-    @property
-    def _places(self) -> Tensor:
-        """Of every entry of a symmetric core, its number among those on and above the diagonal."""
-        return upper_numbers(self.core.shape[0], self.left.device)
 
     def upper_moments(self) -> Tensor:
         """sum_t l_t[a] l_t[b] C_t[p, q] of a symmetric term for a <= b and p <= q, (pairs, entries).
@@ -392,23 +376,9 @@ class Single:
             target.zero_()
         target.diagonal(dim1=2, dim2=3).add_(self.outer[:, :, None] * self.core.diagonal())
 
-    def strips(self) -> Iterator[Tensor]:
-        """The entries (r, r1, c0, c1) of each of the `row_strips`."""
-        shape = _block_shape(self.sizes, self.axes)
-        for rows in row_strips(shape):
-            outer, core = (self.outer[rows], self.core) if self.axes[0] == 0 else (self.outer, self.core[rows])
-            values = self.outer.new_empty(rows.stop - rows.start, *shape[1:])
-            replace(self, outer=outer, core=core, symmetric=False).write(values, add=False)
-            yield values
-
     def _core_is_diagonal(self) -> bool:
         core = self.core
         return core.shape[0] == core.shape[1] and torch.equal(core, core.diagonal().diag())
-
-
-def _pairs(first: Tensor, second: Tensor) -> Tensor:
-    """The products of all entries of two vectors for each token, (T, a b)."""
-    return (first[:, :, None] * second[:, None]).flatten(1)
 
 
 def _block_shape(sizes: tuple[int, int, int, int], axes: Axes) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ from curvoscope import checks
 from curvoscope.errors import RangeError
 from curvoscope.exact.assembly import ColumnProducts, Directions, assembled, tiled
 from curvoscope.exact.attention.blocks import AttentionBlocks, HeadWeight, TermsOf, weights_of
-from curvoscope.exact.attention.joint import JointEntries, joint_is_cheaper
+from curvoscope.exact.attention.joint import JointEntries, joint_weights
 from curvoscope.exact.attention.layer import AttentionLayer, Pass
 from curvoscope.exact.attention.product import AttentionProduct
 from curvoscope.losses import LossAt
@@ -80,9 +80,9 @@ class AttentionHessian(BlockHessian):
         shapes = {name: block.shape for name, block in self._blocks.items()}
 
         joint: JointEntries | None = None
-        if set(shapes) <= {"Q", "K", "V", "O"} and joint_is_cheaper(layer, passed):
+        if set(shapes) <= {"Q", "K", "V", "O"} and (through := joint_weights(layer, passed)):
             weights = {name: block.parts[0] for name, block in self._blocks.items()}
-            joint = JointEntries(layer, self._terms, weights, passed.X)
+            joint = JointEntries(layer, self._terms, weights, through, passed.X)
 
         columns = ColumnProducts(shapes, self._multiplied, passed.workspace)
         super().__init__(*assembled(columns, passed.X, self._block, None if joint is None else joint.of))

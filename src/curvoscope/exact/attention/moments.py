@@ -97,6 +97,8 @@ class Rows:
 
     def covariance(self, f: Feature, g: Feature, start: int, stop: int) -> Tensor:
         """Cov_i[f, g] for tokens start to stop: (t, p, q). Small ones are kept: several blocks share them."""
+        if g.source is not None and f.source is None:
+            return self.covariance(g, f, start, stop).mT
         if self.tokens * f.width * g.width > _KEPT_NUMBERS:
             return self._covariance(f, g, start, stop)
         key = (id(f), id(g))
@@ -206,6 +208,13 @@ class Covariance(Core):
     def T(self) -> Core:
         """Cov_i[g, f]."""
         return Covariance(self._rows, self._g, self._f)
+
+    def split(self) -> tuple[Core, Tensor] | None:
+        """Cov_i[f, f] W, if g = f W."""
+        feature, matrix = self._g.source or (None, None)
+        if feature is not self._f or matrix is None:
+            return None
+        return Covariance(self._rows, feature, feature), matrix
 
     def token_form(self) -> TokenForm:
         """f^T D_i g."""
