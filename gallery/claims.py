@@ -65,11 +65,6 @@ class Claim:
             return "not contradicted"
         return "fails in part" if self.holds else "fails"
 
-    @property
-    def middle(self) -> float:
-        """The median quotient."""
-        return median(ratio.value for ratio in self.ratios)
-
 
 def claims(facts: Facts, bare: Facts | None = None) -> list[Claim]:
     """Those that failed come first. `bare`: the same model without norms, if it was measured."""
@@ -180,13 +175,20 @@ def _apart(ratio: Ratio) -> Ratio:
     return ratio if ratio.value >= 1 else inverse
 
 
-def leading_heads(facts: Facts, role: str) -> tuple[list[str], float]:
+def leading_heads(facts: Facts, role: str) -> tuple[list[str], Ratio]:
     """The five heads with the largest norms among all of a role, or a quarter of them if they are fewer, and their
-    share in the sum of squared norms."""
-    squares = {name: facts["heads"][name]["value"] ** 2 for name in heads_of(facts, role)}
-    leading = sorted(squares, key=lambda name: -squares[name])[: min(_LEADING, -(-len(squares) // 4))]
-    total = sum(squares.values())
-    return leading, sum(squares[name] for name in leading) / total if total else 0.0
+    share in the sum of squared norms, with an interval from the ends of all 95 % intervals."""
+    norms = {name: _ends(facts["heads"][name]) for name in heads_of(facts, role)}
+    order = sorted(norms, key=lambda name: -norms[name][0])
+    count = min(_LEADING, -(-len(order) // 4))
+
+    def share(end: int, other_end: int) -> float:
+        leading = sum(norms[name][end] ** 2 for name in order[:count])
+        total = leading + sum(norms[name][other_end] ** 2 for name in order[count:])
+        return leading / total if total else 0.0
+
+    value, low, high = range(3)
+    return order[:count], Ratio("", share(value, value), share(low, high), share(high, low))
 
 
 def heads_of(facts: Facts, role: str) -> list[str]:

@@ -20,7 +20,7 @@ from gallery.claims import (
 )
 from gallery.measure import APPROXIMATIONS, Facts
 from gallery.models import MODELS, RANDOM, GalleryModel
-from gallery.wording import counts, interval, plus_minus, short, signed, table
+from gallery.wording import counts, interval, percent, plus_minus, short, signed, table
 
 PAGES = Path(__file__).parents[1] / "docs" / "gallery"
 FIGURES = {
@@ -144,7 +144,8 @@ def _claim_table(found: dict[str, dict[str, Claim]], results: Facts) -> list[str
     ]
     said = (
         "A claim holds or fails in a layer if the whole interval of the quotient, from the ends of both 95 % "
-        "intervals, is on one side of 1. The intervals of medians are the medians of their ends."
+        "intervals, is on one side of 1. The intervals of medians are the medians of their ends; a "
+        "quotient without an interval is exact."
     )
     return [said, "", *table(["claim", "source", *results["stages"]], rows)]
 
@@ -226,8 +227,8 @@ def _heads(name: str, facts: Facts) -> list[str]:
         norms = [f"{head} ({plus_minus(facts['heads'][head], 2)})" for head in leading]
         if leading:
             lines.append(
-                f"- {len(leading)} of {len(heads)} {WORDS[role]} heads hold {share:.0%} of the sum of squared norms: "
-                f"{', '.join(norms)}."
+                f"- {len(leading)} of {len(heads)} {WORDS[role]} heads hold {percent(share)} of the sum of squared "
+                f"norms: {', '.join(norms)}."
             )
     if not lines:
         return ["A state space of this kind has no heads."]

@@ -19,7 +19,7 @@ from gallery.claims import (
 from gallery.measure import Facts
 from gallery.models import MODELS, RANDOM
 from gallery.page import PAGES, claims_of, page, results_of, trained_of
-from gallery.wording import counts, interval, signed, table
+from gallery.wording import counts, interval, percent, signed, table
 
 _COSTS = ("predicted", "measured")
 _UNKNOWN = "not measured"
@@ -41,12 +41,13 @@ identity in the place of its norms.
 """
 _DETAILS = """
 Of the trained weights: the share of the five leading query heads (a quarter of the heads if they are fewer) in the sum
-of squared norms; KFAC's error, the median over chosen blocks; and what int4 costs, to second order and measured:
+of squared norms, with an interval from the ends of all 95 % intervals; KFAC's error, the median over chosen blocks; and
+what int4 costs, to second order and measured:
 """
 _CLAIMS = """
 ## Claims
 
-Those that fail come first.
+Those that fail come first. A median quotient has the medians of both ends as its interval; one without it is exact.
 """
 
 
@@ -78,7 +79,7 @@ def answers(everything: Mapping[str, Facts]) -> list[str]:
     functional = sum(some[-1].high < 1 for some in parts.values())
     lighter = sum(some[-1].low > some[0].high for some in parts.values())
     heads = {name: leading_heads(some[-1], trio_of(some[-1])[0]) for name, some in stages.items()}
-    shares = [f"{MODELS[name].title} {share:.0%} in {len(some)}" for name, (some, share) in heads.items() if some]
+    shares = [f"{MODELS[name].title} {percent(share)} in {len(some)}" for name, (some, share) in heads.items() if some]
     count = len(everything)
     return [
         f"{PARTS} In the trained query blocks it is larger than the Gauss-Newton part in "
@@ -130,7 +131,7 @@ def _details(name: str, results: Facts) -> list[str]:
     trained = trained_of(results)
     query = trio_of(trained)[0]
     leading, share = leading_heads(trained, query)
-    heads = f"{share:.0%} in {len(leading)} of {len(heads_of(trained, query))}" if leading else "no heads"
+    heads = f"{percent(share)} in {len(leading)} of {len(heads_of(trained, query))}" if leading else "no heads"
     errors = [found["kfac"]["value"] for found in results.get("audit", {}).values() if "kfac" in found]
     costs = [signed(results["sensitivity"][key]) for key in _COSTS] if "sensitivity" in results else [_UNKNOWN] * 2
     error = f"{median(errors):.2f}" if errors else _UNKNOWN

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from gallery.claims import Claim, Ratio
+from gallery.claims import Claim, Ratio, middle
 from gallery.measure import Facts
 
 _ROUNDING = 1e-6  # of a value
@@ -26,13 +26,18 @@ def interval(ratio: Ratio) -> str:
 
 
 def counts(claim: Claim | None) -> str:
-    """In how many layers a claim fails and holds."""
+    """In how many layers a claim fails and holds, and the median quotient with its interval."""
     if claim is None:
         return "not measured"
     said = f"holds in {len(claim.holds)} of {len(claim.ratios)} layers"
     if claim.fails:
         said = f"**fails in {len(claim.fails)}**, {said}"
-    return f"{said}; median quotient {short(claim.middle)}"
+    return f"{said}; median quotient {interval(middle(claim.ratios))}"
+
+
+def percent(share: Ratio) -> str:
+    """A share and its interval."""
+    return f"{share.value:.0%} ({100 * share.low:.0f} to {share.high:.0%})"
 
 
 def plus_minus(number: Facts, digits: int = 3) -> str:

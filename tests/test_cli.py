@@ -27,7 +27,7 @@ def files(directory):
 
 def installed(*arguments, cwd):
     """In a process of its own."""
-    command = [sys.executable, "-c", "from curvoscope.cli import main; main()", *arguments]
+    command = [sys.executable, "-m", "curvoscope", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 

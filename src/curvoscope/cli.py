@@ -1,5 +1,6 @@
 """The command line. Heavy imports are made inside the commands, so that `--help` answers at once."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -248,9 +249,7 @@ def export(
 def report(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN", help="Directory of a run of analyze, audit, spectrum, watch or reproduce, or its JSON file."
-        ),
+        typer.Argument(metavar="RUN", help="Directory of a run of any of these commands, or its JSON file."),
     ],
 ) -> None:
     """Write report.html and report.md of a run again, from its JSON file and figures."""
@@ -305,6 +304,8 @@ def verify(seed: Seed = 0, as_json: AsJson = False) -> None:
 
 def main() -> None:
     """Run the command line; errors of the package become one line on stderr and exit code 2."""
+    # Read when torch is first imported: on a busy machine, threads that spin while they wait cost most of the time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except CurvoscopeError as error:

@@ -20,8 +20,8 @@ def _request(
     model: Annotated[
         str,
         typer.Argument(
-            help="A local Hugging Face folder (config.json and safetensors), or addition, gpt2-tiny, gpt2-small, "
-            "llama-tiny, bert-tiny or vit-tiny (random weights).",
+            help="A local Hugging Face folder (config.json and safetensors), a GGUF file, or addition, gpt2-tiny, "
+            "gpt2-small, llama-tiny, bert-tiny or vit-tiny (random weights).",
             metavar="MODEL",
         ),
     ] = "addition",

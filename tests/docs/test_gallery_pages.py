@@ -73,12 +73,12 @@ def test_what_fails_comes_first():
 def test_a_claim_within_its_error_is_neither():
     assert claims(facts(query=2.0, value=2.2))[0].verdict == "not contradicted"
     mixed = Claim(SIZE, "", "", [Ratio("h.0", 2.0, 1.5, 3.0), Ratio("h.1", 0.5, 0.4, 0.6)])
-    assert mixed.verdict == "fails in part" and mixed.middle == 1.25
+    assert mixed.verdict == "fails in part" and middle(mixed.ratios).value == 1.25
 
 
 def test_norms_equalise_if_the_quotient_is_further_from_one_without_them():
     found = {claim.question: claim for claim in claims(facts(query=1.0, value=2.0), bare=facts(query=40.0, value=1.0))}
-    assert found[NORMS].middle == pytest.approx(20) and found[NORMS].verdict == "holds"
+    assert middle(found[NORMS].ratios).value == pytest.approx(20) and found[NORMS].verdict == "holds"
     (near,) = closer([Ratio("h.0", 0.8, 0.5, 1.25)], [Ratio("h.0", 2.0, 2.0, 2.0)])
     assert (near.value, near.low, near.high) == pytest.approx((0.625, 0.5, 1.0))
 
@@ -90,7 +90,10 @@ def test_medians_and_spreads():
 
 
 def test_leading_heads():
-    assert leading_heads(facts(1.0, 1.0), "attn.Q") == (["h.0.attn.Q.1"], 0.9)
+    leading, share = leading_heads(facts(1.0, 1.0), "attn.Q")
+    assert leading == ["h.0.attn.Q.1"] and share.value == 0.9
+    assert share.low == pytest.approx(2.4**2 / (2.4**2 + 1.2**2))
+    assert share.high == pytest.approx(3.6**2 / (3.6**2 + 0.8**2))
 
 
 def test_paragraphs_are_cut_between_sentences():

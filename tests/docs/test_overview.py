@@ -23,4 +23,7 @@ def test_the_caption_of_the_picture_is_true():
         norm = {name: numbers["norm"]["value"] for name, numbers in blocks[key].items()}
         return sorted(norm[f"h.{layer}.attn.V"] / norm[f"h.{layer}.attn.Q"] for layer in range(30))
 
-    assert min(quotients("random")) > 100 and sum(one < 1 for one in quotients("trained")) == 8
+    assert min(quotients("random")) > 185 and sum(one < 1 for one in quotients("trained")) == 8
+    trained = {name: numbers["norm"] for name, numbers in blocks["trained"].items()}
+    layers = [(trained[f"h.{layer}.attn.V"], trained[f"h.{layer}.attn.Q"]) for layer in range(30)]
+    assert sum(value["high"] < query["low"] for value, query in layers) == 6

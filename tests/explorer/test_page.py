@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import random
 import urllib.request
 from urllib.parse import parse_qsl, urlsplit
 
@@ -239,6 +240,31 @@ def test_a_storm_of_moves_ends_in_the_right_state_without_a_queue(explorer):
     assert most <= 3  # the parts of one answer
     assert 3 <= len(requests) < 200
     assert not under_way
+
+
+@pytest.mark.slow
+def test_random_interactions_end_in_the_state_of_the_address(explorer):
+    draw = random.Random(0)
+    words = {name: [word, getattr(SMALL, name)] for name, word in CHOICES.items()}
+    for _ in range(50):
+        name = draw.choice([*MOVES, *CHOICES, "tour", "reset", "window"])
+        if name in MOVES:
+            explorer.move(name, MOVES[name][0])
+        elif name in CHOICES:
+            explorer.page.select_option(f"#{name}", draw.choice(words[name]))
+        elif name == "window":
+            explorer.page.set_viewport_size({"width": draw.choice([*WIDTHS.values(), 1920]), "height": 900})
+        else:
+            explorer.page.click("#reset" if name == "reset" else "#tour-next")
+        if draw.random() < 0.3:  # the others come before the answer
+            explorer.settle()
+    explorer.page.set_viewport_size({"width": WIDTHS["wide"], "height": 900})
+    explorer.settle()
+    state = explorer.state
+    for control in CHOICES:
+        assert explorer.page.input_value(f"#{control}") == getattr(state, control)
+    assert explorer.page.text_content("#message") == ""
+    assert_shows(explorer, state)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from browser_cases import PATIENCE, WIDTHS, Traffic, overflow, serious_violations
+from browser_cases import PATIENCE, WIDTHS, Traffic, cut_off, overflow, serious_violations
 from curvoscope.report.contents import report_of
 from report_cases import KINDS, run_of
 
@@ -50,6 +50,13 @@ def test_whole_and_accessible(opened, scheme):
         assert page.locator("figure svg").count() == page.locator("figure").count() > 0
         assert serious_violations(page) == []
         assert traffic.problems == [] and traffic.requests == []
+
+
+@pytest.mark.slow
+def test_nothing_is_cut_off_on_a_wide_screen(opened):
+    for width in (1440, 1920):
+        page, _ = opened(width)
+        assert cut_off(page) == []
 
 
 def column(table, place):

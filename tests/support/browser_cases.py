@@ -35,6 +35,15 @@ def overflow(page):
     return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
 
 
+def cut_off(page):
+    """The tables and figures that need scrolling sideways."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".wide, .scroll")]
+            .filter((one) => one.getClientRects().length && one.scrollWidth > one.clientWidth + 1)
+            .map((one) => `${one.getAttribute("aria-label")}: ${one.scrollWidth} > ${one.clientWidth}`)"""
+    )
+
+
 class Traffic:
     """Records what a page says and asks for: ``problems`` of the console, ``requests`` that left the disk, all aborted.
 

@@ -2,7 +2,7 @@
 
 from curvoscope.estimate import Estimate
 from curvoscope.report.contents import Cell
-from curvoscope.report.model_tables import or_zero
+from curvoscope.report.model_tables import or_zero, with_error
 
 
 def count(value: int) -> Cell:
@@ -31,13 +31,12 @@ def short(value: float | None) -> Cell:
 
 
 def measured(estimate: Estimate | None, zero: float = 0.0) -> Cell:
-    """Three digits without an exponent, and the standard error in percent; ~0 for what is not larger than `zero`."""
+    """Three digits without an exponent, and the standard error; ~0 for what is not larger than `zero`."""
     if estimate is None:
         return Cell("")
     if 0 < abs(estimate.value) <= zero:
         return Cell("~0", estimate.value, estimate.stderr)
-    error = f" ±{estimate.stderr / abs(estimate.value):.1%}" if estimate.stderr and estimate.value else ""
-    return Cell(f"{estimate.value:.3g}{error}", estimate.value, estimate.stderr)
+    return Cell(with_error(estimate, ".3g"), estimate.value, estimate.stderr)
 
 
 def resolved(value: float | None) -> Cell:

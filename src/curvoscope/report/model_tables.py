@@ -26,17 +26,17 @@ def block_table(rows: Sequence[Measurement], rounding: float = 0.0) -> Table:
     return table
 
 
-def with_error(estimate: Estimate) -> str:
-    """Three digits and the standard error in percent; no error for what is exact."""
+def with_error(estimate: Estimate, digits: str = ".2e") -> str:
+    """Three digits and the standard error, in percent unless it is ten times the value; no error for what is exact."""
     value, stderr = estimate.value, estimate.stderr
     if value == 0 and stderr == 0:
         return "0"
     if estimate.method == "exact" or stderr == 0:
-        return f"{value:.2e}"
+        return f"{value:{digits}}"
     relative = stderr / abs(value) if value else float("inf")
     if relative >= 10:
         return f"0 ±{stderr:.0e}" if relative == float("inf") else f"{value:.0e} ±{stderr:.0e}"
-    return f"{value:.2e} ±{relative:.1%}" if relative < 0.0995 else f"{value:.2e} ±{relative:.0%}"
+    return f"{value:{digits}} ±{relative:.1%}" if relative < 0.0995 else f"{value:{digits}} ±{relative:.0%}"
 
 
 def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:

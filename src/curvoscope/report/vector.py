@@ -9,6 +9,7 @@ from curvoscope.report.style import Figure
 
 _DPI = 150  # of the pictures inside
 _LEAST = 0.8  # of its own width, to which a page may shrink a figure; a narrower page scrolls it
+_COLUMN = 480  # points: the narrower one of two columns of a page
 # what Matplotlib draws with; a file of a run may come from anywhere, and no script of it reaches the page
 _TAGS = ("svg", "g", "defs", "path", "use", "clipPath", "rect", "image")
 _ATTRIBUTES = ("id", "href", "d", "style", "transform", "clip-path", "x", "y", "width", "height", "viewBox")
@@ -53,7 +54,8 @@ def inline(content: bytes, prefix: str, label: str) -> str:
     if _local(root.tag) != "svg" or not re.fullmatch(r"0 0 [\d.]+ [\d.]+", root.get("viewBox", "")):
         raise VectorError(f"the root is {_local(root.tag)}, or has no size")
     least = _LEAST * float(root.get("viewBox", "").split()[2])
-    opening = f'<svg role="img" aria-label="{html.escape(label, quote=True)}" style="min-width: {least:.0f}pt"'
+    name = ' class="broad"' if least > _COLUMN else ""
+    opening = f'<svg role="img" aria-label="{html.escape(label, quote=True)}"{name} style="min-width: {least:.0f}pt"'
     return _element(root, prefix).replace("<svg", opening, 1)
 
 

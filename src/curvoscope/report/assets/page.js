@@ -48,7 +48,7 @@
     const plain = run.exponent || size >= 1e3 || size < 1e-4 ? exponential(value) : String(Number(value.toPrecision(3)));
     if (!error) return plain;
     if (percent >= 10) return `${value === 0 ? "0" : exponential(value, 0)} ±${exponential(error, 0)}`;
-    return `${plain} ±${(100 * percent).toFixed(percent < 0.0995 || !run.exponent ? 1 : 0)}%`;
+    return `${plain} ±${(100 * percent).toFixed(percent < 0.0995 ? 1 : 0)}%`;
   }
   const number = ([value, error], run) =>
     html("data", { value: String(value), "data-stderr": String(error) }, written(value, error, run));
@@ -631,7 +631,7 @@
     const label = found.find(({ labels }) => labels.length)?.labels[0];
     return [
       ...runs.map((run, i) => (found[i].rows.length ? numbersTable(run, found[i], at) : absent(run))),
-      html("p", { class: "note" }, `Marks: ${label}, with bars of two standard errors`),
+      html("p", { class: "note marks" }, `Marks: ${label}, with bars of two standard errors`),
     ];
   }
 

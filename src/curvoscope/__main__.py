@@ -1,0 +1,5 @@
+"""`python -m curvoscope`: the command line."""
+
+from curvoscope.cli import main
+
+main()
