@@ -755,7 +755,7 @@
   function drawRamp() {
     const { low, high, zeros } = heat();
     ramp.replaceChildren(state.title, " ", exponential(low), " ", html("i", { class: "colours" }), " ", exponential(high),
-      ...(zeros ? [html("i", { class: "zero" }), " zero to rounding"] : []));
+      ...(zeros ? [html("i", { class: "zero" }), " zero, or too small to resolve"] : []));
   }
 
   function redraw() {
