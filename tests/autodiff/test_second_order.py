@@ -9,8 +9,8 @@ from torch.func import functional_call, hessian
 from torch.nn.functional import gelu, layer_norm, mse_loss
 
 import curvoscope as cv
+from curvoscope.autodiff.graph import for_tangents, tangents_alone
 from curvoscope.autodiff.kernels import kept_derivatives
-from curvoscope.autodiff.tangents import for_tangents, tangents_alone
 from reference import dense_hessian, relative
 
 

@@ -8,6 +8,8 @@ the gradient g = J^T G is made once, with its graph. G passes a gate on its way 
     outer v         = J^T S J v:  J v = d<g, v>/dG,  S u = d<G, u>/dF,  then one backward pass from F
 
 The pass that gives the functional part comes by J v at the gate: both parts together cost it and one backward pass.
+J v alone needs only what leads to G. Autograd does not tell functions written in Python which of their results it uses,
+so ours ask `tangents_alone()`, and leave out derivatives of g in activations and weights.
 
 Torch differentiates each operation of a graph by a formula, and that formula by another one. The second is seldom used,
 and some are wrong. `CHECKED` lists the operations for which a test of ours compares both with differences
@@ -15,6 +17,7 @@ and some are wrong. `CHECKED` lists the operations for which a test of ours comp
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from curvoscope.autodiff.tangents import for_tangents
 from curvoscope.errors import CurvoscopeError, ModelError
 
 Edges = list[GradientEdge | None]
@@ -34,6 +36,30 @@ _NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IG
 _OWN = "curvoscope."  # functions of this package: their tests are ours
 
 _saved_names: dict[type, list[str]] = {}
+
+
+class _Purpose(threading.local):
+    """What the passes of this thread are for. Other threads, such as those of a GPU, compute everything."""
+
+    tangents_alone = False
+
+
+_purpose = _Purpose()
+
+
+@contextmanager
+def for_tangents() -> Iterator[None]:
+    """Inside, passes back through gradients are for J v alone."""
+    before, _purpose.tangents_alone = _purpose.tangents_alone, True
+    try:
+        yield
+    finally:
+        _purpose.tangents_alone = before
+
+
+def tangents_alone() -> bool:
+    """Whether this pass is for J v alone."""
+    return _purpose.tangents_alone
 
 
 class SecondDerivativeError(ModelError):

@@ -45,7 +45,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from curvoscope.attention.dot_product import sdpa
-from curvoscope.autodiff.tangents import tangents_alone
+from curvoscope.autodiff.graph import tangents_alone
 
 _KINDS = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.Softsign, nn.LogSigmoid)
 _LIBRARY = "transformers.activations"  # every class there acts on each entry alone

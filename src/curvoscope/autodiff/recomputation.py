@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from curvoscope.autodiff.graph import Operation, check_differentiable, operations
+from curvoscope.autodiff.graph import Operation, check_differentiable, operations, tangents_alone
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, replaced_forward, within, without_cache
 from curvoscope.autodiff.safety import undisturbed
-from curvoscope.autodiff.tangents import tangents_alone
 from curvoscope.errors import ModelError
 
 _SAME = 1e-3  # relative difference of the sums of two runs that is none
