@@ -45,6 +45,12 @@ class Curvature(ABC):
         """S dF for directions (..., N, L, m)."""
 
 
+def multiplied(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """M v for matrices (*batch, p, q) and vectors (..., *batch, q): those of one matrix are columns of one product."""
+    columns = vectors.reshape(-1, *vectors.shape[1 - matrices.ndim :]).movedim(0, -1)
+    return (matrices @ columns).movedim(-1, 0).reshape(*vectors.shape[:-1], matrices.shape[-2])
+
+
 class ScalarCurvature(Curvature):
     """S = c I.
 
@@ -111,7 +117,7 @@ class TokenCurvature(PerToken):
 
     def apply(self, direction: Tensor) -> Tensor:
         """S_t dF_t."""
-        return torch.matmul(self.blocks, direction[..., None])[..., 0]
+        return multiplied(self.blocks, direction)
 
     def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
         """P S_t P'^T."""
@@ -147,8 +153,8 @@ class PairCurvature(Curvature):
         """sum_u S_tu dF_u."""
         groups, size, width = self.blocks.shape[:3]
         matrix = self.blocks.reshape(groups, size * width, size * width)
-        grouped = direction.reshape(*direction.shape[:-3], groups, size * width, 1)
-        return torch.matmul(matrix, grouped).reshape(direction.shape)
+        grouped = direction.reshape(*direction.shape[:-3], groups, size * width)
+        return multiplied(matrix, grouped).reshape(direction.shape)
 
 
 @dataclass(frozen=True)

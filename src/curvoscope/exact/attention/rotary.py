@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import RangeError, ShapeError
+from curvoscope.losses.curvatures import multiplied
 
 
 class TokenMap(ABC):
@@ -75,7 +76,7 @@ class PositionMatrices(PositionMap):
 
     def of_heads(self, vectors: Tensor, back: bool = False) -> Tensor:
         """See `PositionMap`."""
-        return ((self.matrices.mT if back else self.matrices) @ vectors[..., None])[..., 0]
+        return multiplied(self.matrices.mT if back else self.matrices, vectors)
 
     def back(self, values: Tensor, start: int, length: int) -> Tensor:
         """R_i^T v, for one head."""
