@@ -4,6 +4,7 @@ import builtins
 import inspect
 import json
 import pickle
+import re
 import socket
 
 import pytest
@@ -378,3 +379,54 @@ def test_a_broken_gguf_file_is_named(tmp_path):
     file.write_bytes(b"GGUF and nothing else")
     with pytest.raises(LoadingError, match=r"model\.gguf"):
         load(file)
+
+
+_GGUF_NAMES = {
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
+    **{"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k"},
+    **{"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"},
+    **{"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+}
+
+
+def _llama_as_gguf(file):
+    """A small Llama, written as llama.cpp stores it: the halves of queries and keys that turn together side by side."""
+    gguf, transformers = pytest.importorskip("gguf"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, rms_norm_eps=1e-5, rope_theta=5000.0)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_vocab_size(config.vocab_size)
+    for name, weight in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module)
+        stored = f"blk.{layer[1]}.{_GGUF_NAMES[layer[2]]}" if layer else _GGUF_NAMES[module]
+        if module.endswith(("q_proj", "k_proj")):
+            weight = weight.view(-1, 2, config.head_dim // 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(f"{stored}.weight", weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def test_a_gguf_file_is_the_model_that_was_written(tmp_path):
+    model = _llama_as_gguf(tmp_path / "llama.gguf")
+    loaded = load(tmp_path / "llama.gguf")
+    tokens = torch.randint(64, (2, 16))
+    assert loaded.task == "causal"
+    assert all(torch.equal(weight, loaded.model.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert torch.allclose(loaded.model(tokens).logits, model(tokens).logits, rtol=0, atol=1e-6)
