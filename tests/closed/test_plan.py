@@ -12,7 +12,7 @@ from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.autodiff.matrix import AutodiffBlock
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import BlockNameError, RangeError
-from family_cases import CASES
+from family_cases import CASES, WORDS, hf
 from family_cases import tokens as words
 from reference import normal, relative
 
@@ -113,6 +113,25 @@ class TestPlan:
         assert {row.reason for row in never.rows} == {"method='autodiff'"}
         by_differences = hessian(MLP(), nn.MSELoss(), [points()], hvp="difference").plan["up.weight", "total"]
         assert (by_differences.method, by_differences.reason) == ("difference", "products are differences of gradients")
+
+    def test_many_columns_are_not_formed_for_what_an_estimate_tells(self):
+        """Keys behind rotary positions have products only: all columns of a few, an estimate of many."""
+        model = hf(
+            "LlamaForCausalLM",
+            {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": WORDS},
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model.set_attn_implementation("sdpa")
+        chosen = blocks_of(model).select("h.1.attn.K")
+        data = CrossEntropy(), [(words(), words().flip(0))]
+        H = hessian(model, *data, chosen)
+        assert H.plan["h.1.attn.K", "total"].reason.endswith("all columns cost more than an estimate")
+        found = H["h.1.attn.K"].frobenius_norm(tolerance=0.05)
+        truth = hessian(model, *data, chosen, method="exact")["h.1.attn.K"].frobenius_norm()
+        assert not found.exact and truth.exact and abs(found - truth) < 5 * found.stderr
+        few = hessian(*_language("Llama, no biases, one key head"))
+        assert few["h.1.attn.K"].shape[0] <= 64 and few.plan["h.1.attn.K", "total"].method == "exact"
 
     def test_says_why_once_a_closed_form_does_not_hold(self):
         model = GPT()

@@ -208,6 +208,13 @@ class LayerCosts:
         moved = _PER_BYTE * self.curvature_bytes(coupled)
         return self.products(coupled) * self._product(self.weights[0]) + made + moved
 
+    def pays_formed(self, block: Block, coupled: int) -> bool:
+        """Whether all columns of a block cost less than an estimate, if its closed form gives products only."""
+        own = sum(block.size for block in self.layer.blocks.values())
+        column = _PER_WEIGHT * self._tokens * (own + self.size.length * self._widest if self.layer.attends else own)
+        column += 2 * self._tokens * coupled * self.size.width**2
+        return block.size * column <= min(block.size, DEFAULT_MATVECS) * self._product(self.weights[0] + own)
+
     def _product(self, weights: int) -> float:
         """One product through so many weights, in operations."""
         moved = self.product_bytes * weights / max(1, self.weights[1])
