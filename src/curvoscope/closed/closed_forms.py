@@ -31,6 +31,7 @@ from curvoscope.closed.rebuilding import LayerAtBatch, Rebuilt, rebuilt_on
 from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, rebuilt_latent, traced_layers
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
+from curvoscope.errors import ModelError
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import LinearOperator
@@ -189,6 +190,17 @@ class ClosedForms:
             return place
         found = self._sized_out(place, block, part) or self._verify(place.layer) or self._too_dear(place, block, part)
         return self._couples(place.layer) if found is None and self._needs_curvature(part) else found
+
+    def require(self, blocks: Mapping[str, Block]) -> None:
+        """Raise unless every block has a closed form."""
+        without: dict[str, list[str]] = {}
+        for name, block in blocks.items():
+            reason = self.reason(block)
+            if reason is not None:
+                without.setdefault(reason, []).append(name)
+        if without:
+            found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in without.items())
+            raise ModelError("method", f"{found}. Leave them out with `select`, or use method='auto'")
 
     def _verify(self, layer: ModelLayer) -> str | None:
         """Why the layer has no closed form: it is rebuilt, on all micro-batches and at shaken weights."""
