@@ -29,6 +29,11 @@ BlockPatterns = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
+def _directory(document: str) -> Any:
+    """The option for the directory of a command that writes figures, a report and a document."""
+    return typer.Option(help=f"Directory for the figures, the report and {document}.")
+
+
 class WithNames(TyperCommand):
     """A command whose help ends with the names of the figures, imported on demand."""
 
@@ -88,9 +93,7 @@ def analyze(
     fast: Annotated[
         bool, typer.Option("--fast", help="Sweep only: leave out the largest eigenvalue of the whole Hessian.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and table.json.")] = Path(
-        "curvoscope-analyze"
-    ),
+    out: Annotated[Path, _directory("table.json")] = Path("curvoscope-analyze"),
     as_json: AsJson = False,
 ) -> None:
     """Analyse the Hessian of MODEL block by block: norms, traces and largest eigenvalues, with error bars.
@@ -109,9 +112,7 @@ def spectrum(
     request: "Request",
     blocks: BlockPatterns = None,
     matvecs: Annotated[int, typer.Option(help="Products per density (64 Lanczos steps per probe).")] = 256,
-    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and spectrum.json.")] = Path(
-        "curvoscope-spectrum"
-    ),
+    out: Annotated[Path, _directory("spectrum.json")] = Path("curvoscope-spectrum"),
     as_json: AsJson = False,
 ) -> None:
     """Estimate the spectral density of every block of MODEL's Hessian, with confidence bands.
@@ -136,9 +137,7 @@ def audit(
         int | None,
         typer.Option(help="Samples of a sweep. (default: exact if the model is small, otherwise 128)"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and audit.json.")] = Path(
-        "curvoscope-audit"
-    ),
+    out: Annotated[Path, _directory("audit.json")] = Path("curvoscope-audit"),
     as_json: AsJson = False,
 ) -> None:
     """Measure approximations of MODEL's curvature (KFAC, Shampoo, the diagonal, ...) against the curvature itself.
@@ -174,9 +173,7 @@ def sensitivity(
         bool, typer.Option("--no-pairs", help="Leave out interactions and single blocks: two products in all.")
     ] = False,
     blocks: BlockPatterns = None,
-    out: Annotated[Path, typer.Option(help="Directory for the figures, the report and sensitivity.json.")] = Path(
-        "curvoscope-sensitivity"
-    ),
+    out: Annotated[Path, _directory("sensitivity.json")] = Path("curvoscope-sensitivity"),
     as_json: AsJson = False,
 ) -> None:
     """Predict and measure what a change of MODEL's weights costs, by block and by pair of blocks."""

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,13 +15,14 @@ from curvoscope import checks
 from curvoscope.approximations.enumeration import enumerated
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.stand_ins import ModelStandIns
-from curvoscope.autodiff.batches import BatchError, Batches
+from curvoscope.autodiff.batches import BatchError, Batches, Ranks
 from curvoscope.autodiff.compiled import Compiled
 from curvoscope.autodiff.coupled import Coupled
-from curvoscope.autodiff.differences import Differences
+from curvoscope.autodiff.differences import Differences, differentiable_twice
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import SecondDerivativeError
 from curvoscope.autodiff.matrix import AutodiffMatrix, AutodiffParts
+from curvoscope.autodiff.output_jacobian import output_jacobian
 from curvoscope.blocks import Block, Blocks
 from curvoscope.closed.closed_forms import ClosedForms
 from curvoscope.closed.gauge import Gauge, factors_of
@@ -31,12 +33,12 @@ from curvoscope.distributed.mesh import Mesh, sharded_ranks
 from curvoscope.distributed.ranks import RankError, mesh_of, ranks_of
 from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
 from curvoscope.distributed.sharded_operators import ShardedMatrix, ShardedParts
-from curvoscope.errors import BlockNameError, CompileWarning, EmptyError, ModelError
+from curvoscope.errors import BlockNameError, CompileWarning, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import adapters_of
-from curvoscope.families.block_maps import blocks_of
+from curvoscope.families.block_maps import blocks_of, trainable
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
-from curvoscope.losses.objectives import Objective, logits_of
+from curvoscope.losses.objectives import Objective
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian
 from curvoscope.settings import settings
@@ -189,17 +191,7 @@ class ModelHessian(BlockHessian):
         Returns:
             (rows, outputs per row, P), for a model whose output is a tensor or has `logits`; rows must not meet in it.
         """
-        engine = self._engine
-        (batch,) = Batches([(inputs, None)])
-        with engine.running():
-            weights, leaves = engine.snapshot.leaves(sorted(self._blocks.parameters))
-            F = logits_of(engine.snapshot(weights, engine.snapshot.moved(batch)))
-            flat = F.reshape(batch.rows, -1)
-            rows = []
-            for entry in flat.flatten():
-                found = torch.autograd.grad(entry, list(leaves.values()), retain_graph=True, materialize_grads=True)
-                rows.append(self._blocks.gather(dict(zip(leaves, found, strict=True))))
-        return torch.stack(rows).view(*flat.shape, -1)
+        return output_jacobian(self._engine, inputs)
 
     def gradient_source(self, name: str) -> GradientSource:
         """All gradients gamma of a block with sum gamma gamma^T = H, its Gauss-Newton part: what `cv.approximations`
@@ -349,8 +341,11 @@ def hessian(
         checks.choice("recompute", recompute, ("layer",))
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
-    mesh = mesh_of(model)
-    ranks = ranks_of(process_group) if mesh is None else sharded_ranks(mesh, process_group)
+    mesh = mesh_of(model) if dist.is_available() and dist.is_initialized() else None
+    if mesh is not None:
+        ranks: Ranks = sharded_ranks(mesh, process_group)
+    else:
+        ranks = Ranks() if process_group is None else ranks_of(process_group)
     with ranks.together(), settings(memory_limit=memory_limit):
         budget = checks.memory_budget()
     with ranks.together():
@@ -379,7 +374,7 @@ def hessian(
     make = by_gradients if hvp == "difference" else exact
     with nullcontext() if isinstance(ranks, Mesh) else layers.measuring():
         engine: Autodiff = make(*arguments)
-    if hvp == "auto" and not _differentiable_twice(engine):
+    if hvp == "auto" and not differentiable_twice(engine):
         engine = by_gradients(*arguments)
         if compile:
             said = "compile: got True, but products are differences of gradients, which are not compiled"
@@ -398,56 +393,5 @@ def hessian(
         return ModelHessian(engine)
     closed = ClosedForms(engine, layers, limited=method == "auto")
     if method == "exact":
-        _check_closed(closed, blocks)
+        closed.require(blocks)
     return ModelHessian(engine, closed)
-
-
-def _differentiable_twice(engine: Autodiff) -> bool:
-    """Whether autograd has right second derivatives of the model, on all ranks: one product tells."""
-    failure: Exception | None = None
-    several = list(engine.blocks.values())
-    try:
-        ones = torch.ones(1, engine.length(several), dtype=engine.dtype, device=engine.device)
-        engine.product("total", several, several, ones)
-    except Exception as error:
-        failure = error
-    lacking = any(engine.ranks.exchange(isinstance(failure, SecondDerivativeError)))
-    if failure is not None and not lacking:
-        raise failure
-    return not lacking
-
-
-def _check_closed(closed: ClosedForms, blocks: Blocks) -> None:
-    """Raise unless every block has a closed form."""
-    without: dict[str, list[str]] = {}
-    for name, block in blocks.items():
-        reason = closed.reason(block)
-        if reason is not None:
-            without.setdefault(reason, []).append(name)
-    if without:
-        found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in without.items())
-        raise ModelError("method", f"{found}. Leave them out with `select`, or use method='auto'")
-
-
-def trainable(model: nn.Module, blocks: Blocks) -> Blocks:
-    """The blocks whose parameters are all trainable.
-
-    Args:
-        model: any module.
-        blocks: its blocks, from `blocks_of(model)`.
-
-    Returns:
-        Those without a frozen parameter (`requires_grad` False), in the same order.
-
-    Example:
-        >>> import torch, curvoscope as cv
-        >>> model = torch.nn.Linear(3, 2)
-        >>> _ = model.bias.requires_grad_(False)
-        >>> cv.curvature.trainable(model, cv.blocks_of(model)).names
-        ['weight']
-    """
-    free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    chosen = [b for b in blocks.values() if all(piece.parameter in free for piece in b.pieces)]
-    if not chosen:
-        raise EmptyError("model", "all its parameters are frozen; call requires_grad_(True) on some")
-    return Blocks(chosen, blocks.whole)

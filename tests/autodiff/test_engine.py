@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth, truth_of
 from curvoscope import curvature
-from curvoscope.autodiff import engine
+from curvoscope.autodiff import graph_products
 from curvoscope.autodiff.graph import unless_unbatched
 from curvoscope.curvature import CrossEntropy, MeanLoss, MeanSquaredError, blocks_of
 from curvoscope.errors import BlockNameError
@@ -223,7 +223,7 @@ class TestWays:
         H, _, _ = _case("two layers")
         columns = normal(7)(H.shape[0], 5)
         together = getattr(H, part) @ columns
-        monkeypatch.setattr(engine, "_AT_ONCE", -1)
+        monkeypatch.setattr(graph_products, "_AT_ONCE", -1)
         assert relative(getattr(H, part) @ columns, together) < 1e-13
 
     def test_a_lack_of_memory_is_not_taken_for_an_operation_that_cannot_be_batched(self):

@@ -10,7 +10,7 @@ import curvoscope as cv
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.autodiff.weight_watch import WeightWatch
+from curvoscope.autodiff.safety import WeightWatch
 from curvoscope.errors import ChangedWeightsError, ModelError
 from reference import normal, relative
 

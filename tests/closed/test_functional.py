@@ -36,7 +36,7 @@ def without_curvature(monkeypatch):
         raise AssertionError("the loss Hessian at a layer's output was asked for")
 
     monkeypatch.setattr(closed_forms, "DownstreamLoss", refuse)
-    monkeypatch.setattr("curvoscope.closed.plan.DEFAULT_MATVECS", 0)
+    monkeypatch.setattr("curvoscope.closed.plan._QUESTIONS", 0)
 
 
 @pytest.mark.parametrize("case", LANGUAGE)

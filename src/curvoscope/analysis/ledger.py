@@ -177,13 +177,12 @@ class Ledger(ShownAsTable):
 
     Example:
         >>> import torch, curvoscope as cv
-        >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+        >>> model = torch.nn.Linear(3, 2).double()  # of which the square loss is quadratic: nothing remains
         >>> data = [(torch.randn(5, 3).double(), torch.zeros(5, 2).double())]
         >>> ledger = cv.analysis.sensitivity(model, torch.nn.MSELoss(), data, cv.analysis.recipes.int4)
         >>> abs(ledger.predicted - sum(row.first + row.second for row in ledger.rows)) < 1e-12
         True
-        >>> abs(ledger.remainder) < 0.1 * abs(ledger.measured)
+        >>> abs(ledger.remainder) < 1e-12
         True
     """
 

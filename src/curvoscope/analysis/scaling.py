@@ -136,10 +136,10 @@ class Scaling:
 
     Example:
         >>> import torch, curvoscope as cv
-        >>> def build(size, seed):
-        ...     data = [(torch.eye(size).double(), torch.ones(size, 1).double())]
-        ...     return torch.nn.Linear(size, 1, bias=False).double(), torch.nn.MSELoss(), data
-        >>> study = cv.analysis.scaling(build, sizes=[1, 2, 4])  # H is 2/size of the identity
+        >>> def build(size, seed):  # more rows of the same data: H is the same
+        ...     X = torch.eye(2).double().repeat(size, 1)
+        ...     return torch.nn.Linear(2, 1, bias=False).double(), torch.nn.MSELoss(), [(X, X[:, :1])]
+        >>> study = cv.analysis.scaling(build, sizes=[1, 2, 4])
         >>> study.values("trace"), sorted(study.without)
         ({1: [2.0], 2: [2.0], 4: [2.0]}, ['functional_share'])
     """

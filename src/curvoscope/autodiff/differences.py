@@ -22,7 +22,7 @@ from torch import Tensor
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.displacements import Climb, MeasuredDifference, Scale, climb, smooth_optimum
 from curvoscope.autodiff.engine import Autodiff
-from curvoscope.autodiff.graph import derivative
+from curvoscope.autodiff.graph import SecondDerivativeError, derivative
 from curvoscope.blocks import Block, parameters_of
 from curvoscope.errors import ModelError
 
@@ -207,3 +207,18 @@ class _Batch:
             outputs = snapshot(weights, self._batch)
             cut, gradient = self._engine._gradient(weights, outputs, self._batch)
         return {name: weights[snapshot.paths[name]] for name in leaves}, cut, gradient
+
+
+def differentiable_twice(engine: Autodiff) -> bool:
+    """Whether autograd has right second derivatives of the model, on all ranks: one product tells."""
+    failure: Exception | None = None
+    several = list(engine.blocks.values())
+    try:
+        ones = torch.ones(1, engine.length(several), dtype=engine.dtype, device=engine.device)
+        engine.product("total", several, several, ones)
+    except Exception as error:
+        failure = error
+    lacking = any(engine.ranks.exchange(isinstance(failure, SecondDerivativeError)))
+    if failure is not None and not lacking:
+        raise failure
+    return not lacking

@@ -31,13 +31,17 @@ from curvoscope.closed.rebuilding import LayerAtBatch, Rebuilt, rebuilt_on
 from curvoscope.closed.traced import TracedLayer, rebuilt_as_traced, rebuilt_latent, traced_layers
 from curvoscope.distributed.rank_sum import RankSum
 from curvoscope.distributed.ranks import Group
+from curvoscope.errors import ModelError
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.losses import Curvature, LossAt, ScalarCurvature
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 
-_MOST_DENSE = 2048  # size of a block up to which all its entries are soon computed
-_PRODUCTS_ONLY = "behind rotary positions, norms or capped scores its closed form gives products only"
+_MOST_DENSE = 2048  # size of a block up to which all its entries may be computed, and all its eigenvalues
+_PRODUCTS_ONLY = (
+    "behind rotary positions, norms or capped scores its closed form gives products only: all columns cost more than "
+    "an estimate"
+)
 _KINDS = {"attn": "attention", "mlp": "feed-forward layer", "scale": "LayerScale", "cross": "cross-attention"}
 _NO_CURVATURE = ScalarCurvature(0.0)  # stands for S in what does not read it
 _TOTAL = {"total": ("total", "total")}
@@ -97,7 +101,7 @@ class ClosedForms:
             return Choice(False, place)
         reason = self._sized_out(place, block, part)
         if reason is None and place.layer.name in self._reasons:
-            reason = self._reasons[place.layer.name] or self._too_large(place, block, part)
+            reason = self._reasons[place.layer.name] or self._too_dear(place, block, part)
         if reason is None and self._needs_curvature(part):
             reason = self._coupling.get(place.layer.name)
         if reason is not None:
@@ -121,7 +125,7 @@ class ClosedForms:
 
     def _sized_out(self, place: BlockPlace, block: Block, part: str) -> str | None:
         """Why sizes alone rule out a closed form."""
-        if self._limited and self._products_only(place, part) and block.size > _MOST_DENSE:
+        if self._products_only(place, part) and not self._may_be_formed(place, block, part):
             return _PRODUCTS_ONLY
         return self._ruled_out[self._needs_curvature(part)][place.layer.name]
 
@@ -133,12 +137,19 @@ class ClosedForms:
         """Whether a norm needs a Kronecker form. The functional part of a key weight has another form."""
         return place.adapter is not None or place.name.startswith("b_") or self._needs_curvature(part)
 
-    def _too_large(self, place: BlockPlace, block: Block, part: str) -> str | None:
-        """Why a block of a verified layer is left to autodiff: it is large, and its closed form gives products only."""
+    def _too_dear(self, place: BlockPlace, block: Block, part: str) -> str | None:
+        """Why a block of a verified layer is left to autodiff: its closed form gives products only, and many columns
+        are dearer than an estimate."""
         roles = {name.removeprefix("b_")[0] for name in place.weights}
         coreless = self._coreless[self._needs_cores(place, part)][place.layer.name] or ""
-        too_large = self._limited and block.size > _MOST_DENSE
-        return _PRODUCTS_ONLY if too_large and roles & set(coreless) else None
+        formed = not roles & set(coreless) or self._may_be_formed(place, block, part)
+        return None if formed else _PRODUCTS_ONLY
+
+    def _may_be_formed(self, place: BlockPlace, block: Block, part: str) -> bool:
+        """Whether all entries of a block are computed if its closed form gives products only."""
+        coupled = self._coupled(place.layer) if self._needs_curvature(part) else 0
+        pays = block.size <= _MOST_DENSE and self._costs[place.layer.name].pays_formed(block, coupled)
+        return pays or not self._limited
 
     def _misfit(self, name: str, needs_curvature: bool) -> str | None:
         if not self._sizes[name].once:
@@ -177,8 +188,19 @@ class ClosedForms:
         place = self._layers.place(block)
         if isinstance(place, str):
             return place
-        found = self._sized_out(place, block, part) or self._verify(place.layer) or self._too_large(place, block, part)
+        found = self._sized_out(place, block, part) or self._verify(place.layer) or self._too_dear(place, block, part)
         return self._couples(place.layer) if found is None and self._needs_curvature(part) else found
+
+    def require(self, blocks: Mapping[str, Block]) -> None:
+        """Raise unless every block has a closed form."""
+        without: dict[str, list[str]] = {}
+        for name, block in blocks.items():
+            reason = self.reason(block)
+            if reason is not None:
+                without.setdefault(reason, []).append(name)
+        if without:
+            found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in without.items())
+            raise ModelError("method", f"{found}. Leave them out with `select`, or use method='auto'")
 
     def _verify(self, layer: ModelLayer) -> str | None:
         """Why the layer has no closed form: it is rebuilt, on all micro-batches and at shaken weights."""

@@ -21,6 +21,7 @@ PARTS = ("outer", "functional", "total")
 _QUESTIONS = 4
 _PER_WEIGHT = 8  # operations of a product for a weight and a token: two for each of four passes
 _PER_BYTE = 4  # operations that take as long as moving a byte
+_CHEAP = 2**33  # operations of a fraction of a second: what takes no more is exact, whatever an estimate costs
 _SCORES = 4  # matrices of the scores' size while a closed form of attention is made
 _KEPT_SCORES = 2  # those that it keeps: A, and the gradient at the scores
 _HIDDEN = 6  # vectors of the hidden units that a feed-forward layer keeps
@@ -207,6 +208,15 @@ class LayerCosts:
             made += 2 * min((summands * core) ** 2, summands * block.size**2)
         moved = _PER_BYTE * self.curvature_bytes(coupled)
         return self.products(coupled) * self._product(self.weights[0]) + made + moved
+
+    def pays_formed(self, block: Block, coupled: int) -> bool:
+        """Whether all columns of a block, if its closed form gives products only, cost less than an estimate, or next
+        to nothing."""
+        own = sum(block.size for block in self.layer.blocks.values())
+        column = _PER_WEIGHT * self._tokens * (own + self.size.length * self._widest if self.layer.attends else own)
+        column += 2 * self._tokens * coupled * self.size.width**2
+        estimate = min(block.size, DEFAULT_MATVECS) * self._product(self.weights[0] + own)
+        return block.size * column <= max(_CHEAP, estimate)
 
     def _product(self, weights: int) -> float:
         """One product through so many weights, in operations."""

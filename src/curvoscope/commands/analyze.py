@@ -26,7 +26,6 @@ from curvoscope.blocks import layer_and_role
 from curvoscope.closed.layers import layers_of
 from curvoscope.commands import sweep_run
 from curvoscope.commands.document import (
-    REPORTS,
     as_estimate,
     common_facts,
     depth_facts,
@@ -34,8 +33,8 @@ from curvoscope.commands.document import (
     heads_facts,
     pictures,
     show_extremes,
+    show_files,
     show_subject,
-    shown_files,
     spectrum_facts,
     write_run,
 )
@@ -149,8 +148,7 @@ def run(request: Request, options: AnalyzeOptions, out: Path, as_json: bool) -> 
     if dense.verdict is not None:
         console.print(dense.verdict + "\n")
     show_extremes(console, ends)
-    for name in (*shown_files(figures), *REPORTS, "table.json"):
-        print(f"wrote {out / name}")
+    show_files(out, figures, "table.json")
 
 
 def _is_swept(subject: Subject, options: AnalyzeOptions) -> bool:

@@ -12,15 +12,7 @@ from curvoscope.analysis.audit_samples import FEWEST, SampledAudit
 from curvoscope.analysis.audit_table import AuditTable
 from curvoscope.analysis.block_diagonal import block_diagonal_error
 from curvoscope.blocks import Blocks
-from curvoscope.commands.document import (
-    REPORTS,
-    as_estimate,
-    common_facts,
-    pictures,
-    show_subject,
-    shown_files,
-    write_run,
-)
+from curvoscope.commands.document import as_estimate, common_facts, pictures, show_files, show_subject, write_run
 from curvoscope.commands.progress import work
 from curvoscope.commands.subject import Request, Subject, is_in_layer, select, subject_of
 from curvoscope.curvature import hessian
@@ -87,8 +79,7 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
     show_subject(console, subject, found.loss)
     console.print(found.table)
     console.print(answer + "\n", soft_wrap=True)
-    for name in (*shown_files(figures), *REPORTS, DOCUMENT):
-        print(f"wrote {out / name}")
+    show_files(out, figures, DOCUMENT)
 
 
 def _weights(blocks: Blocks, patterns: tuple[str, ...]) -> Blocks:

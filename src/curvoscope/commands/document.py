@@ -34,9 +34,10 @@ def pictures(name: str, figure: "matplotlib.figure.Figure") -> dict[str, bytes]:
     return {f"{name}.png": commands.png(figure), f"{name}.svg": svg(figure)}
 
 
-def shown_files(figures: Mapping[str, bytes]) -> list[str]:
-    """The files of figures that a user is told of: not the SVG, which are for the report."""
-    return [name for name in figures if not name.endswith(".svg")]
+def show_files(out: Path, figures: Mapping[str, bytes], document: str) -> None:
+    """Print the files that were written, but for the SVG: those are for the report."""
+    for name in (*(name for name in figures if not name.endswith(".svg")), *REPORTS, document):
+        print(f"wrote {out / name}")
 
 
 def write_run(out: Path, name: str, facts: dict[str, Any], figures: Mapping[str, bytes]) -> str:

@@ -18,15 +18,7 @@ from curvoscope.analysis.ledger import Ledger, spearman
 from curvoscope.analysis.scores import scores
 from curvoscope.analysis.sensitivity import measured_change, sensitivity
 from curvoscope.blocks import Blocks
-from curvoscope.commands.document import (
-    REPORTS,
-    as_estimate,
-    common_facts,
-    pictures,
-    show_subject,
-    shown_files,
-    write_run,
-)
+from curvoscope.commands.document import as_estimate, common_facts, pictures, show_files, show_subject, write_run
 from curvoscope.commands.progress import work
 from curvoscope.commands.subject import Request, Subject, select, subject_of
 from curvoscope.errors import RangeError
@@ -112,8 +104,7 @@ def run(request: Request, options: SensitivityOptions, out: Path, as_json: bool)
         console.print(f"Rank correlation with the measured change of each block alone: {found}.\n")
     if formats is not None:
         console.print(model_tables.allocation_table(formats.rows()))
-    for name in (*shown_files(figures), *REPORTS, "sensitivity.json"):
-        print(f"wrote {out / name}")
+    show_files(out, figures, "sensitivity.json")
 
 
 def _change(options: SensitivityOptions) -> tuple[Change, str]:

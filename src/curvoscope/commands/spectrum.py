@@ -14,13 +14,12 @@ from curvoscope.analysis.spectra import distances, spectra, whole_spectrum
 from curvoscope.blocks import Blocks
 from curvoscope.commands import sweep_run
 from curvoscope.commands.document import (
-    REPORTS,
     common_facts,
     extremes_facts,
     heads_facts,
     pictures,
     show_extremes,
-    shown_files,
+    show_files,
     spectrum_facts,
     write_run,
 )
@@ -104,8 +103,7 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
     show_extremes(console, ends)
     if density is None:
         console.print("The density of the whole Hessian is omitted: its Lanczos vectors do not fit in memory.\n")
-    for name in (*shown_files(figures), *REPORTS, "spectrum.json"):
-        print(f"wrote {out / name}")
+    show_files(out, figures, "spectrum.json")
 
 
 def _missing(model: str, no_density: bool, no_heads: bool) -> list[str]:

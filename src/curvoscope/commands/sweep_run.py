@@ -10,14 +10,7 @@ from rich.text import Text
 
 from curvoscope import commands
 from curvoscope.blocks import Blocks, layer_and_role
-from curvoscope.commands.document import (
-    REPORTS,
-    as_estimate,
-    common_facts,
-    pictures,
-    shown_files,
-    write_run,
-)
+from curvoscope.commands.document import as_estimate, common_facts, pictures, show_files, write_run
 from curvoscope.commands.live_table import LiveTable
 from curvoscope.commands.progress import duration
 from curvoscope.commands.subject import Request, Subject, select
@@ -86,8 +79,7 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
         return
     console.print(found.table(largest_first=True))
     console.print(facts["answer"] + "\n", soft_wrap=True)
-    for name in (*shown_files(figures), *REPORTS, "table.json"):
-        print(f"wrote {out / name}")
+    show_files(out, figures, "table.json")
     if not ended:
         console.print(_INTERRUPTED)
 

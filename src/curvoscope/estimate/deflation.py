@@ -40,32 +40,14 @@ class _Columns:
 
 
 class Sketch:
-    """W, Y = B W, and on demand Q R = Y and Z = B Q. It can grow; no product is made twice."""
+    """Random columns W (n, k), Y = B W and, by `solve`, an orthonormal basis Q of Y and Z = B Q. It can grow; no
+    product is made twice."""
 
     def __init__(self, products: Products, draw: Callable[[int, Tensor], Tensor]) -> None:
         self._products, self._draw, self.space = products, draw, products.space
         self._W, self._Q = (_Columns(products, products.space) for _ in range(2))
         self._Y, self._Z = (_Columns(products, products.row_space) for _ in range(2))
-
-    @property
-    def W(self) -> Tensor:
-        """Random columns (n, k)."""
-        return self._W.all
-
-    @property
-    def Y(self) -> Tensor:
-        """B W."""
-        return self._Y.all
-
-    @property
-    def Q(self) -> Tensor:
-        """An orthonormal basis of Y, if `solve` has been called."""
-        return self._Q.all
-
-    @property
-    def Z(self) -> Tensor:
-        """B Q."""
-        return self._Z.all
+        self.W, self.Y, self.Q, self.Z = (one.all for one in (self._W, self._Y, self._Q, self._Z))
 
     @property
     def columns(self) -> int:
@@ -76,6 +58,7 @@ class Sketch:
         """W and Y with so many columns."""
         count = columns - self.columns
         self._products(self._draw(count, self._W.more(count)), out=self._Y.more(count))
+        self.W, self.Y = self._W.all, self._Y.all
 
     def solve(self) -> None:
         """Q and Z for the columns of Y; fewer, when they already span the range of B to rounding."""
@@ -84,6 +67,7 @@ class Sketch:
         if count:
             self._Q.more(count).T.copy_(fresh.T)
             self._products(fresh, out=self._Z.more(count))
+            self.Q, self.Z = self._Q.all, self._Z.all
 
     @property
     def complete(self) -> bool:

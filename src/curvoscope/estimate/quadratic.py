@@ -78,10 +78,7 @@ def squared_frobenius_norm(
 
     Args:
         operator: (m, n).
-        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
-        tolerance: the relative standard error at which to stop.
-        seed: of the probes; by default that of `cv.settings`.
-        method: "auto", "hutchinson", "hutch++" or "xtrace".
+        matvecs, tolerance, seed, method: as for `trace`.
 
     Returns:
         |B|_F², with its standard error.
@@ -109,10 +106,7 @@ def frobenius_norm(
 
     Args:
         operator: (m, n).
-        matvecs: the budget of products; 64 when neither this nor a tolerance is given.
-        tolerance: the relative standard error at which to stop.
-        seed: of the probes; by default that of `cv.settings`.
-        method: "auto", "hutchinson", "hutch++" or "xtrace".
+        matvecs, tolerance, seed, method: as for `trace`.
 
     Returns:
         |B|_F, with its standard error.

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from curvoscope.blocks import LAYER_ROLES, STORED, TRANSPOSED, Block, Blocks, Layout, Piece, flat
 from curvoscope.errors import EmptyError, ModelError
-from curvoscope.families.adapters import Adapter, stand_ins, with_adapters
+from curvoscope.families.adapters import Adapter, stand_ins
 from curvoscope.families.wiring import norm_roles
 
 Paths = Mapping[str, tuple[str, ...]]
@@ -82,11 +82,6 @@ class FoundLayer:
     def stack(self) -> str:
         """Its path without that number."""
         return re.sub(r"(^|\.)\d+((\.[^.\d][^.]*)*)$", r"\2", self.path).lstrip(".")
-
-
-def assemble(model: nn.Module, families: Sequence[Family], adapters: Sequence[Adapter]) -> Blocks:
-    """The blocks of a model; each layer by the first family that fits it."""
-    return with_adapters(Assembly(model, adapters).blocks(families), adapters)
 
 
 class Assembly:

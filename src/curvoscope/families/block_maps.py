@@ -5,9 +5,10 @@ from typing import Any
 from torch import nn
 
 from curvoscope.blocks import Blocks
+from curvoscope.errors import EmptyError
 from curvoscope.families import direct, huggingface, recurrences, torch_nn, transformer_lens
-from curvoscope.families.adapters import adapters_of, without_adapters
-from curvoscope.families.assembly import assemble
+from curvoscope.families.adapters import adapters_of, with_adapters, without_adapters
+from curvoscope.families.assembly import Assembly
 from curvoscope.families.recognised import assemble_recognised
 from curvoscope.families.recognition import Recognition
 from curvoscope.families.tracing import traced
@@ -78,6 +79,30 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
     """
     adapters = adapters_of(model)
     if batch is None:
-        return assemble(model, _FAMILIES, adapters)
+        return with_adapters(Assembly(model, adapters).blocks(_FAMILIES), adapters)
     with without_adapters(model, adapters) as standing, traced(model, batch, standing) as flow:
         return assemble_recognised(model, Recognition(flow), adapters, recurrences.FAMILIES)
+
+
+def trainable(model: nn.Module, blocks: Blocks) -> Blocks:
+    """The blocks whose parameters are all trainable.
+
+    Args:
+        model: any module.
+        blocks: its blocks, from `blocks_of(model)`.
+
+    Returns:
+        Those without a frozen parameter (`requires_grad` False), in the same order.
+
+    Example:
+        >>> import torch, curvoscope as cv
+        >>> model = torch.nn.Linear(3, 2)
+        >>> _ = model.bias.requires_grad_(False)
+        >>> cv.curvature.trainable(model, cv.blocks_of(model)).names
+        ['weight']
+    """
+    free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    chosen = [b for b in blocks.values() if all(piece.parameter in free for piece in b.pieces)]
+    if not chosen:
+        raise EmptyError("model", "all its parameters are frozen; call requires_grad_(True) on some")
+    return Blocks(chosen, blocks.whole)

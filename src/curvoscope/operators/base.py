@@ -244,10 +244,7 @@ class LinearOperator(Spectral, ABC):
     ) -> DiagonalEstimate:
         """The diagonal (R,) of a square block: exact, or estimated if `matvecs` or `tolerance` is given.
 
-        Args:
-            matvecs: the budget of matrix-vector products.
-            tolerance: the relative standard error of the diagonal as a whole at which to stop.
-            seed: of the random probes; by default that of `cv.settings`.
+        Args as for `trace`; the tolerance is that of the diagonal as a whole.
 
         Returns:
             A tensor with `.stderr`, `.exact`, `.matvecs`, `.method` and `.interval()`; its entries are Estimates.

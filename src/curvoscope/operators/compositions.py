@@ -1,7 +1,5 @@
 """Operators known by their products alone, and operators made of others: added, scaled, squared."""
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor
 
@@ -10,15 +8,9 @@ from curvoscope.errors import ShapeError
 from curvoscope.magnitudes import power_of_two
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 
-_FORMED, _LARGEST = 2, 2**22  # matrices whose entries are kept, and how many entries each may have
-_formed: "WeakKeyDictionary[Product, Tensor]" = WeakKeyDictionary()
-
 
 class Product(LinearOperator):
-    """An operator given by its products with columns, and those of its transpose.
-
-    The entries of the last ones that were formed are kept: norm, trace and eigenvalues of a block ask for the same.
-    """
+    """An operator given by its products with columns, and those of its transpose."""
 
     def __init__(
         self, products: ProductPair, row_shape: Shape, column_shape: Shape, like: Tensor, symmetric: bool = False
@@ -28,17 +20,6 @@ class Product(LinearOperator):
 
     def _matmat(self, columns: Tensor) -> Tensor:
         return self._products[0](columns)
-
-    def _write(self, out: Tensor) -> None:
-        known = _formed.get(self)
-        if known is not None:
-            out.copy_(known)
-            return
-        super()._write(out)
-        if out.numel() <= _LARGEST:
-            while len(_formed) >= _FORMED:
-                del _formed[next(iter(_formed))]  # the oldest
-            _formed[self] = out.clone()
 
     def _transposed(self) -> LinearOperator:
         return Product((self._products[1], self._products[0]), self.column_shape, self.row_shape, self.like)

@@ -1,6 +1,6 @@
 """What an operator answers about its eigenvalues and singular values: all of them, a few, their density, their size."""
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import scipy
@@ -17,6 +17,14 @@ _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster 
 _BESIDE = 6  # vectors beside a Lanczos basis
 _FACTORED = 2  # matrices in memory while LAPACK finds singular values: the entries, and its copy
 _DOUBLES = 2  # matrices in double precision beside the entries while it finds eigenvalues
+
+
+class _Effort(TypedDict, total=False):
+    """What an estimate may cost, as the overloads of `eigenvalues` take it."""
+
+    matvecs: int | None
+    tolerance: float | None
+    seed: int | None
 
 
 class Spectral(Solvable):
@@ -67,26 +75,12 @@ class Spectral(Solvable):
 
     @overload
     def eigenvalues(
-        self,
-        k: int | None = None,
-        which: str = "LM",
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-        vectors: Literal[False] = False,
+        self, k: int | None = None, which: str = "LM", *, vectors: Literal[False] = False, **effort: Unpack[_Effort]
     ) -> Eigenvalues: ...
 
     @overload
     def eigenvalues(
-        self,
-        k: int | None = None,
-        which: str = "LM",
-        *,
-        matvecs: int | None = None,
-        tolerance: float | None = None,
-        seed: int | None = None,
-        vectors: Literal[True],
+        self, k: int | None = None, which: str = "LM", *, vectors: Literal[True], **effort: Unpack[_Effort]
     ) -> tuple[Eigenvalues, Tensor]: ...
 
     def eigenvalues(

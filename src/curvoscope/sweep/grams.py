@@ -9,7 +9,7 @@ is also read row by row (an embedding that is tied to the unembedding) has gradi
 products besides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, combinations_with_replacement
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvoscope.approximations.factors import moment
 from curvoscope.autodiff.uses import Factors
+from curvoscope.blocks import Piece
 
 _ROWS = 2**26  # entries of gradients that are formed at a time
 
@@ -130,3 +131,15 @@ def _add(gram: Tensor, rows: Tensor, columns: Tensor, block: Tensor, twice: bool
     gram[rows[:, None], columns] += block
     if twice:
         gram[columns[:, None], rows] += block.mT
+
+
+def tiling(piece: Piece, others: Iterable[Piece]) -> list[Piece]:
+    """Those of the others that make up a part of their parameter, such as heads; [] if they do not."""
+    inside = [one for one in others if _is_within(one, piece)]
+    apart = not any(one.overlaps(other) for one, other in combinations(inside, 2))
+    return inside if apart and sum(one.size for one in inside) == piece.size else []
+
+
+def _is_within(one: Piece, other: Piece) -> bool:
+    sides = zip(one.index, other.index, strict=True)
+    return all(outer.start <= inner.start and inner.stop <= outer.stop for inner, outer in sides)

@@ -8,9 +8,8 @@ Several ranks have batches of their own, and each walks the samples of these. Wh
 other X and delta, and make the same Gram matrix of all samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
-from curvoscope.sweep.grams import add_crossed, add_gram
+from curvoscope.sweep.grams import add_crossed, add_gram, tiling
 from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, cut_at
 
@@ -372,7 +371,7 @@ class Walk:
             grams: dict[Piece, Tensor] = {}
             for row, piece in sorted(self._pieces[name], key=lambda one: one[1].size):
                 if row in self._waiting and name in self._waiting[row]:
-                    tiles = _tiling(piece, grams)
+                    tiles = tiling(piece, grams)
                     known = [grams[tile] for tile in tiles] or [self._gram_of(piece, factors, beside, gradients)]
                     grams[piece] = torch.stack(known).sum(0)
                     self._grams[row] += grams[piece]
@@ -398,14 +397,3 @@ class Walk:
             flat = gradients[(slice(None), *piece.index)].flatten(1)
             gram += moment(flat.mT).double()
         return gram
-
-
-def _tiling(piece: Piece, others: Iterable[Piece]) -> list[Piece]:
-    """Those of the others that make up a part of their parameter, such as heads; [] if they do not."""
-    inside = [one for one in others if all(b.start >= a.start and b.stop <= a.stop for a, b in _sides(piece, one))]
-    apart = all(any(a.stop <= b.start or b.stop <= a.start for a, b in _sides(*two)) for two in combinations(inside, 2))
-    return inside if apart and sum(one.size for one in inside) == piece.size else []
-
-
-def _sides(one: Piece, other: Piece) -> Iterator[tuple[slice, slice]]:
-    return zip(one.index, other.index, strict=True)

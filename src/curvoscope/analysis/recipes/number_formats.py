@@ -95,7 +95,7 @@ def fp8(model: nn.Module, group: Group = "channel", names: Sequence[str] = ()) -
         model, group, names: as in `int8`.
 
     Returns:
-        The state dict with rounded weights.
+        The state dict with rounded weights, in the dtype of the model.
 
     Example:
         >>> import torch, curvoscope as cv

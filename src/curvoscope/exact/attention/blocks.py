@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from curvoscope.exact.assembly import WeightPart
-from curvoscope.exact.attention.layer import AttentionLayer, HeadMap, Pass, ProjectionMap
+from curvoscope.exact.attention.layer import AttentionLayer, Pass, ProjectionMap
 from curvoscope.exact.attention.moments import Covariance, Feature, Response, Rows, Third, rotated
+from curvoscope.exact.attention.query_key_norm import HeadMap
 from curvoscope.exact.attention.rotary_keys import KeySequence, RotaryKeys
 from curvoscope.exact.factor import Factor, Pairing, TermList
 from curvoscope.losses import LossAt, through

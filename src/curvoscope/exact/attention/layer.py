@@ -16,9 +16,8 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import EmptyError, MaskError, NonFiniteError, RangeError, ShapeError
-from curvoscope.exact.attention.query_key_norm import QueryKeyNorm
-from curvoscope.exact.attention.rotary import PositionMap, Rotary, TokenMap
-from curvoscope.exact.norms import Normalised
+from curvoscope.exact.attention.query_key_norm import HeadMap, QueryKeyNorm
+from curvoscope.exact.attention.rotary import PositionMap, Rotary
 from curvoscope.losses import Port
 
 _SCORES = 4  # matrices of the scores' size in a forward pass: scores, masked, their softmax and its exponentials
@@ -380,35 +379,9 @@ class ProjectionMap:
     def _turned_back(self, gradient: Tensor) -> Tensor:
         return merge_heads(gradient if self._positions is None else self._positions.of_heads(gradient, back=True))
 
-    def of_head(self, head: int) -> "HeadMap | None":
+    def of_head(self, head: int) -> HeadMap | None:
         """The derivative of y in the projection of one head, if it is not the identity and each head has its own."""
         positions = None if self._positions is None else self._positions.of_head(head)
         if self._norm is None:
             return None if positions is None else HeadMap(positions)
         return HeadMap(positions, *self._norm.of_head(head, self._heads))
-
-
-class HeadMap(TokenMap):
-    """J_i = R_i diag(γ) dx̂_i/dx_i of one head; `normalised` x̂ (T, k)."""
-
-    def __init__(
-        self, positions: PositionMap | None, normalised: Normalised | None = None, gamma: Tensor | None = None
-    ) -> None:
-        self._positions, self._normalised, self._gamma = positions, normalised, gamma
-
-    def back(self, values: Tensor, start: int, length: int) -> Tensor:
-        """See `TokenMap`."""
-        if self._positions is not None:
-            values = self._positions.back(values, start, length)
-        if self._normalised is None or self._gamma is None:
-            return values
-        x_hat, sigma = (one[start : start + len(values)] for one in (self._normalised.x_hat, self._normalised.sigma))
-        here = Normalised(x_hat, sigma, self._normalised.centred)
-        return here.push((self._gamma * values).transpose(0, 1)).transpose(0, 1)
-
-    def curvature(self, gradient: Tensor, length: int) -> Tensor | None:
-        """The second derivative of <g, y_i> in x_i (T, k, k) for gradients g (T, k); None if there is none."""
-        if self._normalised is None or self._gamma is None:
-            return None
-        back = gradient if self._positions is None else self._positions.back(gradient[:, None], 0, length)[:, 0]
-        return self._normalised.curvature(self._gamma * back)

@@ -1,4 +1,4 @@
-"""A norm of queries or keys before their scores (QK-norm): over each head, or over all of them."""
+"""A norm of queries or keys before their scores (QK-norm), over each head or over all, and its map in one head."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
+from curvoscope.exact.attention.rotary import PositionMap, TokenMap
 from curvoscope.exact.norms import Normalised
 
 
@@ -107,3 +108,29 @@ class NormAt:
 
     def _across(self, rows: Tensor) -> Tensor:
         return rows.reshape(*rows.shape[:-2], *self.shape)
+
+
+class HeadMap(TokenMap):
+    """J_i = R_i diag(γ) dx̂_i/dx_i of one head; `normalised` x̂ (T, k)."""
+
+    def __init__(
+        self, positions: PositionMap | None, normalised: Normalised | None = None, gamma: Tensor | None = None
+    ) -> None:
+        self._positions, self._normalised, self._gamma = positions, normalised, gamma
+
+    def back(self, values: Tensor, start: int, length: int) -> Tensor:
+        """See `TokenMap`."""
+        if self._positions is not None:
+            values = self._positions.back(values, start, length)
+        if self._normalised is None or self._gamma is None:
+            return values
+        x_hat, sigma = (one[start : start + len(values)] for one in (self._normalised.x_hat, self._normalised.sigma))
+        here = Normalised(x_hat, sigma, self._normalised.centred)
+        return here.push((self._gamma * values).transpose(0, 1)).transpose(0, 1)
+
+    def curvature(self, gradient: Tensor, length: int) -> Tensor | None:
+        """The second derivative of <g, y_i> in x_i (T, k, k) for gradients g (T, k); None if there is none."""
+        if self._normalised is None or self._gamma is None:
+            return None
+        back = gradient if self._positions is None else self._positions.back(gradient[:, None], 0, length)[:, 0]
+        return self._normalised.curvature(self._gamma * back)
