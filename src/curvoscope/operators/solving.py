@@ -74,8 +74,8 @@ class Solvable:
 
         Direct if all eigenvectors are cheap: up to 1,024 rows (256 if B is known by products alone), Kronecker
         products, and sums over few tokens. Otherwise conjugate gradients if a lower bound on the spectrum shows that
-        B + damping is positive definite, and MINRES if not. Every residual is recomputed from a product with the final
-        x.
+        B + damping is positive definite, and MINRES if not. Both keep the iterate with the least residual. Every residual
+        is recomputed from a product with the final x, unless rounding cannot change it noticeably.
 
         Args:
             b: (n,), or (n, c) for several right-hand sides, which advance together.

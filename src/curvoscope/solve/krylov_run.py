@@ -68,10 +68,13 @@ class KrylovRun:
             self.steps += 1
 
     def residual(self) -> Tensor | None:
-        """What is left of r, columns (n, c), from the products with the vectors that x is made of; None if the products
-        with x itself could differ by more than a solve leaves room for: by ε |B + damping| |x| for each, at random."""
+        """What is left of r, columns (n, c), from the products with the vectors that x is made of.
+
+        None if a product with x itself could differ by more than a solve leaves room for. An operator says by
+        `exact_products` that each product errs by no more than rounding, about ε |B + damping| |x| and at random.
+        """
         rows, process = self._recurrence.residual, self._process
-        if rows is None:
+        if rows is None or not getattr(self._products.operator, "exact_products", False):
             return None
         sizes = process.scale * process.row_lengths(self._recurrence.x) + 1
         sure = self.steps**0.5 * self._products.epsilon * sizes <= (1 / _AIM - 1) * self._goal
