@@ -4,9 +4,9 @@ On GPT-2 small (124 million parameters, random weights, 128 tokens, float32), an
 and 5,000 words. The damping is a hundredth of the largest eigenvalue of the block. Seconds are processor time of one
 thread, of everything: the loss, the graph, the preconditioner, and for ours the certificate. curvlinops' CG runs in
 turns with ours in one process, on the small model until its true residual is as small; on GPT-2 small eight of its
-iterations are timed, and as many counted as our plain CG takes, which is the same method with the same matrix. The
-linear maps of the models are `nn.Linear`, which curvlinops' KFAC needs. First of all, both packages' matrices are
-compared in float64.
+iterations are timed, and as many counted as textbook CG takes with the same matrix. KFAC inverses are made of one
+random gradient in both packages. The linear maps of the models are `nn.Linear`, which curvlinops' KFAC needs. First of
+all, both packages' matrices are compared in float64.
 
 At random weights preconditioners save little. So products are counted once more on a small GPT before and after it has
 learned addition, in float64, to 1e-6, with preconditioners of all gradients.
@@ -77,12 +77,24 @@ class Case:
     def __init__(self, model: Any, tokens: Tensor, parameter: str) -> None:
         self._model, self._tokens, self._parameter = model, tokens, parameter
 
-    def ours(self) -> Any:
-        """Our operator, made anew: nothing is kept of an earlier solve."""
+    def hessian(self) -> Any:
+        """Our Hessian, made anew: nothing is kept of an earlier solve."""
         blocks = cv.blocks_of(self._model).select(self._parameter)
         batch = {"input_ids": self._tokens}, self._tokens
-        loss = cv.losses.CrossEntropy(shift=True)
-        return cv.hessian(self._model, loss, [batch], blocks, method="autodiff").outer[self._parameter]
+        return cv.hessian(self._model, cv.losses.CrossEntropy(shift=True), [batch], blocks, method="autodiff")
+
+    def ours(self) -> Any:
+        """Our operator, made anew."""
+        return self.hessian().outer[self._parameter]
+
+    def kfac(self, hessian: Any) -> Any:
+        """Our KFAC of one random gradient, as curvlinops' is."""
+        return cv.approximations.kfac(hessian.gradient_source(self._parameter, samples=1))
+
+    def gradient(self) -> Any:
+        """The gradient of the loss in all parameters."""
+        logits, loss, _, ((tokens, targets),) = self._arguments
+        return torch.autograd.grad(loss(logits(tokens), targets), list(self._model.parameters()))
 
     @cached_property
     def _arguments(self) -> tuple[Any, ...]:
@@ -126,6 +138,19 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, found
 
 
+def textbook_steps(block: Any, damping: float, b: Tensor) -> int:
+    """Iterations of conjugate gradients (Hestenes and Stiefel 1952) until |r| is at most TOLERANCE |b|."""
+    r, steps = b.double(), 0
+    p, square = r, r @ r
+    limit = TOLERANCE**2 * square
+    while square > limit:
+        image = (block @ p.to(b)).double() + damping * p
+        r = r - square / (p @ image) * image
+        before, square = square, r @ r
+        p, steps = r + square / before * p, steps + 1
+    return steps
+
+
 def solved(case: Case, whole: bool) -> dict[str, object]:
     """One block: products by preconditioner, and seconds in turns with curvlinops, which runs to the end if `whole`."""
     from curvlinops import CGInverseLinearOperator, KFACInverseLinearOperator
@@ -160,7 +185,7 @@ def solved(case: Case, whole: bool) -> dict[str, object]:
         except cv.CurvoscopeError as error:
             found["solves"][kind or "none"] = {"fails": str(error)}
         print(kind, found["solves"][kind or "none"], file=sys.stderr, flush=True)
-    steps = found["solves"]["none"]["steps"]
+    steps = found["textbook_steps"] = textbook_steps(block, damping, b)
     seconds, x = timed(lambda: by_cg(1000 if whole else TIMED))
     peer = {"seconds": seconds if whole else seconds * steps / TIMED, "residual": residual(x) if whole else None}
     found["curvlinops CG"] = peer
@@ -168,7 +193,11 @@ def solved(case: Case, whole: bool) -> dict[str, object]:
         kind: peer["seconds"] / one["seconds"] for kind, one in found["solves"].items() if "seconds" in one
     }
     seconds, x = timed(by_kfac)
+    found["gradient_seconds"], _ = timed(case.gradient)
     found["curvlinops KFAC"] = {"seconds": seconds, "residual": residual(x)}
+    first, hessian = timed(case.hessian)
+    ours, mine = timed(lambda: case.kfac(hessian).solve(b, damping).value)
+    found["our KFAC"] = {"seconds": first + ours, "seconds_of_the_loss": first, "residual": residual(mine)}
     if residual(x) < 1:
         ours, x = timed(lambda: solve(None, residual(x)))
         found["to the residual of KFAC"] = {"seconds": ours, "products": x.matvecs, "times_faster": seconds / ours}

@@ -448,6 +448,7 @@ CALLS = {
     ),
     "kfac: no name": (lambda: cv.approximations.kfac(hessian()), EMPTY, "name"),
     "kfac: unknown block": (lambda: cv.approximations.kfac(hessian(), "h.0.attn.Q"), NAME, "block"),
+    "gradient_source: no samples": (lambda: hessian().gradient_source("0.weight", samples=0), RANGE, "samples"),
     "kfac: of a number": (lambda: cv.approximations.kfac(1.0), DTYPE, "H"),
     "kfac: of a functional part": (
         lambda: cv.approximations.kfac(attention().hessian(X, cv.losses.MSE(r(6, 4))).total, "Q"), MODEL, "part",

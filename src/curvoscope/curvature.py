@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curvoscope import checks
-from curvoscope.approximations.enumeration import enumerated
+from curvoscope.approximations.enumeration import enumerated, sampled
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.stand_ins import ModelStandIns
 from curvoscope.autodiff.batches import BatchError, Batches, Ranks
@@ -193,17 +193,23 @@ class ModelHessian(BlockHessian):
         """
         return output_jacobian(self._engine, inputs)
 
-    def gradient_source(self, name: str) -> GradientSource:
-        """All gradients gamma of a block with sum gamma gamma^T = H, its Gauss-Newton part: what `cv.approximations`
-        are made of. One backward pass for each direction of the loss Hessian, so for small models.
+    def gradient_source(self, name: str, samples: int | None = None, seed: int = 0) -> GradientSource:
+        """Gradients gamma of a block whose sum of gamma gamma^T is H, its Gauss-Newton part: what `cv.approximations`
+        are made of.
 
         Args:
             name: of the block, or of a head of it.
+            samples: random gradients, one backward pass each, down to the layer of the block; the mean of
+                gamma gamma^T is H in expectation. None: all gradients, one backward pass for each direction of the
+                loss Hessian, so for small models.
+            seed: of the random gradients.
 
         Returns:
-            The gradients, exact.
+            The gradients.
         """
-        return enumerated(self._engine, self._block(name))
+        checks.at_least(1, samples=samples)
+        block = self._block(name)
+        return enumerated(self._engine, block) if samples is None else sampled(self._engine, block, samples, seed)
 
     def _block(self, name: str) -> Block:
         if name in self._blocks:

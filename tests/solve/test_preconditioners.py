@@ -161,6 +161,14 @@ class TestRandomGradients:
         assert len(source) == 3000 and not source.exact
         assert (error <= 6 * squares.std(0) / 3000**0.5 + 1e-12).all()
 
+    def test_a_hessian_gives_them(self):
+        H = network()
+        source = H.gradient_source("0.weight", samples=5, seed=1)
+        other = sampled(H._engine, H._blocks["0.weight"], 5, seed=1)
+        assert not source.exact and len(source) == 5
+        assert torch.equal(torch.cat(list(source.gradients())), torch.cat(list(other.gradients())))
+        assert H.gradient_source("0.weight").exact
+
     def test_they_replace_exact_ones_that_cost_too_much(self, monkeypatch):
         exact = network().outer["0.weight"].solve(normal(3)(30), 1e-3, 1e-8, method="cg", preconditioner="kfac")
         monkeypatch.setattr(stand_ins, "_MOST", 10)

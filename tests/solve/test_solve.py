@@ -173,6 +173,76 @@ class TestIterations:
         assert named.iterations < plain.iterations / 2 and auto.iterations < plain.iterations
 
 
+class TestLeastResidual:
+    @pytest.mark.parametrize("steps", [2, 5, 12])
+    def test_no_vector_of_the_space_has_a_smaller_one(self, steps):
+        """Against least squares over the Krylov space of b, from its orthonormal basis."""
+        matrix, b = conditioned(13, 1e3, n=50)
+        system = matrix + 1e-3 * torch.eye(50).double()
+        basis = b[:, None] / b.norm()
+        for _ in range(steps - 1):
+            basis = torch.linalg.qr(torch.cat([basis, system @ basis[:, -1:]], 1)).Q
+        coefficients = torch.linalg.lstsq(system @ basis, b[:, None]).solution
+        least = float((b - (system @ basis @ coefficients)[:, 0]).norm())
+        found = positive(matrix).solve(b, 1e-3, method="cg", preconditioner=None, matvecs=steps)
+        assert not found.converged and found.iterations == steps
+        assert found.residual == pytest.approx(least, rel=1e-8)
+        assert float((b - system @ found.value).norm()) == pytest.approx(least, rel=1e-8)
+
+    def test_it_falls_with_every_step_of_a_preconditioned_run(self):
+        matrix, b = conditioned(14, 1e4, n=60)
+        system = matrix + 1e-3 * torch.eye(60).double()
+        before = float(b.norm())
+        for steps in range(2, 20):
+            found = positive(matrix).solve(
+                b, 1e-3, 1e-12, method="cg", preconditioner=Diagonal(matrix.diagonal()), matvecs=steps
+            )
+            residual = float((b - system @ found.value).norm())
+            assert found.residual == pytest.approx(residual, rel=1e-9) and residual <= before * (1 + 1e-12)
+            before = residual
+
+    @pytest.mark.parametrize(
+        ("dtype", "condition", "tolerance", "saved"),
+        [
+            (torch.float64, 1e4, 1e-6, True),
+            (torch.float32, 1e2, 1e-3, True),
+            (torch.float32, 1e3, 1e-5, False),
+            (torch.float64, 1e9, 1e-7, False),
+        ],
+    )
+    @pytest.mark.parametrize("kind", [None, "diagonal"])
+    def test_the_last_check_costs_a_product_only_if_rounding_matters(self, dtype, condition, tolerance, saved, kind):
+        matrix, b = (part.to(dtype) for part in conditioned(15, condition, n=80))
+        operator, damping = positive(matrix), 1 / condition
+        plain = operator.solve(b, damping, tolerance, method="cg", preconditioner=kind)
+        operator.exact_products = True
+        found = operator.solve(b, damping, tolerance, method="cg", preconditioner=kind)
+        exact = matrix.double() + damping * torch.eye(80).double()
+        residual = float((b.double() - exact @ found.value.double()).norm())
+        assert plain.matvecs > plain.iterations and (found.matvecs == found.iterations) == saved
+        if saved:
+            assert found.converged and residual <= tolerance * float(b.norm())
+            assert abs(found.residual - residual) <= 0.1 * tolerance * float(b.norm())
+        assert float((found.value.double() - torch.linalg.solve(exact, b.double())).norm()) <= found.error_bound
+
+    @pytest.mark.parametrize("scale", [1e-150, 1e-20, 1e20, 1e150])
+    def test_scales_with_a_preconditioner(self, scale):
+        matrix, b = conditioned(16, 50.0, n=30)
+        given = Diagonal(scale * matrix.diagonal())
+        found = positive(scale * matrix).solve(b / scale, scale * 0.1, 1e-9, method="cg", preconditioner=given)
+        truth = torch.linalg.solve(matrix + 0.1 * torch.eye(30).double(), b)
+        assert found.converged and torch.allclose(found.value * scale * scale, truth, rtol=1e-6, atol=1e-8)
+
+    def test_products_from_differences_are_checked(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3)).double()
+        X, y = normal(17)(40, 30), torch.arange(40) % 3
+        for hvp, saved in (("autodiff", True), ("difference", False)):
+            H = cv.hessian(model, torch.nn.CrossEntropyLoss(), [(X, y)], method="autodiff", hvp=hvp)
+            found = H.outer["0.weight"].solve(normal(18)(600), 0.1, 1e-3, preconditioner=None)
+            assert found.converged and found.method == "cg" and (found.matvecs == found.iterations) == saved
+
+
 class TestFunctions:
     @pytest.mark.parametrize("seed", range(3))
     def test_stochastic_quadrature_covers(self, seed):

@@ -5,6 +5,7 @@ with the weight, and gamma = X^T delta. Rows of a batch do not meet in the loss,
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import STORED, TRANSPOSED, Block, parameters_of
 from curvoscope.errors import ModelError
 from curvoscope.losses import CrossEntropy
-from curvoscope.losses.outputs import flatten
 
 _AT_ONCE = 2**20  # entries of an output up to which several directions at once are faster than one after the other
 
@@ -92,7 +92,7 @@ def sampled(engine: Autodiff, block: Block, samples: int, seed: int = 0) -> Grad
     def visit(weight: float, batch: Batch) -> None:
         seeds = [(seed, sum(map(len, parts)) + i) for i in range(next(counts))]
         if seeds:
-            parts.append(_Row(engine, [block], batch).drawn(seeds, scale)[block.name])
+            parts.append(_Row(engine, [block], batch, few=True).drawn(seeds, scale)[block.name])
 
     engine.walk(visit)
     return GradientSource(block.name, tuple(parts), False, block.heads, block.axis)
@@ -103,24 +103,16 @@ def _check_alone(engine: Autodiff) -> None:
         raise ModelError("process_group", "approximations are of one process; leave the group out")
 
 
-def directions(engine: Autodiff) -> int:
-    """How many backward passes `enumerated` takes, as far as the first row of the data tells."""
-    with engine.running():
-        batches = list(engine.micro_batches())
-        row = batches[0].split(1)[0]
-        with torch.no_grad():
-            outputs = engine.snapshot(engine.snapshot.leaves([])[0], row)
-    numbers = sum(leaf.numel() for leaf in flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return numbers * sum(batch.rows for batch in batches)
-
-
 class _Row:
-    """The graph of one row of a batch, or of a whole batch whose rows meet in the loss."""
+    """The graph of one row of a batch, or of a whole batch whose rows meet in the loss.
 
-    def __init__(self, engine: Autodiff, blocks: Sequence[Block], batch: Batch) -> None:
+    `few`: too few backward passes to pay for derivatives that are kept.
+    """
+
+    def __init__(self, engine: Autodiff, blocks: Sequence[Block], batch: Batch, few: bool = False) -> None:
         self._objective, self._blocks, self._targets = engine.objective, blocks, batch.targets
         weights, self._leaves = engine.snapshot.leaves(sorted(parameters_of(blocks)))
-        with kept_derivatives(engine.model):
+        with nullcontext() if few else kept_derivatives(engine.model):
             outputs = engine.snapshot(weights, batch)
         self._seen = engine.objective.seen(outputs, engine.snapshot.parameters(weights))
         self.terms = float(engine.objective.terms(self._seen, batch.targets))

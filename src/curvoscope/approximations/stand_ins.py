@@ -1,10 +1,10 @@
 """Approximations of the blocks of a model as preconditioners of its Hessian."""
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 
 from curvoscope.approximations.base import Approximation
-from curvoscope.approximations.enumeration import directions, enumerated, sampled
+from curvoscope.approximations.enumeration import enumerated, sampled
 from curvoscope.approximations.names import approximation, check_name
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.errors import ModelError
@@ -31,11 +31,6 @@ class ModelStandIns:
     def __init__(self, engine: Autodiff) -> None:
         self._engine = engine
 
-    @cached_property
-    def _directions(self) -> int:
-        """Backward passes for all gradients of a block."""
-        return directions(self._engine)
-
     def compared(self, names: Sequence[str]) -> tuple[Candidate, ...]:
         """The kinds to compare with no preconditioner."""
         if self._engine.ranks.size > 1 or not self._engine.objective.convex:
@@ -49,8 +44,9 @@ class ModelStandIns:
         is a vector, such as a bias, which a nearest Kronecker product is, and otherwise by its diagonal.
         """
         check_name(kind)
-        exact = self._directions <= (most or _MOST)
-        passes = self._directions if exact else _SAMPLES
+        directions = self._engine.survey.outputs  # backward passes for all gradients of a block
+        exact = directions <= (most or _MOST)
+        passes = directions if exact else _SAMPLES
         made_of = "all gradients" if exact else f"{_SAMPLES} random gradients"
         return Candidate(kind, partial(self._made, kind, names, exact), passes * len(names) / _PASSES, made_of)
 

@@ -38,6 +38,7 @@ class Differences(Autodiff):
     """Products with the Hessian of the mean loss and with its two parts, from first derivatives of the model."""
 
     method = "difference"
+    exact_products = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -44,6 +44,7 @@ class Autodiff(GraphProducts):
     """Products with the Hessian of the mean loss over all batches, and with its two parts."""
 
     method = "autodiff"
+    exact_products = True  # to rounding
     error: float | None = None  # of products, relative; None if they are exact
 
     def __init__(

@@ -34,6 +34,11 @@ class AutodiffBlock(MatrixFree):
     def _transposed(self) -> LinearOperator:
         return AutodiffBlock(self._engine, self._part, self._column, self._row)
 
+    @property
+    def exact_products(self) -> bool:
+        """Whether products are exact to rounding."""
+        return self._engine.exact_products
+
     def steady(self) -> AbstractContextManager[None]:
         """While the weights are known not to change."""
         return self._engine.steady()
@@ -165,6 +170,11 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
     def _matmat(self, columns: Tensor) -> Tensor:
         blocks = list(self._blocks.values())
         return self._engine.product(self._part, blocks, blocks, columns.T).T
+
+    @property
+    def exact_products(self) -> bool:
+        """Whether products are exact to rounding."""
+        return self._engine.exact_products
 
     def steady(self) -> AbstractContextManager[None]:
         """While the weights are known not to change."""

@@ -21,6 +21,7 @@ from curvoscope.errors import CurvoscopeError, DeviceError, EmptyError, LossErro
 from curvoscope.losses import MSE, CrossEntropy
 from curvoscope.losses.counting import ROWS, SUM, conclude
 from curvoscope.losses.objectives import BinaryCrossEntropy, Objective, logits_of
+from curvoscope.losses.outputs import flatten
 
 _SAME_LOSS = 1e-5  # relative: models may add up in another order, and in float32
 _ROUNDING = 64  # times epsilon: what two identical calls may differ by, with threads adding in different orders
@@ -161,7 +162,7 @@ class LossSummary:
 
     `total` is their sum, over those of other processes too. `written`: bytes that the forward pass of the largest
     micro-batch writes. `summed`: the loss is a sum, not a mean. `losses`: of each micro-batch. `operations`: those of
-    the loss function, if G is found by differentiating it.
+    the loss function, if G is found by differentiating it. `outputs`: numbers that the model returns for all batches.
     """
 
     loss: float
@@ -171,6 +172,7 @@ class LossSummary:
     summed: bool = False
     losses: tuple[float, ...] = ()
     operations: frozenset[Operation] = frozenset()
+    outputs: int = 0
 
     @property
     def weights(self) -> list[float]:
@@ -184,9 +186,8 @@ class Losses:
     def __init__(self, objective: Objective) -> None:
         self._objective, self._inquiry = objective, objective.inquiry()
         self.values: list[float] = []
-        self._counts: list[float] = []
-        self._indices: list[int] = []
-        self.operations: frozenset[Operation] = frozenset()
+        self._counts, self._indices = list[float](), list[int]()
+        self.operations, self.outputs = frozenset[Operation](), 0
 
     def add(self, outputs: Any, seen: Any, batch: Batch) -> float:
         """One more micro-batch: what the model returned, and what the loss reads of it. The loss is returned."""
@@ -199,6 +200,7 @@ class Losses:
             self._inquiry.add(outputs, batch.targets)
         elif not math.isfinite(value):
             raise _non_finite(value, batch.index)
+        self.outputs += sum(tensor.numel() for tensor in flatten(outputs)[0] if isinstance(tensor, Tensor))
         self.values.append(value)
         self._counts.append(count)
         self._indices.append(batch.index)
@@ -255,7 +257,8 @@ def summary(
     if not total:
         raise EmptyError("batches", "every target is ignored, or no rank has batches: the mean has no terms")
     loss = sum(share for share, _ in shares) / (1.0 if objective.summed else total)
-    return LossSummary(loss, tuple(counts), total, written, objective.summed, tuple(values), losses.operations)
+    found = tuple(values), losses.operations, losses.outputs
+    return LossSummary(loss, tuple(counts), total, written, objective.summed, *found)
 
 
 def survey(

@@ -73,9 +73,9 @@ class Solvable:
         """x = (B + damping)^-1 b for a symmetric B, with a bound on its error.
 
         Direct if all eigenvectors are cheap: up to 1,024 rows (256 if B is known by products alone), Kronecker
-        products, and sums over few tokens. Otherwise conjugate gradients if a lower bound on the spectrum shows that
-        B + damping is positive definite, and MINRES if not. Every residual is recomputed from a product with the final
-        x.
+        products, and sums over few tokens. Otherwise conjugate gradients (the iterate with the least residual) if a
+        lower bound on the spectrum shows that B + damping is positive definite, and MINRES if not. Every residual is
+        recomputed from a product with the final x, unless rounding cannot change it noticeably.
 
         Args:
             b: (n,), or (n, c) for several right-hand sides, which advance together.

@@ -14,7 +14,7 @@ from curvoscope.solve.krylov_run import KrylovRun
 from curvoscope.solve.lanczos import Rows
 from curvoscope.solve.preconditioning import Preconditioner, applied
 
-_COPIES = 14  # vectors of a right-hand side in memory at once
+_COPIES = 16  # vectors of a right-hand side in memory at once
 _TOGETHER = 32  # right-hand sides that advance together
 _TINY = 1e-300
 
@@ -101,17 +101,21 @@ class KrylovIterations:
         relative = float((self._lengths(residual) / sizes).max())
         while left > 0 and self._tolerance < relative <= before / 2:
             kept, known = x.clone(), residual
-            steps, ended = self._round(residual, x, target, left)
+            steps, ended, rest = self._round(residual, x, target, left)
             left, before = left - steps - 1, 0.0 if ended else relative
-            residual = self.residual(b, x)
+            residual = self.residual(b, x) if warm or rest is None else rest
+            warm = True
             relative = float((self._lengths(residual) / sizes).max())
             if relative > before > 0:
                 x.copy_(kept)  # rounding made it worse
                 residual = known
         return residual
 
-    def _round(self, residual: Tensor, x: Tensor, target: Tensor, limit: int) -> tuple[int, bool]:
-        """Add the solution for a residual to x, the best so far also on Ctrl-C: steps, and whether none is better."""
+    def _round(self, residual: Tensor, x: Tensor, target: Tensor, limit: int) -> tuple[int, bool, Tensor | None]:
+        """Add the solution for a residual to x, the best so far also on Ctrl-C.
+
+        Returns the steps, whether none is better, and what is left of the residual, if it is known to rounding.
+        """
         runs: list[KrylovRun] = []
         try:
             run = self._first_steps(residual, target, limit, runs)
@@ -121,8 +125,9 @@ class KrylovIterations:
             self.steps += steps
             self.scale = max([self.scale, *(one.scale for one in runs)])
             if runs:
-                x += min(runs, key=lambda one: one.missing).found().T.to(x)
-        return steps, steps < limit and run.missing > 1
+                best = min(runs, key=lambda one: one.missing)
+                x += best.found().T.to(x)
+        return steps, steps < limit and run.missing > 1, best.residual()
 
     def _first_steps(self, residual: Tensor, target: Tensor, limit: int, runs: list[KrylovRun]) -> KrylovRun:
         """The run to continue: that of the chosen preconditioner, or the one that the first steps of all speak for."""
@@ -143,12 +148,12 @@ class KrylovIterations:
             except CurvoscopeError as error:
                 choice.refused(name, error)
                 continue
-            before = run.least_missing
+            before = run.missing
             run.advance(min(RACE, limit - sum(one.steps for one in runs)))
             if run.missing <= 1:
                 choice.finished(name)
                 return run
-            choice.observe(name, run.steps, before, run.least_missing)
+            choice.observe(name, run.steps, before, run.missing)
         chosen, plain = by_name[choice.decide()], by_name["none"]
         plain.advance(max(0, min(choice.patience - plain.steps, limit - sum(one.steps for one in runs))))
         if plain is not chosen and plain.missing <= 1:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from curvoscope.estimate.products import Products
 from curvoscope.solve.conjugate_gradients import ConjugateGradients
-from curvoscope.solve.lanczos import LanczosProcess, Lengths, Recurrence, Rows
+from curvoscope.solve.lanczos import LanczosProcess, Recurrence, Rows
 from curvoscope.solve.minres import MinimumResidual
 
-RECURRENCES: dict[str, Callable[[Tensor, Tensor, Lengths], Recurrence]] = {
+RECURRENCES: dict[str, Callable[[Tensor, LanczosProcess], Recurrence]] = {
     "cg": ConjugateGradients,
     "minres": MinimumResidual,
 }
@@ -45,28 +45,15 @@ class KrylovRun:
         sizes = products.space.norm(residual, 0).double()
         self._scales = torch.where(sizes > 0, sizes, 1.0)
         rows = (residual.to(products.device).double() / self._scales).to(dtype).T.contiguous()
-        if inverse is not None and not products.matvecs:
-            products(rows[:1].T)  # for the unit
         self._process = LanczosProcess(products, damping, rows, inverse)
-        self._recurrence = RECURRENCES[recurrence](rows, self._process.beta, self._row_lengths)
+        self._recurrence = RECURRENCES[recurrence](rows, self._process)
         self._goal = _AIM * target / self._scales
         self._known, self.steps = sizes / self._scales, 0
-        self._smooth = self._known  # the least residual in the space
-        self._is_least = recurrence == "minres"
-
-    def _row_lengths(self, rows: Tensor) -> Tensor:
-        return self._products.space.norm(rows.T, 0).double()
 
     @property
     def missing(self) -> float:
         """The largest residual that the recurrence believes to be left, relative to the target."""
         return float((self._known / self._goal.clamp_min(_TINY)).max())
-
-    @property
-    def least_missing(self) -> float:
-        """The same for the least residual in the space, which falls with every step: that of conjugate gradients can
-        rise first. The squares of its inverses add up to the one of the least: 1 / |r|² = sum_k 1 / |r_k|²."""
-        return float((self._smooth / self._goal.clamp_min(_TINY)).max())
 
     @property
     def scale(self) -> float:
@@ -77,10 +64,23 @@ class KrylovRun:
         """Take at most so many more steps; fewer if the target is reached or the space holds nothing better."""
         process, last = self._process, self.steps + limit
         while self.steps < last and bool(((self._known > self._goal) & (process.beta > 0)).any()):
-            self._known = self._recurrence.advance(*process.step()) * process.lengths
+            self._known = self._recurrence.advance(*process.step())
             self.steps += 1
-            both = (self._smooth.clamp_min(_TINY) ** -2 + self._known.clamp_min(_TINY) ** -2) ** -0.5
-            self._smooth = self._known if self._is_least else both
+
+    def residual(self) -> Tensor | None:
+        """What is left of r, columns (n, c), from the products with the vectors that x is made of.
+
+        None if a product with x itself could differ by more than a solve leaves room for. An operator says by
+        `exact_products` that each product errs by no more than rounding, about ε |B + damping| |x| and at random.
+        """
+        rows, process = self._recurrence.residual, self._process
+        if rows is None or not getattr(self._products.operator, "exact_products", False):
+            return None
+        sizes = process.scale * process.row_lengths(self._recurrence.x) + 1
+        sure = self.steps**0.5 * self._products.epsilon * sizes <= (1 / _AIM - 1) * self._goal
+        if not bool((sure & (process.beta > 0) | (self._goal == 0)).all()):
+            return None
+        return (rows.double() * self._scales[:, None]).T.to(self._products.dtype)
 
     def found(self) -> Tensor:
         """x so far, rows (c, n) in float64."""

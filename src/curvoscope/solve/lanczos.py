@@ -15,13 +15,13 @@ _SHARE = 4  # of the memory at hand that they may take: one fourth
 _ROUNDING = 16  # units of rounding below which a vector is no new direction
 
 Rows = Callable[[Tensor], Tensor]  # rows (c, n) -> rows (c, n)
-Lengths = Callable[[Tensor], Tensor]  # rows (c, n) -> their lengths (c,)
 
 
 class Recurrence(Protocol):
-    """What builds iterates from the vectors of the process: conjugate gradients, or MINRES."""
+    """What builds iterates x (c, n) from the vectors of the process: conjugate gradients, or MINRES."""
 
     x: Tensor
+    residual: Tensor | None  # that of x (c, n), if the recurrence knows it
 
     def advance(self, v: Tensor, alpha: Tensor, below: Tensor) -> Tensor:
         """Take the next vector v (c, n) with its column (alpha, below) of T; return the residual norms (c,)."""
@@ -51,37 +51,41 @@ class LanczosProcess:
         self._q_before = torch.zeros_like(start)
         self._kept: tuple[Tensor, Tensor] | None = None
         self._count = 0
-        self.lengths = torch.ones_like(self._size)
+        self.lengths = torch.ones_like(self._size)  # |q|, of the last that is not 0
         self.beta = self._normalise(start.clone())
 
     def _normalise(self, q: Tensor) -> Tensor:
         """Make q the next vector: its length (c,) in the norm of M^-1, 0 if it is no new direction."""
         v = q if self._inverse is None else self._inverse(q)
-        square = self._dot(v, q)
+        square = self.dot(v, q)
         if bool((square < 0).any()):
             raise RangeError("preconditioner", f"is not positive definite: <b, A^-1 b> = {float(square.min()):.3g}")
         floor = (_ROUNDING * self._products.epsilon * self._size).square() if self._count else 0 * square
         beta = torch.where(square > floor, square, 0.0).sqrt()
         factor = torch.where(beta > 0, 1 / beta, 0.0).to(q.dtype)[:, None]
-        self._q = q * factor
-        self._v = self._q if self._inverse is None else v * factor
+        self.q = q * factor
+        self._v = self.q if self._inverse is None else v * factor
         if self._inverse is not None:  # |q|
-            self.lengths = torch.where(beta > 0, self._space.norm(self._q, 1).double(), self.lengths)
+            self.lengths = torch.where(beta > 0, self.row_lengths(self.q), self.lengths)
         return beta
 
-    def _dot(self, x: Tensor, y: Tensor) -> Tensor:
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
         """<x_i, y_i> of rows, (c,) in float64."""
         return self._space.total(torch.linalg.vecdot(x.double(), y.double()))
 
+    def row_lengths(self, rows: Tensor) -> Tensor:
+        """|x_i| of rows, (c,) in float64."""
+        return self._space.norm(rows, 1).double()
+
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
         """The present v (c, n), and its column of T: alpha (c,) and the next beta (c,)."""
-        v, q, beta = self._v, self._q, self.beta
+        v, q, beta = self._v, self.q, self.beta
         w = self._products(v.T).T
         w = torch.add(w, v, alpha=self._damping / self._products.unit)
-        alpha = self._dot(v, w)
+        alpha = self.dot(v, w)
         if self._inverse is not None:
-            lengths = self._space.norm(v, 1).double()
-            self.scale = max(self.scale, float((self._space.norm(w, 1) / torch.where(lengths > 0, lengths, 1.0)).max()))
+            lengths = self.row_lengths(v)
+            self.scale = max(self.scale, float((self.row_lengths(w) / torch.where(lengths > 0, lengths, 1.0)).max()))
         self._size = torch.maximum(self._size, alpha.abs() + beta * bool(self._count))  # the first is no entry of T
         for length, before in ((beta, self._q_before), (alpha, q)):
             w.addcmul_(length.to(w.dtype)[:, None], before, value=-1)
@@ -110,10 +114,10 @@ class LanczosProcess:
     def _keep(self) -> None:
         if self._kept is None or self._count == self._kept[0].shape[1]:
             rows = min(self._most, max(16, 2 * self._count))
-            grown = [self._q.new_empty(len(self._q), rows, self._q.shape[1]) for _ in range(1 + bool(self._inverse))]
+            grown = [self.q.new_empty(len(self.q), rows, self.q.shape[1]) for _ in range(1 + bool(self._inverse))]
             for i, part in enumerate(grown):
                 if self._kept is not None:
                     part[:, : self._count] = self._kept[i]
             self._kept = grown[0], grown[-1]
-        self._kept[0][:, self._count] = self._q
+        self._kept[0][:, self._count] = self.q
         self._kept[1][:, self._count] = self._v

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from curvoscope.solve.lanczos import Lengths
+from curvoscope.solve.lanczos import LanczosProcess
 
 _ROUNDING = 16  # units of rounding of |A|, below which |A w| / |w| is zero
 
@@ -14,14 +14,15 @@ class MinimumResidual:
     Givens rotations make the columns (β_k, α_k, β_{k+1}) of T upper triangular (Paige and Saunders 1975).
 
     Args:
-        start: rows (c, n), of the shape of x.
-        beta: lengths (c,) of the right-hand sides.
-        lengths: those of rows.
+        start: the right-hand sides, rows (c, n).
+        process: that begins with them.
     """
 
-    def __init__(self, start: Tensor, beta: Tensor, lengths: Lengths) -> None:
+    residual: Tensor | None = None
+
+    def __init__(self, start: Tensor, process: LanczosProcess) -> None:
         self.x = torch.zeros_like(start)
-        self._lengths = lengths
+        self._process, beta = process, process.beta
         self._w, self._w_before = torch.zeros_like(start), torch.zeros_like(start)
         self._residual, self._alive = beta, beta > 0
         self._cosine, self._sine = -torch.ones_like(beta), torch.zeros_like(beta)
@@ -39,7 +40,7 @@ class MinimumResidual:
         far, beside, scale = (part.to(v.dtype)[:, None] for part in (far, beside, divisor))
         w = (v - far * self._w_before - beside * self._w) / scale
         # |A w| = 1: a longer w than this shows a matrix that is singular to rounding, along w
-        regular = _ROUNDING * torch.finfo(v.dtype).eps * self._size * self._lengths(w) < 1
+        regular = _ROUNDING * torch.finfo(v.dtype).eps * self._size * self._process.row_lengths(w) < 1
         self._alive = self._alive & (length > 0) & regular
         self._cosine, self._sine = pivot / divisor, below / divisor
         step = torch.where(self._alive, self._cosine * self._residual, 0.0)
@@ -47,4 +48,4 @@ class MinimumResidual:
         self._w_before, self._w = self._w, w
         self.x += step.to(v.dtype)[:, None] * w
         self._alive = self._alive & (below > 0)
-        return self._residual.abs()
+        return self._residual.abs() * self._process.lengths

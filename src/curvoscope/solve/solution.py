@@ -10,8 +10,10 @@ from torch import Tensor
 class Solution:
     """x with (B + damping) x ≈ b, and how far from the true solution it can be.
 
-    The residual is |b - (B + damping) x|, from a product with the final x and not from the recurrence. With m a lower
-    bound on the smallest |λ + damping| over the eigenvalues λ of B, the error obeys
+    The residual is |b - (B + damping) x|, from a product with the final x. Conjugate gradients need no such product if
+    rounding cannot change the residual by more than a tenth of the tolerance: then it comes from the products with the
+    vectors that x is made of. With m a lower bound on the smallest |λ + damping| over the eigenvalues λ of B, the error
+    obeys
 
         |x - x*| ≤ (residual + rounding) / m = error_bound,
 
