@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-import torch
 from torch import Tensor
 
 from curvoscope.operators.base import Shape
