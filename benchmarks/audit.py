@@ -2,7 +2,7 @@
 
 All approximations but sums of several Kronecker products, in units of the sweep itself; and the exact audit of the
 addition network at d = 64. Six layers of width 256; `python -m benchmarks.audit 12 768` takes GPT-2 small. Seconds are
-those of the processor.
+those of the processor, on one thread.
 """
 
 import json
@@ -39,7 +39,7 @@ def sampled(layers: int, width: int) -> dict[str, object]:
     seconds: dict[str, float] = {}
     watch = cv.analysis.SampledAudit(DEFAULT)
     for name, observe in (("sweep", None), ("audited", watch)):
-        start = time.process_time()  # of all threads: others may use the cores
+        start = time.process_time()  # others may use the cores
         cv.sweep(model, None, batches, blocks, samples=SAMPLES, observe=observe)
         seconds[name] = time.process_time() - start
     table = watch.table()
@@ -65,20 +65,20 @@ def exact() -> dict[str, object]:
     batch = tokens[:, :-1], tasks.answer_targets(tokens)
     blocks = cv.blocks_of(model).select("*.attn.[QKVO]", "*.mlp.up", "*.mlp.down")
     H = cv.hessian(model, cv.losses.CrossEntropy(), [batch], blocks)
-    start = time.perf_counter()
+    start = time.process_time()
     wanted = [name for name in DEFAULT if name not in ("neurons", "heads")]  # as many floats as there are pairs
     table = cv.analysis.audit(H, approximations=wanted)
     return {
         "blocks": len(table.blocks),
         "approximations": len(table.approximations),
-        "seconds": time.perf_counter() - start,
+        "seconds": time.process_time() - start,
         "median_errors": {name: table.median_error(name) for name in table.approximations},
     }
 
 
 def measured(layers: int = 0, width: int = 0) -> dict[str, object]:
     """In a process of its own; with sizes, of that model alone."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     if layers:
         return {"sampled": sampled(layers, width)}
     return {"sampled": sampled(6, 256), "exact, d = 64": exact()}

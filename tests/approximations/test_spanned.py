@@ -7,7 +7,7 @@ import torch
 
 from curvoscope.analysis.audit import DEFAULT
 from curvoscope.analysis.audit_samples import _BlockSamples
-from curvoscope.approximations import GradientFactors, GradientSource
+from curvoscope.approximations import GradientFactors, GradientSource, factors, projections
 from curvoscope.approximations.names import approximation
 from reference import normal
 
@@ -41,7 +41,9 @@ def kept_entries(source: GradientSource, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [2, 7])  # in all fewer than the inputs, or more
 @pytest.mark.parametrize("by_output", [True, False])
 @pytest.mark.parametrize("flipped", [False, True])
-def test_numbers_of_the_audit_are_those_of_dense_matrices(flipped, by_output, tokens):
+def test_numbers_of_the_audit_are_those_of_dense_matrices(flipped, by_output, tokens, monkeypatch):
+    monkeypatch.setattr(factors, "_PANELS", (4, 4))  # of six outputs, so that the second has two
+    monkeypatch.setattr(projections, "_AT_ONCE", 4 * 16 * INPUTS)
     source = samples(flipped, by_output, tokens)
     first, second = source.halves()
     assert source.spanned().silent == max(0, INPUTS - 2 * tokens)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-import torch
 from torch import Tensor
 
 from curvoscope.operators.base import Shape
@@ -83,18 +82,13 @@ class GradientFactors:
             inputs, cotangents = (None, first.mT @ cotangents) if inputs is None else (inputs @ first, cotangents)
         return replace(self, inputs=inputs, cotangents=cotangents if second is None else cotangents @ second)
 
-    def inner(self, other: "GradientFactors") -> Tensor:
-        """<gamma, gamma'> for gradients in the same place, (g n,)."""
-        if self.inputs is None or other.inputs is None or self._forming_is_cheaper():
-            pairs = zip(self.pieces(), other.pieces(), strict=True)
-            return torch.cat([(one.gradients() * two.gradients()).sum((1, 2)) for one, two in pairs])
-        tokens = self.inputs @ other.inputs.mT  # (g, T, T')
-        return ((tokens[:, None] @ other.cotangents) * self.cotangents).sum((2, 3)).flatten()
-
-    def _forming_is_cheaper(self) -> bool:
-        assert self.inputs is not None
-        a, p = self.inputs.shape[2], self.cotangents.shape[3]
-        return self.cotangents.shape[2] * (a + self.each * p) > 2 * self.each * a * p
+    def quadratic(self, left: Tensor, right: Tensor) -> Tensor:
+        """<gamma, left gamma right> for each gradient, (g n,), with symmetric matrices."""
+        found = self.compact()
+        of_inputs, of_outputs = (right, left) if self.flipped else (left, right)
+        weighted = found.weighted(of_inputs)
+        halves = _half_products(found.cotangents, of_outputs)
+        return 2 * total((columns * weighted[..., here]).sum((2, 3)) for here, columns in halves).flatten()
 
     def part(self, axis: int, start: int, stop: int) -> "GradientFactors":
         """Rows (axis 0) or columns (axis 1) `start` to `stop` of the block."""
@@ -114,6 +108,13 @@ class GradientFactors:
         """sum gamma Y gamma^T = sum X^T (delta Y delta^T) X, (a, a); None for the identity."""
         turned = self.cotangents if matrix is None else self.cotangents @ matrix
         middle = (turned @ self.cotangents.mT).sum(1)
+        return middle.sum(0) if self.inputs is None else (self.inputs.mT @ middle @ self.inputs).sum(0)
+
+    def outward_symmetric(self, matrix: Tensor) -> Tensor:
+        """`outward` of a symmetric matrix, in half of the time."""
+        halves = _half_products(self.cotangents, matrix)
+        half = total((columns @ self.cotangents[..., here].mT).sum(1) for here, columns in halves)
+        middle = half + half.mT
         return middle.sum(0) if self.inputs is None else (self.inputs.mT @ middle @ self.inputs).sum(0)
 
     def weighted(self, matrix: Tensor | None = None) -> Tensor:
@@ -141,15 +142,32 @@ def moment(vectors: Tensor, others: Tensor | None = None) -> Tensor:
     rows = vectors.flatten(0, -2)
     columns = rows if others is None else others.flatten(0, -2)
     size = rows.shape[1]
-    step = min(max(size // 4, _PANELS[0]), _PANELS[1])
     found = rows.new_empty(size, size)
-    for start in range(0, size, step):
+    for start, step in _panels(size):
         here, after = slice(start, start + step), slice(start + step, size)
         panel = rows[:, here].mT @ columns[:, start:]
         found[here, here] = symmetric(panel[:, :step])
         found[here, after] = panel[:, step:]
         found[after, here] = panel[:, step:].mT
     return found
+
+
+def _half_products(vectors: Tensor, matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Places of columns and those columns of V N, with vectors V as rows and N + N^T = M, a symmetric matrix.
+
+    N is the part of M on and below the diagonal, so that V N takes half of the time of V M.
+    """
+    for start, step in _panels(len(matrix)):
+        here = slice(start, start + step)
+        half = matrix[start:, here].clone()
+        half[:step] /= 2
+        yield here, vectors[..., start:] @ half
+
+
+def _panels(size: int) -> Iterator[tuple[int, int]]:
+    """Where each panel of columns starts, and how wide it is at most."""
+    step = min(max(size // 4, _PANELS[0]), _PANELS[1])
+    return ((start, step) for start in range(0, size, step))
 
 
 def symmetric(matrix: Tensor) -> Tensor:

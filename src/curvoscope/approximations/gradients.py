@@ -156,7 +156,10 @@ class GradientSource:
 
     def outward(self, matrix: Tensor | None = None) -> Tensor:
         """E[gamma Y gamma^T] (a, a) for a symmetric Y over the outputs, or the identity; gamma as (a, p)."""
-        return symmetric(self.weight * total(part.outward(matrix) for part in self.compact))
+        return symmetric(
+            self.weight
+            * total(part.outward() if matrix is None else part.outward_symmetric(matrix) for part in self.compact)
+        )
 
     def outward_inverse(self, factor: Tensor) -> Tensor:
         """E[gamma Y^-1 gamma^T] (a, a) for Y = L L^T over the outputs, by its Cholesky factor L."""

@@ -79,7 +79,7 @@ class KroneckerProduct(Approximation):
 
     def quadratic(self, found: GradientFactors) -> Tensor:
         """<gamma, U gamma V> for each gradient, (n,)."""
-        return found.inner(found.turned(self.left, self.right))
+        return found.quadratic(self.left, self.right)
 
 
 def eigenvectors(matrix: Tensor, span: Tensor | None) -> tuple[Tensor, Tensor]:

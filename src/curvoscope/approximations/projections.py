@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvoscope.approximations.factors import total
+from curvoscope.approximations.factors import GradientFactors, total
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.heads import heads_of
 from curvoscope.approximations.layers import members_of
@@ -18,7 +18,7 @@ from curvoscope.approximations.neurons import outputs_of
 from curvoscope.approximations.roots import cut
 from curvoscope.magnitudes import power_of_two
 
-_AT_ONCE = 2**22  # entries of gradients: few enough for the caches of a processor
+_AT_ONCE = 2**20  # entries of gradients: few enough for the caches of a processor
 
 
 def kept_pairs(source: GradientSource, name: str) -> tuple[Tensor, int] | None:
@@ -57,7 +57,13 @@ def _squares(source: GradientSource) -> Tensor:
     parts = [replace(part, cotangents=part.cotangents / unit) for part in source.parts]
     found = torch.zeros(len(source), dtype=torch.float64)
     for start in range(0, source.sides[1], width):
-        some = [part.part(source.outputs_axis, start, start + width) for part in parts]
-        squares = torch.cat([part.gradients().flatten(1) for part in some]).square_()
+        squares = torch.cat([_of_outputs(part, slice(start, start + width)) for part in parts]).square_()
         found += (squares @ squares.sum(0)).double() - squares.norm(dim=1).double().square()
     return found * unit**4
+
+
+def _of_outputs(part: GradientFactors, some: slice) -> Tensor:
+    """The entries of the gradients that belong to some outputs of the layer, (g n, entries), in one product."""
+    cotangents = part.cotangents[..., some].mT
+    formed = cotangents if part.inputs is None else cotangents.flatten(1, 2) @ part.inputs
+    return formed.reshape(len(part), -1)
