@@ -71,7 +71,7 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
         if len(layers_of_blocks(found.table.blocks)) > 1:
             figures |= pictures("audit_depth", depth_figure(found.table))
     facts = common_facts("audit", subject, request, options, found.loss) | {
-        "question": f"Which approximation of the curvature of {request.model} is close to it?",
+        "question": f"Which approximation of the curvature of {request.name} is close to it?",
         "answer": answer,
         "advice": [],
         "samples": found.samples,

@@ -146,7 +146,7 @@ def common_facts(kind: str, subject: Subject, request: Request, options: Any, lo
             words += [word for one in values for word in (option, str(one))]
     return {
         "kind": kind,
-        "title": f"Curvature of {request.model}",
+        "title": f"Curvature of {request.name}",
         "about": [*subject.about, f"Loss {loss:.4g}."],
         "model": subject.facts,
         "configuration": {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()},

@@ -74,9 +74,7 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
     if largest is None:
         missing.append("The largest eigenvalue of the whole Hessian: left out.")
     figures = _draw(found)
-    facts = common_facts("sweep", subject, request, options, found.loss) | _facts(
-        request.model, found, largest, missing
-    )
+    facts = common_facts("sweep", subject, request, options, found.loss) | _facts(request.name, found, largest, missing)
     facts["command"] = facts["command"].replace("curvoscope sweep", "curvoscope analyze", 1)
     document = write_run(out, "table.json", facts, figures)
     if ended:
