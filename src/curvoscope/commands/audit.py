@@ -22,7 +22,7 @@ from curvoscope.commands.document import (
     write_run,
 )
 from curvoscope.commands.progress import work
-from curvoscope.commands.subject import Request, Subject, is_in_layer, select, subject_of
+from curvoscope.commands.subject import DTYPES, Request, Subject, is_in_layer, select, subject_of
 from curvoscope.curvature import hessian
 from curvoscope.errors import EmptyError, RangeError
 from curvoscope.estimate import Estimate
@@ -32,6 +32,7 @@ from curvoscope.sweep import sweep
 
 DOCUMENT = "audit.json"
 _SAMPLES = 128
+_EPSILONS = 100  # up to so many, a relative error that is computed exactly is rounding
 _DIRECTIONS = 1024  # outputs of a sequence up to which all directions of the loss Hessian are enumerated
 _NOT_OF_A_LAYER = ("embed", "positions", "unembed")
 
@@ -75,6 +76,7 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
         "answer": answer,
         "advice": [],
         "samples": found.samples,
+        "rounding": 0.0 if found.samples else _EPSILONS * torch.finfo(DTYPES[subject.facts["dtype"]]).eps,
         "rows": [_facts(row._asdict()) for row in found.table],
         "outside_diagonal_blocks": as_estimate(found.outside),
         "missing": _missing(found),

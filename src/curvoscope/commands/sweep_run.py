@@ -67,7 +67,7 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
             raise
     assert found is not None
     missing = [
-        "The functional part and the total: `--parts all` measures them, by products with the Hessian.",
+        "The functional part and the total: --parts all measures them, by products with the Hessian.",
     ]
     if not ended:
         missing.append(_INTERRUPTED)
