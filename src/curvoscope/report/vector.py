@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 from curvoscope.report.style import Figure
 
 _DPI = 150  # of the pictures inside
-_LAYOUT_DPI = 200
 _LEAST = 0.8  # of its own width, to which a page may shrink a figure; a narrower page scrolls it
 _COLUMN = 480  # points: the narrower one of two columns of a page
 # what Matplotlib draws with; a file of a run may come from anywhere, and no script of it reaches the page
@@ -33,15 +32,9 @@ def svg(figure: Figure) -> bytes:
     """The figure without a background, the same bytes for the same figure."""
     from matplotlib import rc_context
 
-    buffer, dots, layout = io.BytesIO(), figure.dpi, figure.get_layout_engine()
-    # Savefig would arrange the figure at 72 dots per inch, where small words are measured too short and then cut off.
-    figure.set_dpi(_LAYOUT_DPI)
-    figure.draw_without_rendering()
-    figure.set_dpi(dots)
-    figure.set_layout_engine("none")
+    buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": "curvoscope", "svg.fonttype": "path", "path.simplify_threshold": 0.2}):
         figure.savefig(buffer, format="svg", dpi=_DPI, transparent=True, metadata={"Date": None})
-    figure.set_layout_engine(layout)
     return buffer.getvalue()
 
 
