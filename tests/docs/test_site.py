@@ -83,3 +83,16 @@ def test_every_page_is_accessible_and_quiet(site, browser, width, scheme):
         assert overflow(page) == 0, name
         assert not traffic.problems and not traffic.requests, name
     context.close()
+
+
+def test_the_search_finds_a_page_without_a_network(site, browser):
+    context = browser.new_context(offline=True)
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    traffic = Traffic(page)
+    page.goto((site / "search.html").as_uri() + "?q=sensitivity")
+    page.wait_for_selector("#search-results li a")
+    found = [link.get_attribute("href") for link in page.locator("#search-results li > a").all()]
+    assert any("howto/sensitivity.html" in address for address in found)
+    assert not traffic.requests
+    context.close()
