@@ -32,7 +32,7 @@ tokens = torch.randint(64, (4, 16))
 H = cv.hessian(model, None, [{"input_ids": tokens, "labels": tokens}])
 
 # %%
-# Exact numbers are floats; the others are instances of Estimate.
+# Exact numbers print with all digits, estimates with their standard error.
 outer = {name: H.outer[name].frobenius_norm() for name in H.names}
 functional = {name: H.functional[name].frobenius_norm() for name in H.names}
 for name in ("embed", "h.0.attn.Q"):

@@ -103,7 +103,13 @@ def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list
     lines[:] = list(convert(text))
 
 
+def _skip(app: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """The fields of named tuples: the docstring of the class describes them."""
+    return True if str(getattr(member, "__doc__", "")).startswith("Alias for field number") else None
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Register with Sphinx."""
+    app.connect("autodoc-skip-member", _skip)
     app.connect("autodoc-process-docstring", _process)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -84,11 +84,15 @@ class Results(SphinxDirective):
         failed = [result.name for result in chosen if not result.holds]
         if failed or not chosen:
             raise self.error(f"results that do not stand: {failed}" if failed else "no such results")
-        rows = [f"| {_cell(r.name)} | {r.verdict} | {r.error:.1e} | {_cell(r.note)} |" for r in chosen]
+        rows = [f"| {_cell(r.name)} | {r.verdict} | {_error(r.error)} | {_cell(r.note)} |" for r in chosen]
         text = "\n".join(
             ["| result | verdict | error | what is wrong, and by how much |", "| --- | --- | --- | --- |", *rows]
         )
         return self.parse_text_to_nodes(text)
+
+
+def _error(error: float) -> str:
+    return f"{error:.1e}" if error else "0"
 
 
 def _cell(text: str) -> str:

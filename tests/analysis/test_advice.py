@@ -95,7 +95,7 @@ def test_warm_up_lasts_until_the_sharpness_is_below_the_edge():
     assert "not seen" in never.recommendation and "steps" not in never.settings
     alone = advice(Findings(extremes=extremes(100.0), learning_rate=0.1))
     assert {item.subject for item in alone} == {"learning-rate cap", "warm-up"}
-    assert only(alone, "warm-up").quantity == "learning rate × λ_max"  # at a step that nobody told
+    assert only(alone, "warm-up").quantity == "learning rate × λ max"  # at a step that nobody told
 
 
 def test_rates_by_block_are_in_the_inverse_ratio_of_their_curvature():

@@ -224,9 +224,18 @@ def test_figures_show_every_layer_and_network(tmp_path):
     line = figure.axes[0].containers[0].lines[0]
     assert list(line.get_ydata()) == [layer.spectral.value for layer in found["none"].layers]
     figure.savefig(tmp_path / "depth.png")
+    assert not any(axes.texts for axes in figure.axes)
     chart = propagation_map([0, 10], [found["none"], found["none"]], "title")
     assert chart.axes[0].images[0].get_array().shape == (4, 2)
     chart.savefig(tmp_path / "map.png")
+
+
+def test_a_panel_without_a_number_says_so():
+    """Behind the last attention layer there is a ReLU network alone: both layers' outputs have no functional part."""
+    found = propagation(_model("none", depth=1), (INPUTS, TARGETS), cv.losses.CrossEntropy())
+    assert [layer.functional_spectral.value for layer in found.layers] == [0, 0]
+    figure = propagation_figure({"one layer": found}, "title")
+    assert not figure.axes[1].containers and figure.axes[1].texts[0].get_text() == "zero, or not measured"
 
 
 def test_the_tolerance_reaches_blocks_without_a_closed_form(monkeypatch):

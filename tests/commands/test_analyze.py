@@ -207,6 +207,8 @@ class TestData:
         with torch.no_grad():
             assert abs(found["loss"] - float(model(input_ids=tokens, labels=tokens).loss)) < 1e-5
         assert found["model"]["data"]["tokens"] == "the model's tokenizer"
+        assert found["title"] == "Curvature of model" and "of model, and" in found["question"]
+        assert str(tmp_path / "model") in found["command"] and str(tmp_path / "model") in found["about"][0]
         (tmp_path / "model" / "tokenizer.json").write_text("{")
         code_settings = settings | {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
         for content, message in ((settings, "cannot be read"), (code_settings, "never run")):

@@ -84,7 +84,7 @@ def test_without_resume_it_is_measured_anew(small, undrawn, tmp_path, capsys):
 def test_the_verdicts_are_shown_line_by_line(small, undrawn, tmp_path, capsys):
     run(tmp_path, as_json=False)
     shown = capsys.readouterr().out
-    assert "outer Q grows as σ^6 for σ ≤ 0.3" in shown and "agrees" in shown
+    assert "outer Q grows as σ⁶ for σ ≤ 0.3" in shown and "agrees" in shown
     assert "functional V is exactly zero" in shown and "wrote" in shown
 
 

@@ -69,11 +69,30 @@ def test_formulas_are_drawn_without_a_network(site, browser):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [("narrow", "light"), ("wide", "dark")])
-def test_nothing_serious_for_axe(site, browser, width, scheme):
+def test_every_page_is_accessible_and_quiet(site, browser, width, scheme):
+    """Nothing serious for axe-core, no message in the console, nothing from the network, no sideways scrolling."""
     context = browser.new_context(viewport={"width": WIDTHS[width], "height": 844}, color_scheme=scheme)
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
-    for name in ("index", "howto/training"):
-        page.goto((site / f"{name}.html").as_uri())
+    traffic = Traffic(page)
+    names = sorted(path.relative_to(site) for path in site.rglob("*.html") if "_modules" not in path.parts)
+    assert set(PAGES) <= {name.with_suffix("").as_posix() for name in names}
+    for name in names:
+        page.goto((site / name).as_uri())
         assert serious_violations(page) == [], name
+        assert overflow(page) == 0, name
+        assert not traffic.problems and not traffic.requests, name
+    context.close()
+
+
+def test_the_search_finds_a_page_without_a_network(site, browser):
+    context = browser.new_context(offline=True)
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    traffic = Traffic(page)
+    page.goto((site / "search.html").as_uri() + "?q=sensitivity")
+    page.wait_for_selector("#search-results li a")
+    found = [link.get_attribute("href") for link in page.locator("#search-results li > a").all()]
+    assert any("howto/sensitivity.html" in address for address in found)
+    assert not traffic.requests
     context.close()

@@ -252,6 +252,19 @@ def test_whole_and_accessible(opened, scheme, tmp_path):
             assert traffic.problems == [] and traffic.requests == []
 
 
+def test_a_part_that_is_zero_is_not_drawn_on_a_logarithmic_axis(opened, tmp_path):
+    document = json.loads((run_of("watch", tmp_path)[0] / "watch.json").read_text())
+    for record in document["records"]:
+        if record["details"] is not None:
+            record["details"]["blocks"]["V"]["functional"] |= {"value": 0.0, "stderr": 0.0}
+            record["details"]["blocks"]["a.Q"]["outer"]["stderr"] = record["details"]["blocks"]["a.Q"]["outer"]["value"]
+    page, traffic = opened(made(document))
+    for block, parts in (("V", ["outer"]), ("a.Q", ["outer", "functional"])):
+        page.locator(".bench table.sortable tbody tr", has_text=block).click()
+        assert page.locator(".facts .series .chip").all_inner_texts() == parts
+    assert traffic.problems == []
+
+
 @pytest.mark.slow
 def test_the_colours_of_the_switch(opened):
     page, _ = opened(made(model_document(1)), scheme="dark")

@@ -18,6 +18,7 @@ def printed(table):
 def test_numbers_with_their_errors():
     assert with_error(Estimate(1.234e-4, 2e-6, 16, "xtrace")) == "1.23e-04 ±1.6%"
     assert with_error(Estimate(-1.234, 0.3, 16, "hutchinson")) == "-1.23e+00 ±24%"
+    assert with_error(Estimate(1.234, 1e-5, 16, "xtrace")) == "1.23e+00 ±<0.1%"
     assert with_error(Estimate(1.234, 0.0, 0, "exact")) == "1.23e+00"
     assert with_error(Estimate(1.234, 1e-9, 64, "exact")) == "1.23e+00"
     assert with_error(Estimate(0.0, 0.0, 2, "lanczos")) == "0"

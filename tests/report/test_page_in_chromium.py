@@ -6,6 +6,8 @@ import json
 import pytest
 
 from browser_cases import PATIENCE, WIDTHS, Traffic, cut_off, overflow, serious_violations
+from curvoscope.commands import watch
+from curvoscope.commands.watch_run import WatchOptions
 from curvoscope.report.contents import report_of
 from report_cases import KINDS, run_of
 
@@ -57,6 +59,22 @@ def test_nothing_is_cut_off_on_a_wide_screen(opened):
     for width in (1440, 1920):
         page, _ = opened(width)
         assert cut_off(page) == []
+
+
+@pytest.mark.slow
+def test_nothing_of_a_real_training_is_cut_off_on_a_wide_screen(browser, tmp_path):
+    """The optimizer's step has a row of nine columns, which the panel shows below each other."""
+    options = WatchOptions(steps=3, d=4, sequences=2, every=1, budget=1.0)
+    assert watch.run(options, tmp_path, False, True) == 0
+    for width in (1440, 1920):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.set_default_timeout(PATIENCE)
+        traffic = Traffic(page)
+        page.goto((tmp_path / "report.html").as_uri())
+        shown = page.locator(".facts .wide").last
+        assert shown.locator("tbody th").all_inner_texts()[-2:] == ["alone, second order", "measured"]
+        assert cut_off(page) == [] and traffic.problems == []
+        page.close()
 
 
 def column(table, place):

@@ -130,14 +130,14 @@ def _cap(findings: Findings) -> Iterator[Advice]:
     top = findings.extremes.largest.value
     cap = _critical(findings, top)
     rate = findings.learning_rate
-    formula = "2/λ_max" if not findings.momentum else f"2(1 + {findings.momentum:g})/λ_max"
+    formula = "2/λ max" if not findings.momentum else f"2(1 + {findings.momentum:g})/λ max"
     text = f"Keep the learning rate of SGD below {formula} = {cap:.3g}: above it the quadratic model diverges"
     limit = EDGE * (1 + findings.momentum)
     if rate is None:
-        quantity, value = "λ_max (the threshold is for learning rate × λ_max)", top
+        quantity, value = "λ max (the threshold is for learning rate × λ max)", top
     else:
         text = f"{text}; it is {rate:.3g}, {'too large' if rate > cap else 'below the cap'}"
-        quantity, value = "learning rate × λ_max", rate * top
+        quantity, value = "learning rate × λ max", rate * top
     yield Advice("learning-rate cap", text, quantity, value, limit, {"learning rate": cap})
 
 
@@ -156,14 +156,14 @@ def _warm_up(findings: Findings) -> Iterator[Advice]:
     start = _critical(findings, first)
     below = next((at for at, value in series if rate * value <= limit), None)
     until = (
-        f"over {below - step} steps, when λ_max has fallen below the edge"
+        f"over {below - step} steps, when λ max has fallen below the edge"
         if below is not None
-        else "only as λ_max falls: it was not seen below the edge"
+        else "only as λ max falls: it was not seen below the edge"
     )
     yield Advice(
         "warm-up",
         f"Warm up: start at a learning rate of at most {start:.3g} and rise to {rate:.3g} {until}",
-        f"learning rate × λ_max at step {step}" if findings.sharpness else "learning rate × λ_max",
+        f"learning rate × λ max at step {step}" if findings.sharpness else "learning rate × λ max",
         rate * first,
         limit,
         {"learning rate": start} | ({} if below is None else {"steps": float(below - step)}),
@@ -185,9 +185,9 @@ def _block_rates(findings: Findings) -> Iterator[Advice]:
         return
     yield Advice(
         "per-block learning rates",
-        f"Give blocks learning rates of their own, in the inverse ratio of their curvature: {low} can take {ratio:.3g} "
-        f"times the rate of {high}",
-        "largest over smallest λ_max of the blocks",
+        f"Give blocks learning rates of their own, in the inverse ratio of their curvature: {low} can take "
+        f"{ratio:,.0f} times the rate of {high}",
+        "largest over smallest λ max of the blocks",
         ratio,
         APART,
         {name: tops[high] / top for name, top in tops.items()},
@@ -219,7 +219,7 @@ def _clipping(findings: Findings) -> Iterator[Advice]:
         if spike > SPIKE:
             yield Advice(
                 "clipping",
-                f"Clip the gradient's norm at about {SPIKE * median:.3g}: it spikes to {spike:.3g} times its median",
+                f"Clip the gradient's norm at about {SPIKE * median:.3g}: it spikes to {spike:,.0f} times its median",
                 "largest over median gradient norm",
                 spike,
                 SPIKE,

@@ -135,7 +135,7 @@ def run(request: Request, options: AnalyzeOptions, out: Path, as_json: bool) -> 
         _layers(found, subject, options, request)
         step("the figures")
         figures = _draw(found)
-    facts = common_facts("analyze", subject, request, options, loss) | _facts(request.model, found)
+    facts = common_facts("analyze", subject, request, options, loss) | _facts(request.name, found)
     document = write_run(out, "table.json", facts, figures)
     if as_json:
         print(document, end="")

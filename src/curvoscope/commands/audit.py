@@ -14,7 +14,7 @@ from curvoscope.analysis.block_diagonal import block_diagonal_error
 from curvoscope.blocks import Blocks
 from curvoscope.commands.document import as_estimate, common_facts, pictures, show_files, show_subject, write_run
 from curvoscope.commands.progress import work
-from curvoscope.commands.subject import Request, Subject, is_in_layer, select, subject_of
+from curvoscope.commands.subject import DTYPES, Request, Subject, is_in_layer, select, subject_of
 from curvoscope.curvature import hessian
 from curvoscope.errors import EmptyError, RangeError
 from curvoscope.estimate import Estimate
@@ -24,6 +24,7 @@ from curvoscope.sweep import sweep
 
 DOCUMENT = "audit.json"
 _SAMPLES = 128
+_EPSILONS = 100  # up to so many, a relative error that is computed exactly is rounding
 _DIRECTIONS = 1024  # outputs of a sequence up to which all directions of the loss Hessian are enumerated
 _NOT_OF_A_LAYER = ("embed", "positions", "unembed")
 
@@ -63,10 +64,11 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
         if len(layers_of_blocks(found.table.blocks)) > 1:
             figures |= pictures("audit_depth", depth_figure(found.table))
     facts = common_facts("audit", subject, request, options, found.loss) | {
-        "question": f"Which approximation of the curvature of {request.model} is close to it?",
+        "question": f"Which approximation of the curvature of {request.name} is close to it?",
         "answer": answer,
         "advice": [],
         "samples": found.samples,
+        "rounding": 0.0 if found.samples else _EPSILONS * torch.finfo(DTYPES[subject.facts["dtype"]]).eps,
         "rows": [_facts(row._asdict()) for row in found.table],
         "outside_diagonal_blocks": as_estimate(found.outside),
         "missing": _missing(found),

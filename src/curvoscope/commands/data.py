@@ -90,7 +90,8 @@ def _check(request: Request, loaded: Loaded) -> None:
 def _additions(request: Request, loaded: Loaded) -> Data:
     assert request.sequences is not None
     tokens = tasks.addition(request.sequences, seed=request.seed)
-    about = f"Cross-entropy of the answers to {request.sequences} five-digit additions."
+    additions = "addition" if request.sequences == 1 else "additions"
+    about = f"Cross-entropy of the answers to {request.sequences} five-digit {additions}."
     batch = (tokens[:, :-1], tasks.answer_targets(tokens))
     return Data(loaded.model, CrossEntropy(), batch, [about], {"additions": request.sequences})
 
@@ -253,7 +254,8 @@ class _TextReader:
         self._tokenizer = None if folder is None else tokenizer(folder)
         self._encoded = self._encode(source)
         about = self._encoded.about
-        self.of = f"{self.rows} sequences of {self.length} tokens from {self._name}; tokens: {about}"
+        sequences = "sequence" if self.rows == 1 else "sequences"
+        self.of = f"{self.rows} {sequences} of {self.length} tokens from {self._name}; tokens: {about}"
         self.facts = {"text": self._name, "sequences": self.rows, "length": self.length, "tokens": about}
 
     def _encode(self, source: str) -> text.Encoded:

@@ -30,7 +30,13 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def pictures(name: str, figure: "matplotlib.figure.Figure") -> dict[str, bytes]:
-    """The two files of a figure: PNG for people, SVG for the report."""
+    """The two files of a figure: PNG for people, SVG for the report.
+
+    Matplotlib arranges a figure whenever it saves it, and moves labels over the edge the second time if the axes have a
+    fixed aspect: it is arranged once, for both.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
     return {f"{name}.png": commands.png(figure), f"{name}.svg": svg(figure)}
 
 
@@ -147,7 +153,7 @@ def common_facts(kind: str, subject: Subject, request: Request, options: Any, lo
             words += [word for one in values for word in (option, str(one))]
     return {
         "kind": kind,
-        "title": f"Curvature of {request.model}",
+        "title": f"Curvature of {request.name}",
         "about": [*subject.about, f"Loss {loss:.4g}."],
         "model": subject.facts,
         "configuration": {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()},

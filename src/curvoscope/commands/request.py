@@ -1,6 +1,7 @@
 """What a command is asked to look at."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from curvoscope.errors import RangeError
 from curvoscope.families.loading import task_of
@@ -38,3 +39,8 @@ class Request:
                 raise RangeError(name, f"has a meaning only for {ADDITION}; leave --{name} out")
         if self.task is not None:
             task_of(self.task)
+
+    @property
+    def name(self) -> str:
+        """The model as titles and sentences name it: of a path, its last part."""
+        return Path(self.model).absolute().name

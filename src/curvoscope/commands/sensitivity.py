@@ -74,8 +74,8 @@ def run(request: Request, options: SensitivityOptions, out: Path, as_json: bool)
         step("the figures")
         figures = _draw(ledger, words)
     facts = common_facts("sensitivity", subject, request, options, ledger.loss.value) | {
-        "title": f"What a change of weights costs {request.model}",
-        **answers.of_ledger(request.model, words, ledger),
+        "title": f"What a change of weights costs {request.name}",
+        **answers.of_ledger(request.name, words, ledger),
         "change": words,
         "unit": ledger.units.name,
         "rounding": ledger.rounding,

@@ -82,7 +82,7 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
         if len(heads) > 1:
             figures |= pictures("heads", head_figures.head_figure(heads, head_figures.headline_of(heads)))
     facts = common_facts("spectrum", subject, request, options, loss) | {
-        **answers.of_spectra(request.model, found, apart, ends),
+        **answers.of_spectra(request.name, found, apart, ends),
         "blocks": [spectrum_facts(one) for one in found],
         "jensen_shannon": {
             "names": list(apart.names),

@@ -60,16 +60,14 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
             raise
     assert found is not None
     missing = [
-        "The functional part and the total: `--parts all` measures them, by products with the Hessian.",
+        "The functional part and the total: --parts all measures them, by products with the Hessian.",
     ]
     if not ended:
         missing.append(_INTERRUPTED)
     if largest is None:
         missing.append("The largest eigenvalue of the whole Hessian: left out.")
     figures = _draw(found)
-    facts = common_facts("sweep", subject, request, options, found.loss) | _facts(
-        request.model, found, largest, missing
-    )
+    facts = common_facts("sweep", subject, request, options, found.loss) | _facts(request.name, found, largest, missing)
     facts["command"] = facts["command"].replace("curvoscope sweep", "curvoscope analyze", 1)
     document = write_run(out, "table.json", facts, figures)
     if ended:

@@ -9,6 +9,7 @@ from curvoscope.analysis.ledger import Ledger
 from curvoscope.analysis.measurements import Extremes, Measurement
 from curvoscope.analysis.spectra import BlockSpectrum, Distances
 from curvoscope.estimate import Estimate
+from curvoscope.report.cells import amount
 from curvoscope.report.model_tables import with_error
 from curvoscope.sweep import Sweep
 from curvoscope.training.records import Record
@@ -71,7 +72,7 @@ def _query_and_value(sweep: Sweep) -> str:
     smaller = sum(query.interval()[1] < value.interval()[0] for query, value in pairs)
     larger = sum(query.interval()[0] > value.interval()[1] for query, value in pairs)
     ratios = sorted(float(value) / float(query) for query, value in pairs if query > 0)
-    middle = f"; the median ratio of value to query is {ratios[len(ratios) // 2]:.2g}" if ratios else ""
+    middle = f"; the median ratio of value to query is {amount(ratios[len(ratios) // 2])}" if ratios else ""
     layers = "layer" if len(pairs) == 1 else "layers"
     return (
         f"By 95 % intervals, the query block is smaller than the value block in {smaller} of {len(pairs)} {layers} and "
@@ -99,7 +100,9 @@ def of_ledger(name: str, words: str, ledger: Ledger) -> Conclusion:
     if ledger.units.pairs is not None and len(rows) > 1:
         matrix = ledger.pairs.matrix
         apart, between = float(matrix.diagonal().sum()), float(matrix.sum() - matrix.diagonal().sum())
-        sentences.append(f"Of the second order, {apart:.2e} is of single blocks, {between:.2e} of their interactions.")
+        sentences.append(
+            f"Of the second-order change, {apart:.2e} comes from single blocks, {between:.2e} from their interactions."
+        )
     return {"question": f"What does this change cost {name}?", "answer": " ".join(sentences), "advice": []}
 
 

@@ -2,7 +2,12 @@
 
 from curvoscope.estimate import Estimate
 from curvoscope.report.contents import Cell
-from curvoscope.report.model_tables import or_zero, with_error
+from curvoscope.report.model_tables import or_zero, percent, with_error
+
+
+def amount(value: float) -> str:
+    """A number inside a sentence: three digits, or whole from a thousand to a million."""
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def count(value: int) -> Cell:
@@ -48,4 +53,4 @@ def share(value: float | None, stderr: float | None = None) -> Cell:
     """In percent."""
     if value is None:
         return Cell("")
-    return Cell(f"{value:.1%} ±{stderr:.1%}" if stderr else f"{value:.1%}", value, stderr)
+    return Cell(f"{value:.1%} ±{percent(stderr)}" if stderr else f"{value:.1%}", value, stderr)

@@ -28,9 +28,11 @@ def side_by_side(reports: Mapping[str, Report]) -> Report:
         if (found := {one.versions.get(name) for one in reports.values()})
     }
     seeds = {report.seed for report in reports.values()}
+    *others, last = reports
+    names = f"{', '.join(others)} and {last}" if others else last
     return Report(
-        title=f"{' and '.join(reports)}, side by side",
-        question=f"What differs between {' and '.join(reports)}?",
+        title=f"{names}, side by side",
+        question=f"What differs between {names}?",
         answer=_answer(views),
         about=[f"{label}: {' '.join((f'{report.title}.', *report.about))}" for label, report in reports.items()],
         sections=[*_numbers(views), *_others(reports, views)],

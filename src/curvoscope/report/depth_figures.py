@@ -35,7 +35,11 @@ def propagation_figure(networks: Mapping[str, Propagation], title: str) -> Figur
     for axes, (label, number) in zip(panels, _PANELS, strict=True):
         for place, (name, network) in enumerate(networks.items()):
             _line(axes, name, network, number, place)
-        axes.set_yscale("log")
+        if axes.containers:
+            style.logarithmic(axes)
+        else:
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "zero, or not measured", size=_TEXT, ha="center", transform=axes.transAxes)
         axes.set_title(label, size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         style.open_box(axes, grid=True)
@@ -75,6 +79,8 @@ def propagation_map(steps: Sequence[int], networks: Sequence[Propagation], title
 def _line(axes: Axes, name: str, network: Propagation, number: _DepthNumber, place: int) -> None:
     found = [(i, number(layer)) for i, layer in enumerate(network.layers)]
     known = {i: estimate for i, estimate in found if estimate is not None and estimate.value > 0}
+    if not known:
+        return
     axes.errorbar(
         list(known),
         *style.with_bars(list(known.values()), floor=0.0),

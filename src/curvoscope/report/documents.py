@@ -151,12 +151,13 @@ class SweepDocument(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditDocument(Common):
-    """`curvoscope audit`; `samples` is None if all numbers are exact."""
+    """`curvoscope audit`; `samples` is None if all numbers are exact, up to `rounding`."""
 
     kind: Literal["audit"]
     samples: int | None
     rows: list[AuditRow]
     outside_diagonal_blocks: Estimate | None
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)

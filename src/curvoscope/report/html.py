@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from curvoscope.report.cells import amount
 from curvoscope.report.contents import Report, ReportFigure
 from curvoscope.report.vector import VectorError, inline
 from curvoscope.report.views import as_json
@@ -69,6 +70,7 @@ def _templates() -> "jinja2.Environment":
     )
     templates.filters["full"] = lambda value: repr(float(value))  # reads back as the same number
     templates.filters["unbroken"] = _unbroken
+    templates.filters["amount"] = amount
     return templates
 
 

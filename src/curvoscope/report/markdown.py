@@ -3,6 +3,7 @@
 import re
 
 from curvoscope.analysis.advice import Advice
+from curvoscope.report.cells import amount
 from curvoscope.report.contents import Report, Section, Table
 
 
@@ -36,9 +37,10 @@ def _section(section: Section) -> list[str]:
 def _advice(one: Advice) -> str:
     """A list item; its evidence and its settings belong to it."""
     lines = [f"- **{_text(one.subject)}**: {_text(one.recommendation)}."]
-    lines.append(f"  Evidence: {_text(one.quantity)}: {one.value:.3g}; the threshold is {one.threshold:.3g}.")
+    lines.append(f"  Evidence: {_text(one.quantity)}: {amount(one.value)}; the threshold is {amount(one.threshold)}.")
     if one.settings:
-        lines.append("  Set: " + ", ".join(f"{_text(name)} {value:.3g}" for name, value in one.settings.items()) + ".")
+        settings = ", ".join(f"{_text(name)} {amount(value)}" for name, value in one.settings.items())
+        lines.append(f"  Set: {settings}.")
     return "\n".join(lines)
 
 

@@ -36,7 +36,12 @@ def with_error(estimate: Estimate, digits: str = ".2e") -> str:
     relative = stderr / abs(value) if value else float("inf")
     if relative >= 10:
         return f"0 ±{stderr:.0e}" if relative == float("inf") else f"{value:.0e} ±{stderr:.0e}"
-    return f"{value:{digits}} ±{relative:.1%}" if relative < 0.0995 else f"{value:{digits}} ±{relative:.0%}"
+    return f"{value:{digits}} ±{percent(relative)}"
+
+
+def percent(error: float) -> str:
+    """An error in percent, with one digit after the point if it is below ten: none is shown as zero."""
+    return "<0.1%" if error < 0.0005 else f"{error:.1%}" if error < 0.0995 else f"{error:.0%}"
 
 
 def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:

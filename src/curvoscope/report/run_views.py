@@ -74,7 +74,7 @@ def _audited(found: AuditDocument) -> RunView:
     errors = {(row.block, row.approximation): row.best_scale_error for row in found.rows}
     names, blocks = list(dict.fromkeys(row.part for row in rows)), _blocks(rows)
     grid = _grid("error at best scale", "", "part", blocks, names, errors, logarithmic=False)
-    return RunView(blocks, rows, [grid], exponent=False)
+    return RunView(blocks, rows, [grid], zero=found.rounding, exponent=False)
 
 
 def _with_spectra(found: SpectrumDocument) -> RunView:

@@ -139,7 +139,10 @@ def _swept(found: SweepDocument, figures: FigureSource) -> Iterator[Section]:
     yield Section("Heads", tables=[heads] if found.heads else [], figures=figures("sweep_heads"))
     if found.hessian is not None:
         row = (Cell("λ max"), cells.estimated(found.hessian.largest_eigenvalue, 0.0))
-        yield Section("The whole Hessian", tables=[Table("By Lanczos", ("number", "value"), 1, [row])])
+        yield Section(
+            "The whole Hessian",
+            tables=[Table("By Lanczos: ± standard error in percent", ("number", "value"), 1, [row])],
+        )
 
 
 # ---- audit
@@ -152,11 +155,12 @@ def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
         return (
             Cell(one.block),
             Cell(one.approximation),
-            *map(cells.measured, (*numbers, *steps)),
+            *(cells.measured(number, found.rounding) for number in (*numbers, *steps)),
             cells.count(one.floats),
         )
 
-    how = "exact" if found.samples is None else f"from {found.samples} samples, ± standard error in percent"
+    sampled = f"from {found.samples} samples, ± standard error in percent"
+    how = "exact, ~0 up to rounding" if found.samples is None else sampled
     columns = (
         "block",
         "approximation",

@@ -37,7 +37,9 @@ def interaction_map(ledger: Ledger, title: str) -> "matplotlib.figure.Figure":
     axes.set_xticks(shown, labels, size=size, rotation=90)
     axes.set_yticks(shown, labels, size=size)
     axes.tick_params(length=0)
-    style.colour_bar(image, axes, "$d_b \\cdot H_{bc} d_c / 2$", _HEADING, _TEXT, shrink=0.8)
+    powers = 10.0 ** np.arange(np.ceil(np.log10(3 * scale.linthresh)), np.log10(most))  # closer ones would overlap
+    ticks = [*-powers[::-1], 0.0, *powers]
+    style.colour_bar(image, axes, "$d_b \\cdot H_{bc} d_c / 2$", _HEADING, _TEXT, shrink=0.8, ticks=ticks)
     style.entitle(figure, title, _HEADING, letters=10)
     return figure
 

@@ -45,6 +45,18 @@ def open_box(axes: Axes, grid: bool = False) -> None:
         axes.set_axisbelow(True)
 
 
+def logarithmic(axes: Axes) -> None:
+    """A logarithmic y axis; within one decade its ticks are round numbers, and no powers of ten."""
+    from matplotlib import ticker
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 10 * low:
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(5))
+        axes.yaxis.set_major_formatter(ticker.ScalarFormatter())
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+
+
 def colour_bar(image: Any, axes: Any, label: str, heading: int, text: int, **options: Any) -> None:
     """The colours of an image beside one or several axes."""
     figure = image.axes.figure

@@ -28,11 +28,11 @@ def training_figure(records: Sequence[Record]) -> Figure:
     loss, sharpness, shares, attention = figure.subplots(2, 2, sharex=True).flat
     _line(loss, records, lambda one: one.probe_loss, "loss on the probe", style.BLACK)
     _line(loss, records, lambda one: one.gradient_norm, "gradient norm", style.GREY, style.DASHED)
-    loss.set_yscale("log")
+    style.logarithmic(loss)
     _line(sharpness, records, lambda one: one.largest_eigenvalue.value, "$\\lambda_{max}$", style.BLUE)
     _line(sharpness, records, lambda one: _value(one.critical_sharpness), "critical sharpness of the step", style.GREEN)
     _line(sharpness, records, lambda one: one.edge, "edge 2/lr", style.ORANGE, style.DASHED)
-    sharpness.set_yscale("log")
+    style.logarithmic(sharpness)
     _line(shares, records, _functional, "functional, of $|H_{bb}|_F^2$", style.BLUE)
     _line(shares, records, _negative, "negative, of $\\Sigma|\\lambda|$", style.ORANGE, style.DASHED)
     shares.set_ylim(0, 1)
@@ -46,6 +46,9 @@ def training_figure(records: Sequence[Record]) -> Figure:
         axes.tick_params(labelsize=_TEXT)
         if axes.lines:
             axes.legend(fontsize=_TEXT, frameon=False)
+        else:
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "not measured", size=_TEXT, ha="center", transform=axes.transAxes)
         style.open_box(axes)
     for axes in (shares, attention):
         axes.set_xlabel("step", size=_HEADING)

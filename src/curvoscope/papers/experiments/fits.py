@@ -11,6 +11,7 @@ from curvoscope.papers.experiments.figure import Row, Verdict
 
 SMALL = 0.3
 """The largest σ of a fit, unless a prediction says otherwise: beyond it the softmax begins to saturate."""
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -80,5 +81,6 @@ def _verdict(prediction: Growth, depth: int, layer: int, rows: Sequence[Row]) ->
     if prediction.exponent is None:
         return Verdict(f"{name} grows as σ^{fitted:.2f}", *key, None, fitted, low, high, None, depth)
     agrees = abs(fitted - prediction.exponent) <= prediction.tolerance
-    statement = f"{name} grows as σ^{prediction.exponent} for σ ≤ {prediction.largest:g}"
+    power = str(prediction.exponent).translate(_SUPERSCRIPTS)
+    statement = f"{name} grows as σ{power} for σ ≤ {prediction.largest:g}"
     return Verdict(statement, *key, predicted, fitted, low, high, agrees, depth)

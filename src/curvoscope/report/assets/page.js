@@ -48,10 +48,12 @@
     const plain = run.exponent || size >= 1e3 || size < 1e-4 ? exponential(value) : String(Number(value.toPrecision(3)));
     if (!error) return plain;
     if (percent >= 10) return `${value === 0 ? "0" : exponential(value, 0)} ±${exponential(error, 0)}`;
-    return `${plain} ±${(100 * percent).toFixed(percent < 0.0995 ? 1 : 0)}%`;
+    return `${plain} ±${percent < 0.0005 ? "<0.1" : (100 * percent).toFixed(percent < 0.0995 ? 1 : 0)}%`;
   }
+  /** Lines break between a number and its error, not behind the hyphen of an exponent. */
+  const words = (text) => text.split(" ").flatMap((word, i) => [i ? " " : "", html("span", { class: "unbroken" }, word)]);
   const number = ([value, error], run) =>
-    html("data", { value: String(value), "data-stderr": String(error) }, written(value, error, run));
+    html("data", { value: String(value), "data-stderr": String(error) }, ...words(written(value, error, run)));
 
   // ---- the runs of the page
 
@@ -281,7 +283,7 @@
 
   /** From values to shares of an axis, with ticks. */
   function scaleOf(values, logarithmic) {
-    const of = logarithmic ? Math.log10 : (value) => value;
+    const of = logarithmic ? (value) => Math.log10(Math.max(value, 0)) : (value) => value;
     const unit = logarithmic ? 1 : nice((Math.max(...values) - Math.min(...values)) / 4);
     let low = Math.floor(of(Math.min(...values)) / unit), high = Math.ceil(of(Math.max(...values)) / unit);
     if (!Number.isFinite(low + high)) [low, high] = [0, 1];
@@ -685,13 +687,15 @@
         ? { at: within, ticks: marks.filter((value) => within(value) >= -0.001 && within(value) <= 1.001)
           .map((value) => [within(value), value ? value.toExponential(0) : "0"]) }
         : scaleOf([Math.min(...all), most], false);
-      const values = chosen.flatMap(([, { y, low, high }]) => [...y, ...low, ...high]);
-      const y = axis === "λ" ? scaleOf([0, 1], false) : scaleOf(values.filter((value) => value > 0), true);
       const series = chosen.map(([run, curve], order) => ({
         name: [run.label, axis === "λ" ? "" : curve.part].filter(Boolean).join(", "), line: true, band: axis === "λ",
         colour: SERIES[order % 7], mark: MARKS[order % 4],
-        points: curve.x.map((at, i) => ({ x: at, y: curve.y[i], low: curve.low[i], high: curve.high[i], title: `${at}: ${curve.y[i]}` })),
-      }));
+        // What is zero to rounding has no place on a logarithmic axis.
+        points: curve.x.map((at, i) => ({ x: at, y: curve.y[i], low: curve.low[i], high: curve.high[i], title: `${at}: ${curve.y[i]}` }))
+          .filter((point) => axis === "λ" || point.y > run.zero),
+      })).filter(({ points }) => points.length);
+      const values = series.flatMap(({ points }) => points.flatMap((point) => [point.y, point.low, point.high]));
+      const y = axis === "λ" ? scaleOf([0, 1], false) : scaleOf(values.filter((value) => value > 0), true);
       const keys = series.filter(({ name }) => name).map(({ name, colour }) =>
         html("span", { class: "chip" }, svg("svg", { width: 18, height: 10, style: `color: var(--${colour})`, "aria-hidden": "true" },
           svg("path", { class: "line", d: "M 0 5 H 18" })), name));
@@ -699,7 +703,8 @@
       picture.removeAttribute("aria-hidden");
       picture.setAttribute("role", "img");
       picture.setAttribute("aria-label", `${title}, ${state.block}`);
-      return html("div", {}, html("h4", {}, title), picture, html("div", { class: "series" }, ...keys));
+      return html("div", {}, html("h4", {}, title), ...(series.length ? [picture, html("div", { class: "series" }, ...keys)]
+        : [html("p", { class: "note" }, "Nothing to draw: all numbers are zero to rounding.")]));
     });
   }
 
@@ -709,10 +714,18 @@
     if (!found.length) return null;
     const keep = table.columns.map((name, place) => [name, place]).filter(([name]) => !["block", "with", "layer"].includes(name));
     const look = (place) => ({ class: place >= table.words ? "number" : null });
-    const copy = (cell, place) => html("td", look(place), ...[...cell.childNodes].map((node) => node.cloneNode(true)));
+    const copy = (cell, place) => {
+      const found = html("td", look(place), ...[...cell.childNodes].map((node) => node.cloneNode(true)));
+      for (const one of found.querySelectorAll("data")) one.replaceChildren(...words(one.textContent));
+      return found;
+    };
     const label = runs.find((run) => run.label && table.caption.startsWith(`${run.label}: `))?.label;
     const subject = (label ? table.caption.slice(label.length + 2) : table.caption).split(":")[0];
     const title = label ? `${label}: ${subject}` : subject;
+    if (found.length === 1 && keep.length > 5) { // a long row fits as a column
+      const line = ([name, place]) => html("tr", {}, html("th", { scope: "row" }, name), copy(found[0].row.cells[place], place));
+      return html("div", {}, html("h4", {}, title), wide(title, html("table", {}, html("tbody", {}, ...keep.map(line)))));
+    }
     return html("div", {}, html("h4", {}, title), wide(title, html("table", {},
       html("thead", {}, html("tr", {}, ...keep.map(([name, place]) => html("th", { scope: "col", ...look(place) }, name)))),
       html("tbody", {}, ...found.map(({ row }) =>
@@ -755,7 +768,7 @@
   function drawRamp() {
     const { low, high, zeros } = heat();
     ramp.replaceChildren(state.title, " ", exponential(low), " ", html("i", { class: "colours" }), " ", exponential(high),
-      ...(zeros ? [html("i", { class: "zero" }), " zero, or too small to resolve"] : []));
+      ...(zeros ? [html("span", {}, html("i", { class: "zero" }), " zero, or too small to resolve")] : []));
   }
 
   function redraw() {
