@@ -6,7 +6,7 @@ import torch
 from torch.func import grad, jacfwd
 
 from curvoscope.explorer import compute, tour
-from curvoscope.explorer.compute import SIGMAS, matrices, problem, spectra
+from curvoscope.explorer.compute import SIGMAS, curves, matrices, problem, spectra
 from curvoscope.explorer.state import State
 
 SMALL = {"L": 5, "d": 4, "d_k": 3}
@@ -100,7 +100,7 @@ def test_pairs_are_the_spectrum_of_the_t_functional_part_and_the_bulk_is_in_the_
 )
 def test_growth_follows_the_exponents_at_small_scales(variant):
     state = State(L=6, d=4, d_k=4, **variant)
-    found = spectra(matrices(state))
+    found = curves(matrices(state))
     for curve, power in zip(found.growth, compute.exponents(state), strict=True):
         if power is None:
             assert not curve.any()
@@ -111,7 +111,7 @@ def test_growth_follows_the_exponents_at_small_scales(variant):
 @pytest.mark.parametrize("loss", ["mse", "ce"])
 def test_growth_is_that_of_hessians_at_the_scales_and_the_residual(loss):
     state = State(**SMALL, loss=loss, residual=0.3, skip=0.5, sink=0.5, sigma=2.0)
-    growth = spectra(matrices(state)).growth
+    growth = curves(matrices(state)).growth
     for i in (0, 3, 6):
         norms = matrices(state.model_copy(update={"sigma": SIGMAS[i]})).norms
         np.testing.assert_allclose(growth[:, i], [norms[curve] for curve in compute.CURVES], rtol=1e-8, atol=1e-15)
@@ -137,7 +137,7 @@ def test_the_scalar_model_is_that_of_its_written_loss():
     weights = torch.cat([model.w_Q, model.w_K, model.w_V.reshape(1)])
     targets = f(weights) + state.residual * (y - f(weights))
     H = jacfwd(grad(lambda w: (f(w) - targets).square().mean()))(weights)
-    found = spectra(matrices(state)).scalar[-1]
+    found = spectra(matrices(state)).scalar
     np.testing.assert_allclose(found.eigenvalues.numpy(), np.linalg.eigvalsh(H.numpy()), atol=1e-12)
 
 
@@ -193,7 +193,7 @@ class TestTour:
             if part == "total" and (row, column) != ("V", "V"):
                 assert norm < 0.1 * without.norms[row, column, part]
         assert found.norms["V", "V", "total"] > without.norms["V", "V", "total"]
-        scalar = spectra(found).scalar[:-1]
+        scalar = curves(found).scalar[:-1]
         assert scalar[-1].bulk < 0.01 * scalar[0].bulk
         outliers = [float(one.outliers.abs().max()) for one in scalar]
         assert outliers == sorted(outliers)

@@ -14,7 +14,7 @@ pytest.importorskip("dash", reason="the explorer needs dash")
 
 from browser_cases import PATIENCE, WIDTHS, Traffic, overflow, serious_violations
 from curvoscope.explorer import matrix_figures, tour
-from curvoscope.explorer.compute import matrices, spectra
+from curvoscope.explorer.compute import curves, matrices, spectra
 from curvoscope.explorer.layout import CONTROLS
 from curvoscope.explorer.state import State, from_link
 
@@ -118,9 +118,9 @@ def assert_shows(explorer, state):
     for key, norm in found.norms.items():
         assert shown["norm-" + "-".join(key)] == norm
     assert shown["smallest"] == more.eigenvalues[0] and shown["largest"] == more.eigenvalues[-1]
-    assert shown["scalar-bulk"] == more.scalar[-1].bulk
+    assert shown["scalar-bulk"] == more.scalar.bulk
     assert explorer.drawn("eigenvalues")[0]["customdata"] == more.eigenvalues[::-1].tolist()
-    assert [y or 0 for y in explorer.drawn("growth")[0]["y"]] == more.growth[0].tolist()
+    assert [y or 0 for y in explorer.drawn("growth")[0]["y"]] == curves(found).growth[0].tolist()
     if state.heads == 1:
         np.testing.assert_array_equal(explorer.drawn("attention")[0]["z"], found.attention[0])
     for name, writes in matrix_figures.fill(found).items():

@@ -145,6 +145,8 @@ def _csv(name: str) -> Response:
     try:
         if name in downloads.FROM_MATRICES:
             table = matrices_of(state, downloads.FROM_MATRICES[name])
+        elif name in downloads.FROM_CURVES:
+            table = downloads.FROM_CURVES[name](curves_of(state))
         else:
             table = downloads.FROM_SPECTRA[name](spectra_of(state))
     except UnanswerableError as error:

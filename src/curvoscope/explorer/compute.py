@@ -107,17 +107,25 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class ExplorerSpectra(Curves):
-    """What takes longest.
+class ExplorerSpectra:
+    """Eigenvalues at a state.
 
     `eigenvalues` (n,) of the total ascend; `pairs` are the positive eigenvalues of its T-functional part, descending,
-    each `d_k` times there and as often with a minus; `bulk` are those that the total has for sure, and how often.
+    each `d_k` times there and as often with a minus; `bulk` are those that the total has for sure, and how often;
+    `scalar` is the spectrum of the scalar model.
     """
 
+    matrices: Matrices
     eigenvalues: np.ndarray
     pairs: np.ndarray
     bulk: np.ndarray
     multiplicity: int
+    scalar: ScalarSpectrum
+
+    @property
+    def state(self) -> State:
+        """The state that they belong to."""
+        return self.matrices.state
 
 
 def problem(state: State, sigma: float | None = None) -> Problem:
@@ -209,20 +217,17 @@ def _curves(found: Matrices) -> Curves:
 
 @lru_cache(maxsize=2)
 def spectra(found: Matrices) -> ExplorerSpectra:
-    """The rest."""
+    """Wait for the eigenvalues. The curves are not waited for: the two are computed side by side."""
     H = found.hessian
     bulk, multiplicity = H.bulk()
     pairs = torch.cat([torch.linalg.svdvals(B) for B in H.t_functional.gradients])
-    beside = curves(found)
     return ExplorerSpectra(
         matrices=found,
-        growth=beside.growth,
-        here=beside.here,
-        scalar=beside.scalar,
         eigenvalues=found.eigenvalues.result(),
         pairs=pairs.sort(descending=True).values.numpy(),
         bulk=bulk.numpy(),
         multiplicity=multiplicity,
+        scalar=_scalar_at(found.state, found.state.sink),
     )
 
 

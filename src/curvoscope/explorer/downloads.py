@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, ExplorerSpectra, Matrices, exponents
+from curvoscope.explorer.compute import CURVES, SIGMAS, SINKS, Curves, ExplorerSpectra, Matrices, exponents
 from curvoscope.explorer.state import State
 from curvoscope.versions import versions
 
@@ -33,7 +33,7 @@ def norms(found: Matrices) -> CsvTable:
     return ["row", "column", "part", "frobenius_norm"], ([*key, value] for key, value in found.norms.items())
 
 
-def growth(found: ExplorerSpectra) -> CsvTable:
+def growth(found: Curves) -> CsvTable:
     """The curves; each ends with its value at the scale of the state."""
     rows: list[list[CsvCell]] = []
     for (row, column, part), power, curve, here in zip(
@@ -54,7 +54,7 @@ def eigenvalues(found: ExplorerSpectra) -> CsvTable:
     return ["spectrum", "eigenvalue", "multiplicity"], rows
 
 
-def scalar(found: ExplorerSpectra) -> CsvTable:
+def scalar(found: Curves) -> CsvTable:
     """The spectra of the scalar model; the last one is that at the sink of the state."""
     rows = (
         [sink, one.bulk, one.multiplicity, *one.outliers.tolist()]
@@ -70,12 +70,9 @@ FROM_MATRICES: dict[str, Callable[[Matrices], CsvTable]] = {
     "functional": lambda found: matrix(found, "functional"),
     "norms": norms,
 }
-FROM_SPECTRA: dict[str, Callable[[ExplorerSpectra], CsvTable]] = {
-    "growth": growth,
-    "eigenvalues": eigenvalues,
-    "scalar": scalar,
-}
-TABLES = (*FROM_MATRICES, *FROM_SPECTRA)
+FROM_CURVES: dict[str, Callable[[Curves], CsvTable]] = {"growth": growth, "scalar": scalar}
+FROM_SPECTRA: dict[str, Callable[[ExplorerSpectra], CsvTable]] = {"eigenvalues": eigenvalues}
+TABLES = (*FROM_MATRICES, *FROM_CURVES, *FROM_SPECTRA)
 
 
 def lines(table: CsvTable, state: State) -> Iterator[str]:

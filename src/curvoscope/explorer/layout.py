@@ -207,7 +207,7 @@ def summary(found: ExplorerSpectra) -> list[Any]:
     smallest, largest = float(found.eigenvalues[0]), float(found.eigenvalues[-1])
     negative = int((found.eigenvalues < 0).sum())
     n = len(found.eigenvalues)
-    spectrum = found.scalar[-1]
+    spectrum = found.scalar
     outliers = ", ".join(f"{float(value):.4g}" for value in spectrum.outliers)
     return [
         f"Loss {found.matrices.loss:.4g}. The Hessian has {n:,} rows; its eigenvalues range from ",

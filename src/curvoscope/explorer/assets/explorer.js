@@ -49,15 +49,17 @@
     }
   }
 
-  /* Draw a part while the next is still computed. All are waited for, also when one is refused. */
-  async function answer(requests) {
-    const found = [], written = [];
-    for (const request of requests) {
-      found.push(await request);
-      if (!found.some((one) => one.error)) written.push(write(found[found.length - 1]));
-    }
-    await Promise.all(written);
-    return found;
+  /* Draw a part while others are still computed: the matrices first, then the curves and the spectra as they come.
+     All are waited for, also when one is refused. */
+  async function answer([matrices, ...others]) {
+    const first = await matrices, drawn = first.error ? null : write(first);
+    const rest = others.map(async (request) => {
+      const found = await request;
+      if (!first.error && !found.error) await write(found);
+      return found;
+    });
+    const [, ...found] = await Promise.all([drawn, ...rest]);
+    return [first, ...found];
   }
 
   function finish(found) {
