@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import tables
+from benchmarks.reasons import reason
 from benchmarks.tables import MODELS, Row
 
 _INTRODUCTION = """# Benchmarks
 
-These are the results of `make bench`, which also writes this page, and of later runs of single benchmarks (`python -m
-benchmarks NAME`), on {cores} cores: {versions}.
+`make bench` runs the benchmarks and writes this page. A section says so if it comes from a later run of its benchmark
+alone (`python -m benchmarks NAME`). Measured on {cores} cores with {versions}.
 Programs that are compared run alternately in one process, with one or two threads. Ratios carry over to other machines,
-seconds do not. A number is **bold** if another package is faster or takes less memory, or if we miss our own aim.
+seconds do not. A number is **bold** if another package is faster or takes less memory, or if we miss our own aim; the
+reason is below the table.
 """
 _CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
 on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
@@ -86,13 +88,18 @@ same model. *Exact norms*: of both parts of Q, K, V and O of an attention layer 
 4 heads. Memory is the peak above the model or layer. [Scaling](scaling.md) extrapolates to larger models."""
 
 
+FACTS = {"versions", "cores", "run_seconds"}  # of the run, not of a benchmark
+ALONE = "in_a_run_of_its_own"
+
+
 class Section(NamedTuple):
-    """A table: its title, its introduction, its head, and its rows in a run."""
+    """A table: its title, its introduction, its head, its rows in a run, and the benchmarks that they come from."""
 
     title: str
     about: str
     head: Row
     rows: Callable[[dict[str, Any]], Iterator[Row]]
+    benchmarks: tuple[str, ...]
 
 
 _SCORED = ("scores", "datamodeling score", "correlation with the exact scores")
@@ -104,28 +111,34 @@ _FUSED = ("model", "eager", "compiled over eager", "compile time", "pays after")
 _LAYER = ("size", "product, s", "traces", "norms", "traces per head", "norms per head", "norm of K", "peak, GiB")
 _START_UP = "Processor time, user and system, of processes in turns; medians of seven."
 SECTIONS = (
-    Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms),
-    Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer),
-    Section("Functional parts of a whole GPT-2", _FUNCTIONAL, _PARTS, tables.functional),
-    Section("The whole model at once", _SWEPT, _AGAINST, tables.swept),
-    Section("Approximations against the curvature", _AUDITED, _AGAINST, tables.audited),
-    Section("Solving", _SOLVED, _AGAINST, tables.solved),
-    Section("Influence against retraining", _INFLUENCE, _SCORED, tables.influenced),
-    Section("Estimates beside their products", _OVERHEADS, _AGAINST, tables.overheads),
-    Section("Several vectors", _SEVERAL, _AGAINST, tables.vectors_at_once),
+    Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms, ("exact_attention", "full_block")),
+    Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer, ("exact_attention",)),
+    Section("Functional parts of a whole GPT-2", _FUNCTIONAL, _PARTS, tables.functional, ("functional",)),
+    Section("The whole model at once", _SWEPT, _AGAINST, tables.swept, ("sweep",)),
+    Section("Approximations against the curvature", _AUDITED, _AGAINST, tables.audited, ("audit",)),
+    Section("Solving", _SOLVED, _AGAINST, tables.solved, ("solve",)),
+    Section("Influence against retraining", _INFLUENCE, _SCORED, tables.influenced, ("influence",)),
+    Section("Estimates beside their products", _OVERHEADS, _AGAINST, tables.overheads, ("overhead",)),
+    Section("Several vectors", _SEVERAL, _AGAINST, tables.vectors_at_once, ("several_vectors",)),
     *(
-        Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind))
+        Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind), ("matrix_free",))
         for i, (kind, name) in enumerate(MODELS.items())
     ),
-    Section("Where the time of a product goes", _PROFILED, _SPENT, tables.profiled),
-    Section("Compiled products", _COMPILED, _FUSED, tables.compiled),
-    Section("A model of a billion parameters", _LARGE, _AGAINST, tables.large_product),
-    Section("Estimates", _ESTIMATES, _AGAINST, tables.estimates),
-    Section("Long sequences", _LONG, _AGAINST, tables.long_sequences),
-    Section("Several ranks", _RANKS, _AGAINST, tables.ranks),
-    Section("The monitor, the explorer, the figures", _BY_HAND, _AGAINST, tables.by_hand),
-    Section("Start-up", _START_UP, _AGAINST, tables.started),
-    Section("How cost grows", _GROWTH, ("task", "time", "memory", "cost"), tables.growths),
+    Section("Where the time of a product goes", _PROFILED, _SPENT, tables.profiled, ("profile",)),
+    Section("Compiled products", _COMPILED, _FUSED, tables.compiled, ("compiled",)),
+    Section("A model of a billion parameters", _LARGE, _AGAINST, tables.large_product, ("large_product",)),
+    Section("Estimates", _ESTIMATES, _AGAINST, tables.estimates, ("matrix_free", "gpt2_small")),
+    Section("Long sequences", _LONG, _AGAINST, tables.long_sequences, ("long_sequences",)),
+    Section("Several ranks", _RANKS, _AGAINST, tables.ranks, ("distributed", "sharded")),
+    Section(
+        "The monitor, the explorer, the figures",
+        _BY_HAND,
+        _AGAINST,
+        tables.by_hand,
+        ("monitor", "explorer", "reproduce"),
+    ),
+    Section("Start-up", _START_UP, _AGAINST, tables.started, ("start_up",)),
+    Section("How cost grows", _GROWTH, ("task", "time", "memory", "cost"), tables.growths, ("growth",)),
 )
 
 
@@ -133,17 +146,45 @@ def page(found: dict[str, Any]) -> str:
     """Return the page as Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     parts = [_INTRODUCTION.format(versions=versions, cores=found["cores"])]
-    runs = {name: one for name, one in found.items() if name not in ("versions", "cores")}
-    if failed := [name for name, one in runs.items() if "fails" in one]:
+    if failed := [name for name, one in found.items() if name not in FACTS and "fails" in one]:
         parts.append(f"Failed in this run, and not shown: {', '.join(failed)}.\n")
-    measured = {name: one for name, one in runs.items() if name not in failed}
+    parts += [_text(section, found) for section in SECTIONS]
+    return "\n".join(part for part in parts if part)
+
+
+def measured(found: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of the benchmarks that did not fail."""
+    runs = {name: one for name, one in found.items() if name not in FACTS and "fails" not in one}
+    return {name: {key: value for key, value in one.items() if key != ALONE} for name, one in runs.items()}
+
+
+def bold_rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str | None]]:
+    """The title of the section, the row and its reason, for every row with a bold number."""
     for section in SECTIONS:
-        if lines := [f"| {' | '.join(row)} |" for row in section.rows(measured)]:
-            about = f"{section.about}\n\n" if section.about else ""
-            head = [f"| {' | '.join(section.head)} |", f"|{' --- |' * len(section.head)}"]
-            parts.append("\n".join([f"## {section.title}\n\n{about}{head[0]}", head[1], *lines, ""]))
-    return "\n".join(parts)
+        for row in section.rows(measured(found)):
+            if "**" in (line := " | ".join(row)):
+                yield section.title, line, reason(section.title, line)
+
+
+def _text(section: Section, found: dict[str, Any]) -> str:
+    """A section as Markdown; empty if it has no row."""
+    lines = [" | ".join(row) for row in section.rows(measured(found))]
+    if not lines:
+        return ""
+    apart = [f"`{name}`" for name in section.benchmarks if found.get(name, {}).get(ALONE)]
+    alone = f"Measured in a separate run: {', '.join(apart)}." if apart else ""
+    paragraphs = [f"## {section.title}", *filter(None, (section.about, alone))]
+    table = [" | ".join(section.head), " | ".join("---" for _ in section.head), *lines]
+    paragraphs.append("\n".join(f"| {line} |" for line in table))
+    reasons = dict.fromkeys(reason(section.title, line) for line in lines if "**" in line)
+    if said := [f"- {sentence}" for sentence in reasons if sentence]:
+        paragraphs.append("\n".join(["Reasons for the bold numbers:\n", *said]))
+    return "\n\n".join(paragraphs) + "\n"
 
 
 if __name__ == "__main__":
-    print(page(json.loads(Path(sys.argv[1]).read_text())), end="")
+    results = json.loads(Path(sys.argv[1]).read_text())
+    for title, line, why in bold_rows(results):
+        if why is None:
+            print(f"no reason in benchmarks/reasons.py for: {title}: {line}", file=sys.stderr)
+    print(page(results), end="")

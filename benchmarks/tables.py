@@ -79,30 +79,28 @@ def one_layer(found: dict[str, Any]) -> Iterator[Row]:
 def audited(found: dict[str, Any]) -> Iterator[Row]:
     """The audit of all linear blocks, by samples and exact."""
     one = found.get("audit", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for sampled in (one[key] for key in ("sampled", "GPT-2 small") if key in one):
         ratio, most = sampled["audit_over_sweep"], sampled["limits"]["audit_over_sweep"]
         size = f"{sampled['parameters'] / 1e6:.3g} million parameters"
         task = f"{sampled['approximations']} approximations of {sampled['blocks']} blocks, {sampled['samples']} samples"
         took = _bold(f"{ratio:.2g} times as long", ratio > most)
         yield (
-            f"{size}: {task}{apart}",
+            f"{size}: {task}",
             f"the sweep alone, {sampled['sweep_seconds']:.2g} s",
             f"{took}; peak {sampled['peak_gib']:.2g} GiB",
         )
     if exact := one.get("exact, d = 64"):
         count = f"{exact['approximations']} approximations of {exact['blocks']} blocks"
         task = f"exact: {count} of the addition network, d = 64"
-        yield task + apart, "", f"{exact['seconds']:.2g} s"
+        yield task, "", f"{exact['seconds']:.2g} s"
 
 
 def functional(found: dict[str, Any]) -> Iterator[Row]:
     """Exact functional parts of all layers of GPT-2 small, in gradients, and their errors."""
     one = found.get("functional", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for length, row in one.get("lengths", {}).items():
         cells = (f"{gradients:.2g}" for gradients in row["gradients"].values())
-        yield f"L = {length}{apart}", f"{row['gradient_seconds']:.2g}", *cells, f"{row['peak_gib']:.3g}"
+        yield f"L = {length}", f"{row['gradient_seconds']:.2g}", *cells, f"{row['peak_gib']:.3g}"
     if errors := one.get("against products"):
         worst = _bold(f"{errors['largest_error']:.1e}", errors["largest_error"] > errors["aim"])
         yield f"largest relative error, L = {errors['length']}", worst, *[""] * 5, f"{errors['peak_gib']:.3g}"
@@ -111,10 +109,9 @@ def functional(found: dict[str, Any]) -> Iterator[Row]:
 def solved(found: dict[str, Any]) -> Iterator[Row]:
     """Damped solves with Gauss-Newton blocks, plain and preconditioned, compared with curvlinops' inverses."""
     one = found.get("solve", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for model, measured in one.get("models", {}).items():
         for name, block in measured["blocks"].items():
-            task, solves = f"{model}{apart}, `{name}`: {block['rows']:,} rows", block["solves"]
+            task, solves = f"{model}, `{name}`: {block['rows']:,} rows", block["solves"]
             kind, ratio = max(block["times_faster_than_cg"].items(), key=lambda pair: pair[1])
             ours = f"{solves[kind]['products']} products, preconditioner: {solves[kind]['used']}"
             told = _bold(faster(ratio), ratio < one["limits"]["times_faster"])
@@ -150,10 +147,9 @@ def _preconditioned(one: dict[str, Any]) -> Iterator[Row]:
 def influenced(found: dict[str, Any]) -> Iterator[Row]:
     """Influence scores, ours and kronfluence's, against retraining."""
     one = found.get("influence", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for name, row in one.get("methods", {}).items():
         score = f"{row['datamodeling_score']:.2f} ± {row['stderr']:.2f}"
-        yield f"{name}{apart}", score, f"{row['correlation_with_exact']:.3f}"
+        yield name, score, f"{row['correlation_with_exact']:.3f}"
 
 
 def swept(found: dict[str, Any]) -> Iterator[Row]:
@@ -161,8 +157,8 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
     one = found.get("sweep")
     if not one:
         return
-    aims, apart = one["limits"], ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
-    yield from _time_and_error(one, aims, apart)
+    aims = one["limits"]
+    yield from _time_and_error(one, aims, "")
     for key, peer in (("products", "our products, block by block"), ("curvlinops", "curvlinops' products")):
         yield "the same, to the same error, on a sample of blocks", peer, faster(one[f"times_faster_than_{key}"])
     ratio = one["peak_over_that_of_a_gradient"]
@@ -178,12 +174,12 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
         middle, high = (100 * large[key] for key in ("median_error", "95th_percentile_of_the_error"))
         errors = f"median error of the norms {middle:.2g} %, 95th percentile {high:.2g} %"
         told = f"{large['seconds'] / 60:.2g} minutes, {peak}; {errors}"
-        yield f"{task}{apart}", f"limit: {large['limit_gib']} GiB", told
+        yield task, f"limit: {large['limit_gib']} GiB", told
 
 
-def _time_and_error(one: dict[str, Any], aims: dict[str, float], apart: str) -> Iterator[Row]:
+def _time_and_error(one: dict[str, Any], aims: dict[str, float], model: str) -> Iterator[Row]:
     """Gradients and errors of the sweep of one model."""
-    task = f"traces and norms of {one['blocks']} blocks, {one['samples']} samples{apart}"
+    task = f"traces and norms of {one['blocks']} blocks, {one['samples']} samples{model}"
     spent = _bold(f"{one['gradients']:.3g} gradients", one["gradients"] > aims["gradients"])
     first = f"first block after {one['first_block_after_gradients']:.3g}"
     yield task, f"aim: {aims['gradients']} gradients", f"{spent}; {first}"
@@ -223,7 +219,8 @@ def products(found: dict[str, Any], kind: str) -> Iterator[Row]:
         for prefix, peer in _PEERS.items():
             theirs = f"{prefix} {what}"
             if theirs in gradients:
-                gib = _bold(f"{memory[theirs]:.2f}", memory[theirs] < memory[what]) if theirs in memory else ""
+                less = round(memory.get(theirs, 0.0), 2) < round(memory[what], 2)
+                gib = _bold(f"{memory[theirs]:.2f}", less) if theirs in memory else ""
                 ratio = one["times_faster"][f"{what} than {theirs}"]
                 yield _spelt(what), peer, f"{gradients[theirs]:.3g}", gib, faster(ratio)
 
