@@ -26,9 +26,9 @@ _CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding
 on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
 Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper. If the tokens are few, the
 time of dense blocks is that of their products over the tokens and of the copies to both sides of the diagonal. Rows of
-dense blocks and of keys are processor times of one thread on a busy machine. Behind rotary positions no two keys share
-a turned query: the exact norm takes 2 L³ d_k multiplications per head, not L³, and 32 products only L²: they gain on
-it with the length."""
+dense blocks and of keys are processor times of one thread. Behind rotary positions no two keys share a turned query:
+the exact norm takes 2 L³ d_k multiplications per head, not L³, and 32 products only L²: they gain on it with the
+length."""
 _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N = 1. The first column is the time of a
 closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
 and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The
@@ -58,18 +58,23 @@ calls. Above it each vector takes passes of its own: with the graph kept, all of
 _OVERHEADS = """What an answer costs beside its products, in processor time with one thread, in a run of its own. The
 model is that of the next section."""
 _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
-products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
-differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
-kept between products. *One block* is a query weight, which curvlinops has only as part of a fused weight."""
+products and spreads the cost of its set-up over them; 15 of them are timed. The natural limit is 2 gradients for the
+Hessian, whose product takes each matrix product of a gradient twice, and 4/3 for its Gauss-Newton part. Memory is the
+peak above the model, in a separate process. *Recomputed*: no graph is kept between products. *One block* is a query
+weight, which curvlinops has only as part of a fused weight."""
 _COMPILED = """`cv.hessian(..., compile=True)`, float32, one thread; processor times, that of compiling with an
-empty cache. The last column is the number of products after which compiling has paid."""
-_PROFILED = """Operations of the second model of the section above, by `torch.profiler` with one thread, in units of
-all matrix products of a gradient. The limit of a product is 2 of them (Hessian) and 4/3 (Gauss-Newton)."""
+empty cache. The last column is the number of products after which compiling has paid. curvlinops has compiled products
+on its main branch since version 3.0.1; they are not in a release, and not measured here."""
+_PROFILED = """Operations of the model of the section above, by `torch.profiler` with two threads, in units of a
+gradient that is profiled in the same way; 0.1.0 in a run of its own. The natural limit of a product is twice the matrix
+products of a gradient (Hessian) and 4/3 of them (Gauss-Newton)."""
+_OTHER_CPU = """Ratios of other sections, each measured in two processes: with all instructions of this CPU, and with
+those of AVX2 only (`ATEN_CPU_CAPABILITY=avx2`, and the same for MKL and oneDNN). Products with two threads."""
 _LARGE = """A Llama in float32 with `recompute="layer"`, two threads; the peak is that of the whole process: weights,
 vector, product, and what is computed on the way."""
 _ESTIMATES = """Trace and eigenvalue are timed in turns, set-up included, after one run of each: the first use of memory
 can take longer than the products. *Error* is relative to a reference value, not what a package claims. For traces it is
-the root mean square of 24 runs with 16 products each, known to 14 %; the mean of all runs is the reference. For
+the root mean square of 10 runs with 16 products each, known to 22 %; the mean of all runs is the reference. For
 eigenvalues our answer to 1e-5 is the reference: PyHessian's power iteration stops when two steps agree to 1e-3, ours is
 asked for the error that PyHessian turns out to have. Models that were not measured like this have no such rows."""
 _LONG = "One attention layer, 8 heads, d = 512, float32, two threads: forward pass, gradient and product."
@@ -106,9 +111,10 @@ _SCORED = ("scores", "datamodeling score", "correlation with the exact scores")
 _AGAINST = ("task", "compared with", "ours")
 _BY = ("product", "by", "gradients per vector", "memory, GiB", "ours compared")
 _PARTS = ("size", "gradient, s", "passes", "norms", "traces", "diagonals", "a product each", "peak, GiB")
-_SPENT = ("operations", "gradient", "Hessian", "Gauss-Newton")
+_SPENT = ("operations", "gradient", "Hessian, 0.1.0", "Hessian", "Gauss-Newton, 0.1.0", "Gauss-Newton")
 _FUSED = ("model", "eager", "compiled over eager", "compile time", "pays after")
 _LAYER = ("size", "product, s", "traces", "norms", "traces per head", "norms per head", "norm of K", "peak, GiB")
+_INSTRUCTIONS = ("task", "compared with", "all instructions", "AVX2 only")
 _START_UP = "Processor time, user and system, of processes in turns; medians of seven."
 SECTIONS = (
     Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms, ("exact_attention", "full_block")),
@@ -138,6 +144,7 @@ SECTIONS = (
         ("monitor", "explorer", "reproduce"),
     ),
     Section("Start-up", _START_UP, _AGAINST, tables.started, ("start_up",)),
+    Section("Without AVX-512", _OTHER_CPU, _INSTRUCTIONS, tables.other_cpu, ("other_cpu",)),
     Section("How cost grows", _GROWTH, ("task", "time", "memory", "cost"), tables.growths, ("growth",)),
 )
 

@@ -165,8 +165,7 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
     memory = _bold(f"{ratio:.2g} times", ratio > aims["peak_over_that_of_a_gradient"])
     yield "peak memory", "a gradient", memory
     if "trained" in one:
-        busy = ", on a busy machine" if one["trained"].get("on_a_busy_machine") else ""
-        yield from _time_and_error(one["trained"], aims, f", SmolLM2-135M with trained weights{busy}")
+        yield from _time_and_error(one["trained"], aims, ", SmolLM2-135M with trained weights")
     if "billion" in one:
         large = one["billion"]
         task = f"a Llama of {large['parameters'] / 1e9:.2g} billion parameters in bfloat16, {large['blocks']} blocks"
@@ -248,7 +247,8 @@ def estimates(found: dict[str, Any]) -> Iterator[Row]:
             f"{small['limit_gib']} GiB",
             f"{largest['products']} products, {small['lambda_max_seconds']:.0f} s, {peak}",
         )
-        norms = f"{small['blocks']} block norms to {100 * small['largest_relative_error_of_a_norm']:.2g} %"
+        every = f" of {small['of_blocks']}" if "of_blocks" in small else ""
+        norms = f"{small['blocks']}{every} block norms to {100 * small['largest_relative_error_of_a_norm']:.2g} %"
         cost = f"{small['products_for_the_norms']:,} products, {small['norms_seconds'] / 60:.2g} minutes"
         yield f"GPT-2 small: {norms}", "the same", cost
 
@@ -331,14 +331,45 @@ def compiled(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def profiled(found: dict[str, Any]) -> Iterator[Row]:
-    """Operations of a gradient and of products, in matrix products of the gradient."""
-    operations, names = found.get("profile", {}).get("operations", {}), ("gradient", "hessian", "ggn")
-    kinds = {kind for one in operations.values() for kind in one}
-    most = {kind: max(one.get(kind, 0.0) for one in operations.values()) for kind in sorted(kinds)}
+    """Operations of a gradient and of products, in gradients, in this version and in 0.1.0."""
+    one = found.get("profile")
+    if not one:
+        return
+    now, before = (one[key]["operations"] for key in ("now", "0.1.0"))
+    columns = now["gradient"], before["hessian"], now["hessian"], before["ggn"], now["ggn"]
+    most = {kind: max(column.get(kind, 0.0) for column in columns) for column in columns for kind in column}
     for kind in sorted(most, key=most.__getitem__, reverse=True):
-        yield kind, *(f"{operations[name].get(kind, 0.0):.3f}" for name in names)
-    if operations:
-        yield "all", *(f"{sum(operations[name].values()):.3f}" for name in names)
+        yield kind, *(f"{column.get(kind, 0.0):.3f}" for column in columns)
+    yield "all", *(f"{sum(column.values()):.3f}" for column in columns)
+
+
+def other_cpu(found: dict[str, Any]) -> Iterator[Row]:
+    """Ratios with all instructions and with AVX2 only."""
+    whole, less = (found.get("other_cpu", {}).get(key, {}) for key in ("all", "avx2"))
+    if whole:
+        yield "instructions that torch uses", "", whole["capability"], less["capability"]
+    for kind, name in MODELS.items():
+        for what, ratio in whole.get("products", {}).get(kind, {}).items():
+            other = less["products"][kind][what]
+            part, unit = _spelt(what).split(", ")
+            if unit == "gradients":
+                yield f"{name}: {part} product", "a gradient", f"{ratio:.3g}", f"{other:.3g}"
+            else:
+                yield f"{name}: {part} product", "curvlinops", faster(ratio), faster(other)
+    for key, (task, against) in _ELSEWHERE.items():
+        if whole.get(key):
+            say = faster if "faster" in key else "{:.3g}".format
+            yield task, against, say(whole[key]), say(less[key])
+
+
+_ELSEWHERE = {
+    "dense, times faster than torch.func.hessian": ("nine dense blocks of an attention layer", "torch.func.hessian"),
+    "dense, times faster than curvlinops": ("nine dense blocks of an attention layer", "curvlinops"),
+    "dense, memory writes": ("nine dense blocks, N = 4, L = 32, d = 32", "writing the result to memory"),
+    "norms, times faster than Hutchinson": ("six exact norms, Gaussian inputs", "Hutchinson to 1 %"),
+    "norm of the keys, times faster than 32 products": ("exact norm of the keys, L = 128", "estimate from 32 products"),
+    "sweep, gradients": ("sweep of GPT-2 small", "a gradient"),
+}
 
 
 def large_product(found: dict[str, Any]) -> Iterator[Row]:
@@ -347,8 +378,7 @@ def large_product(found: dict[str, Any]) -> Iterator[Row]:
     for row in one.get("runs", []):
         billions = f"{row['parameters'] / 1e9:.2g} billion parameters, {row['layers']} layers"
         peak = _bold(f"peak {row['peak_gib']:.3g} GiB", row["peak_gib"] > one["limit_gib"])
-        seconds = "" if one.get("on_a_busy_machine") else f"; {row['seconds']:.0f} s"
-        told = f"{peak}, of which the weights {row['weights_gib']:.3g}{seconds}"
+        told = f"{peak}, of which the weights {row['weights_gib']:.3g}; {row['seconds']:.0f} s"
         yield f"a product at {one['tokens']} tokens, {billions}", f"limit: {one['limit_gib']} GiB", told
     if "peak_gib_of_22_layers" in one:
         peak = one["peak_gib_of_22_layers"]
@@ -364,7 +394,11 @@ def by_hand(found: dict[str, Any]) -> Iterator[Row]:
         kinds = {"with the update lens": one["with_update_lens"], "with details": one["with_details"]}
         count = ", ".join([f"{one['measurements']} measurements", *(f"{n} {kind}" for kind, n in kinds.items())])
         same = "the same to the bit" if one["same_to_the_bit"] else "**not the same**"
-        yield "the monitor in a minute of training", budget, f"{share} ({own}), {count}; weights {same}"
+        yield (
+            f"the monitor in {one.get('seconds', 60):.0f} s of training",
+            budget,
+            f"{share} ({own}), {count}; weights {same}",
+        )
     if explorer := found.get("explorer"):
         for which, key in (("first", "first_figure_"), ("last", "")):
             median, late = (explorer[f"{key}{name}_ms"] for name in ("median", "p95"))
