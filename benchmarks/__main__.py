@@ -26,7 +26,17 @@ PEERS = ("torch", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", 
 NOT_BENCHMARKS = {"__main__", "families", "measure", "page", "ranks", "sensitivity", "sensitivity_page", "tables"}
 NOT_BENCHMARKS |= {"reasons", "audit_page", "audit_study", "bergson_scores", "trained_models", "weight_studies"}
 # By processor time of one thread, or without times: two of them can run at once.
-PAIRED = ("solve", "compiled", "overhead", "start_up", "influence", "several_vectors")  # the longest first
+PAIRED = (
+    "solve",
+    "compiled",
+    "growth",
+    "full_block",
+    "monitor",
+    "overhead",
+    "start_up",
+    "influence",
+    "several_vectors",
+)
 _RUN = "import json; from benchmarks.{0} import run; print(); print(json.dumps(run()))"
 
 

@@ -4,7 +4,9 @@ import json
 import pkgutil
 
 import benchmarks
-from benchmarks.__main__ import NOT_BENCHMARKS
+import benchmarks.__main__
+import pytest
+from benchmarks.__main__ import NOT_BENCHMARKS, main
 from benchmarks.page import FACTS, bold_rows, page
 from benchmarks.tables import faster
 
@@ -46,3 +48,33 @@ def test_a_section_says_that_its_benchmark_was_run_on_its_own():
     alone, together = (RESULTS | {"growth": RESULTS["growth"] | {"in_a_run_of_its_own": own}} for own in (True, False))
     assert "Measured in a separate run: `growth`." in page(alone)
     assert "Measured in a separate run: `growth`." not in page(together)
+
+
+def run_benchmarks(monkeypatch, out, *arguments, broken=()):
+    """The names that `python -m benchmarks` ran, each giving its own name as result."""
+    ran = []
+
+    def measured(name):
+        ran.append(name)
+        return {"fails": "exit status 1"} if name in broken else {"of": name}
+
+    monkeypatch.setattr(benchmarks.__main__, "measured", measured)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--out", str(out), *arguments])
+    if broken:
+        with pytest.raises(SystemExit, match="failed: growth"):
+            main()
+    else:
+        main()
+    return ran
+
+
+def test_a_run_can_be_resumed_and_single_benchmarks_run_again(monkeypatch, tmp_path):
+    out = tmp_path / "results.json"
+    everything = set(run_benchmarks(monkeypatch, out, broken=("growth",)))
+    assert everything | FACTS == set(json.loads(out.read_text()))
+    assert run_benchmarks(monkeypatch, out, "--resume") == ["growth"]
+    results = json.loads(out.read_text())
+    assert results["growth"] == {"of": "growth"} and set(results["run_seconds"]) == everything
+    assert run_benchmarks(monkeypatch, out, "sweep", "solve") == ["solve", "sweep"]
+    alone = {name for name in everything if "in_a_run_of_its_own" in json.loads(out.read_text())[name]}
+    assert alone == {"sweep", "solve"}
