@@ -22,8 +22,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
     (
         "Approximations against the curvature",
         "approximations of",
-        "Audit: all approximations of every block are built and compared in the time of one more sweep, if the aim is "
-        "to be met.",
+        "Audit: the aim leaves all approximations of every block together the time of one more sweep.",
     ),
     (
         "Solving",
