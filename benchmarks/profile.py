@@ -3,6 +3,8 @@ those of a gradient, by `torch.profiler`; and the same of version 0.1.0, from `p
 
 The model is that of `matrix_free`, of torch's own layers, with two threads. Each operation has the least time of
 several profiles, without the operations that it calls. Times are in units of a gradient, profiled in the same way.
+Beside them the ratios without the profiler, by processor time of one thread: as they are, and if the C library keeps
+freed memory, which it otherwise returns to the system after a product and takes anew for the next, page by page.
 
 `python -m benchmarks.profile` prints the table of single operations; `python -m benchmarks.profile --json` what
 `profile_0_1_0.json` holds: run it with PYTHONPATH set to another version to compare with that.
@@ -10,6 +12,7 @@ several profiles, without the operations that it calls. Times are in units of a 
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +22,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.matrix_free import PlainGPT2, gradient, ours
+from benchmarks.measure import in_own_process, in_turns
 
-PROFILES = 12
+PROFILES, TURNS = 12, 9
 SHOWN = 16  # operations in the table
+KEPT = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(2**31 - 1))
 BEFORE = Path(__file__).with_name("profile_0_1_0.json")
 KINDS = {
     "matrix products": ("mm", "addmm", "bmm", "baddbmm"),
@@ -70,20 +75,32 @@ def by_kind(operations: dict[str, Spent]) -> dict[str, float]:
     return spent
 
 
-def measured() -> dict[str, dict[str, Spent]]:
-    """A gradient and two products, by operation."""
+def calls() -> dict[str, Callable[[], object]]:
+    """A gradient and two products."""
     H, make_gradient = ours(PlainGPT2), gradient(PlainGPT2)
     vector: Tensor = torch.randn(H.shape[0])
-    calls: dict[str, Callable[[], object]] = {
+    return {
         "gradient": lambda: make_gradient(vector),
         "hessian": lambda: H.total @ vector,
         "ggn": lambda: H.outer @ vector,
     }
+
+
+def measured() -> dict[str, dict[str, Spent]]:
+    """A gradient and two products, by operation."""
     found: dict[str, dict[str, Spent]] = {}
-    for name, call in calls.items():
+    for name, call in calls().items():
         call()
         found[name] = profiled(call)
     return found
+
+
+def ratios() -> dict[str, float]:
+    """Both products in gradients, without the profiler, by processor time of one thread."""
+    chosen = calls()
+    torch.set_num_threads(1)
+    seconds = in_turns(TURNS, time.process_time, **chosen)
+    return {name: seconds[name] / seconds["gradient"] for name in ("hessian", "ggn")}
 
 
 def shares() -> dict[str, Any]:
@@ -96,7 +113,12 @@ def shares() -> dict[str, Any]:
 
 def run() -> dict[str, object]:
     """This version and 0.1.0."""
-    return {"now": shares(), "0.1.0": json.loads(BEFORE.read_text())}
+    return {
+        "now": shares(),
+        "0.1.0": json.loads(BEFORE.read_text()),
+        "one thread": in_own_process("benchmarks.profile", "--ratios"),
+        "one thread, memory kept": in_own_process("benchmarks.profile", "--ratios", environment=KEPT),
+    }
 
 
 def table(found: dict[str, dict[str, Spent]]) -> str:
@@ -120,4 +142,10 @@ def table(found: dict[str, dict[str, Spent]]) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(shares(), indent=1) if "--json" in sys.argv else table(measured()))
+    match sys.argv[1:]:
+        case ["--json"]:
+            print(json.dumps(shares(), indent=1))
+        case ["--ratios"]:
+            print(json.dumps(ratios()))
+        case _:
+            print(table(measured()))

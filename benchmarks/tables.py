@@ -341,6 +341,8 @@ def profiled(found: dict[str, Any]) -> Iterator[Row]:
     for kind in sorted(most, key=most.__getitem__, reverse=True):
         yield kind, *(f"{column.get(kind, 0.0):.3f}" for column in columns)
     yield "all", *(f"{sum(column.values()):.3f}" for column in columns)
+    for key, name in (("one thread", "one thread"), ("one thread, memory kept", "one thread, freed memory is kept")):
+        yield f"{name}, without the profiler", "1.000", "", f"{one[key]['hessian']:.3f}", "", f"{one[key]['ggn']:.3f}"
 
 
 def other_cpu(found: dict[str, Any]) -> Iterator[Row]:
