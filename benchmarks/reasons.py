@@ -60,9 +60,9 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
     (
         "Products",
         r"\| ours \|",
-        "Products above the aim: the matrix products are within the limit; what is above it is the entrywise work of "
-        "norms, activations and attention, which torch fuses in the gradient and not in its derivative, and new memory "
-        "for the product (next section).",
+        "Products above the aim: operations on single entries of norms, activations and attention, which torch fuses "
+        "in the gradient and not in its derivative, and memory that is returned to the system after each product "
+        "(*Where the time of a product goes*).",
     ),
     (
         "Estimates",
