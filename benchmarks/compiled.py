@@ -21,7 +21,7 @@ from benchmarks.several_vectors import processor_seconds
 from curvoscope.errors import CompileWarning
 
 VOCABULARY, TURNS = 200, 8
-SIZES = {"tiny": (2, 32, 4, 16), "small": (4, 64, 4, 32), "medium": (4, 256, 4, 128)}  # layers, d, N, L
+SIZES = {"tiny": (2, 32, 4, 16), "medium": (4, 256, 4, 128)}  # layers, d, N, L
 KINDS = ("GPT-2", "encoder")
 
 

@@ -1,6 +1,6 @@
 """GPT-2 small, 124 million parameters with random weights, one sequence of 256 tokens, float32, two threads.
 
-Its largest eigenvalue and the Frobenius norm of every block to 5 %: how many products, how long, how much memory.
+Its largest eigenvalue and the Frobenius norm of every third block to 5 %: how many products, how long, how much memory.
 """
 
 import json
@@ -15,6 +15,7 @@ from benchmarks.measure import in_own_process, peak_gib
 
 LENGTH, TOLERANCE = 256, 0.05
 FEW = 6  # products that mostly do
+EVERY = 3  # blocks
 LIMIT_GIB = 12
 GRAPHS, BASIS = 3 * 2**30, 11 * 2**29  # bytes for what is kept between products, and for Lanczos' vectors
 
@@ -36,7 +37,7 @@ def measured() -> dict[str, object]:
     norms = {}
     start = time.perf_counter()
     products = 0
-    for name in H.names:
+    for name in H.names[::EVERY]:
         norms[name] = H.total[name].frobenius_norm(matvecs=FEW)
         products += norms[name].matvecs
         if norms[name].stderr > TOLERANCE * norms[name].value:
@@ -48,6 +49,7 @@ def measured() -> dict[str, object]:
         "lambda_max": {"value": largest.value, "stderr": largest.stderr, "products": largest.matvecs},
         "lambda_max_seconds": seconds,
         "blocks": len(norms),
+        "of_blocks": len(H.names),
         "largest_relative_error_of_a_norm": max(norm.stderr / norm.value for norm in norms.values() if norm.value),
         "products_for_the_norms": products,
         "norms_seconds": time.perf_counter() - start,

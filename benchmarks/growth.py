@@ -1,4 +1,4 @@
-"""How cost grows: seconds and peak memory along one size at a time, and the exponents.
+"""How cost grows: processor seconds and peak memory along one size at a time, and the exponents.
 
 Two subjects. Products with the Hessian of a small GPT-2 (float32, one batch; the graph is kept between products), in
 its parameters, tokens, length, depth and vectors. The exact norms of all blocks of one attention layer (float64), in
@@ -7,6 +7,7 @@ sequences, length, width and heads. Each size runs in a process of its own.
 
 import json
 import sys
+import time
 
 import torch
 
@@ -51,9 +52,9 @@ def product(layers: int, width: int, length: int, rows: int, vectors: int) -> di
         model.zero_grad()
         torch.nn.functional.cross_entropy(model(batch[0]).logits.flatten(0, 1), batch[1].flatten()).backward()
 
-    seconds = in_turns(5, product=lambda: H @ V)
+    seconds = in_turns(5, time.process_time, product=lambda: H @ V)
     peak = peak_gib() - before
-    gradients = in_turns(5, gradient=gradient)
+    gradients = in_turns(5, time.process_time, gradient=gradient)
     return {**seconds, **gradients, "peak_mib": peak * 1024, "parameters": float(H.shape[0])}
 
 
@@ -70,7 +71,7 @@ def layer(sequences: int, length: int, width: int, heads: int) -> dict[str, floa
             H.outer[name].frobenius_norm()
             H.functional[name].frobenius_norm()
 
-    seconds = in_turns(3, norms=norms)
+    seconds = in_turns(3, time.process_time, norms=norms)
     return {**seconds, "peak_mib": (peak_gib() - before) * 1024}
 
 

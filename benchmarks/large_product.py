@@ -1,14 +1,15 @@
 """One product with the Hessian of a Llama of 1.1 billion parameters at 512 tokens, layers recomputed: memory, seconds.
 
-The whole model needs some 16 GiB, so it runs on request, `python -m benchmarks.large_product 22`. Otherwise the memory
-of 22 layers follows from models of one and two: each layer takes as much as the one before. Weights are float32. The
-peak counts the whole process: the weights, the vector, the product, and what is computed on the way. The product is the
-first one, which also makes the graph and the gradient.
+The whole model takes about 16 GiB. If the limit of 20 GiB is not free, the memory of 22 layers follows from models of
+one and two: each layer takes as much as the one before. Weights are float32. The peak counts the whole process: the
+weights, the vector, the product, and what is computed on the way. The product is the first one, which also makes the
+graph and the gradient.
 """
 
 import json
 import sys
 
+import psutil
 import torch
 
 import curvoscope as cv
@@ -35,20 +36,16 @@ def product(layers: int) -> dict[str, float]:
     }
 
 
-def run(layers: tuple[int, ...] = FEW) -> dict[str, object]:
-    """Each in a process of its own."""
-    runs = [in_own_process("benchmarks.large_product", "one", str(count)) for count in layers]
+def run() -> dict[str, object]:
+    """Of the whole model or, if memory is short, of its first layers; each in a process of its own."""
+    counts = (LAYERS,) if psutil.virtual_memory().available >= LIMIT_GIB * 2**30 else FEW
+    runs = [in_own_process("benchmarks.large_product", str(count)) for count in counts]
     found: dict[str, object] = {"limit_gib": LIMIT_GIB, "tokens": LENGTH, "runs": runs}
-    if len(runs) > 1 and layers[-1] != LAYERS:
-        (few, less), (many, more) = ((int(str(r["layers"])), float(str(r["peak_gib"]))) for r in runs[-2:])
+    if counts == FEW:
+        (few, less), (many, more) = ((int(str(r["layers"])), float(str(r["peak_gib"]))) for r in runs)
         found["peak_gib_of_22_layers"] = more + (LAYERS - many) * (more - less) / (many - few)
     return found
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["one", count]:
-            result: dict[str, object] = dict(product(int(count)))
-        case counts:
-            result = run(tuple(map(int, counts)) or FEW)
-    print(json.dumps(result, indent=1))
+    print(json.dumps(product(int(sys.argv[1])), indent=1))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -50,8 +51,10 @@ def exponent(values: Mapping[float, float]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
-def in_own_process(module: str, *arguments: str) -> dict[str, object]:
+def in_own_process(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, object]:
     """The JSON that `python -m module arguments` prints: a fresh process, so that its peak memory is its own."""
     command = [sys.executable, "-m", module, *arguments]
-    found: dict[str, object] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    variables = {**os.environ, **(environment or {})}
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables)
+    found: dict[str, object] = json.loads(finished.stdout)
     return found

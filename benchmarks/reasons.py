@@ -1,0 +1,95 @@
+"""Why a number on the benchmark page is bold: one sentence for each kind of row. The page prints those it needs."""
+
+import re
+
+_REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title, pattern of the row, sentence
+    (
+        "Closed forms",
+        "nine dense blocks",
+        "Dense blocks: with so few tokens the time is that of the products over the tokens and of the copies to both "
+        "sides of the diagonal, which a memory write does not have.",
+    ),
+    (
+        "Closed forms",
+        "behind rotary positions",
+        "Keys behind rotary positions: the exact norm takes 2 L³ d_k multiplications per head, 32 products only L².",
+    ),
+    (
+        "The whole model at once",
+        "SmolLM2",
+        "Trained weights: a few directions dominate a block, so its norm needs 208 samples instead of 64.",
+    ),
+    (
+        "Approximations against the curvature",
+        "approximations of",
+        "Audit: the aim leaves all approximations of every block together the time of one more sweep.",
+    ),
+    (
+        "Solving",
+        "curvlinops' CG",
+        "First layer: every product passes through all layers in both packages, so the kept graph is the whole gain.",
+    ),
+    (
+        "Solving",
+        "preconditioner|products of .* solves",
+        "Preconditioners: KFAC alone leaves a residual of 0.4 and more on such blocks, and CG with so distant an "
+        "approximation takes more products than without it.",
+    ),
+    (
+        "Solving",
+        "residual of KFAC",
+        "KFAC inverse: it needs no product with the matrix; our solve to the same residual takes the loss, the graph "
+        "and a few products.",
+    ),
+    (
+        "Estimates beside their products",
+        "",
+        "Estimates: probes are drawn and multiplied with the results, as vectors of all entries.",
+    ),
+    (
+        "Several vectors",
+        "",
+        "Larger sizes: arithmetic outweighs the calls that the vectors share, and with the graph kept all arithmetic "
+        "of a product depends on the vector.",
+    ),
+    (
+        "Products",
+        r"\| (curvlinops|hessian-eigenthings|PyHessian) \|.*\*\*\d\.\d+\*\* \|",
+        "Memory: our products keep the graph, and curvlinops makes it anew in every product, which costs it time.",
+    ),
+    (
+        "Products",
+        r"\| ours \|",
+        "Products above the aim: operations on single entries of norms, activations and attention, which torch fuses "
+        "in the gradient and not in its derivative, and memory that is returned to the system after each product "
+        "(*Where the time of a product goes*).",
+    ),
+    (
+        "Estimates",
+        "PyHessian",
+        "PyHessian: both times include the set-up; ours also runs the model to count the terms of the loss and to look "
+        "for operations with wrong second derivatives, and checks in every product that the weights are unchanged.",
+    ),
+    (
+        "Several ranks",
+        "data-parallel",
+        "Two ranks: the processes share the memory bandwidth; the second number compares with independent processes, "
+        "which share it too.",
+    ),
+    (
+        "Several ranks",
+        "16 rows",
+        "FSDP2 with 16 rows: the ranks move as many parameters as they compute with.",
+    ),
+    (
+        "The monitor, the explorer, the figures",
+        "the explorer",
+        "Explorer: browser and server share the cores, and the eigenvalues of 768 rows and the drawing of seven "
+        "figures take most of a move.",
+    ),
+)
+
+
+def reason(title: str, row: str) -> str | None:
+    """The sentence for a row of a section; None if there is none."""
+    return next((why for name, pattern, why in _REASONS if re.match(name, title) and re.search(pattern, row)), None)
