@@ -99,7 +99,7 @@ def _part(distance: float) -> str:
 
 def _verdicts(rows: Sequence[Row]) -> list[Verdict]:
     worst = max(row.found.value for row in select(rows, quantity="identity_error"))
-    exact = "the averaging identity L_{k+b} - L_k = b/(k+b) (new mean - L_k), largest error over the largest loss"
+    exact = "the averaging identity L(k+b) - L(k) = b/(k+b) (new mean - L(k)), largest error over the largest loss"
     found = [claim(rows, exact, worst, worst < 1e-12, 0.0)]
     for weights in _WEIGHTS:
         chosen = select(rows, weights=weights)
