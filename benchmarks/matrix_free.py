@@ -238,7 +238,7 @@ def timed(kind: type[nn.Module], chosen: Collection[str] | None = None, turns: i
 def questions(kind: type[nn.Module]) -> dict[str, dict[str, float]]:
     """Trace and largest eigenvalue, set-up included, by both packages to the same true error.
 
-    Errors are relative to reference values: the mean of all runs of the trace, and an eigenvalue to 1e-5. Traces come
+    Errors are relative to reference values: the mean of all runs of the trace, and an eigenvalue to 1e-4. Traces come
     from 16 products; their errors are the root mean square of `RUNS` runs with different probes. PyHessian's power
     iteration stops when two steps agree to 1e-3, which is not its error; ours stops at the error that PyHessian has.
     PyHessian's trace would stop at the second product if that is negative, so its tolerance is out of reach.
@@ -250,7 +250,7 @@ def questions(kind: type[nn.Module]) -> dict[str, dict[str, float]]:
     except ImportError:
         return {}
     H = ours(kind).total
-    true = float(H.eigenvalues(1, "LM", tolerance=1e-5)[0])
+    true = float(H.eigenvalues(1, "LM", tolerance=1e-4)[0])
     power = peer.eigenvalues(maxIter=100, tol=1e-3)[0][0]
     allowed = max(abs(power / true - 1), 1e-3)
     traces = {

@@ -80,7 +80,7 @@ vector, product, and what is computed on the way."""
 _ESTIMATES = """Trace and eigenvalue are timed in turns, set-up included, after one run of each: the first use of memory
 can take longer than the products. *Error* is relative to a reference value, not what a package claims. For traces it is
 the root mean square of 10 runs with 16 products each, known to 22 %; the mean of all runs is the reference. For
-eigenvalues our answer to 1e-5 is the reference: PyHessian's power iteration stops when two steps agree to 1e-3, ours is
+eigenvalues our answer to 1e-4 is the reference: PyHessian's power iteration stops when two steps agree to 1e-3, ours is
 asked for the error that PyHessian turns out to have. Models that were not measured like this have no such rows."""
 _LONG = "One attention layer, 8 heads, d = 512, float32, two threads: forward pass, gradient and product."
 _RANKS = """Gloo processes, one thread each. Every rank has a batch of its own, of one size however many ranks there

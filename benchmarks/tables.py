@@ -361,7 +361,7 @@ def other_cpu(found: dict[str, Any]) -> Iterator[Row]:
     if whole:
         yield "instructions that torch uses", "", whole["capability"], less["capability"]
     for key, (task, against) in _ELSEWHERE.items():
-        if whole.get(key):
+        if whole.get(key) and less.get(key):
             say = faster if "faster" in key else "{:.3g}".format
             yield task, against, say(whole[key]), say(less[key])
 
