@@ -21,7 +21,11 @@ class Recurrence(Protocol):
     """What builds iterates x (c, n) from the vectors of the process: conjugate gradients, or MINRES."""
 
     x: Tensor
-    residual: Tensor | None  # that of x (c, n), if the recurrence knows it
+
+    @property
+    def residual(self) -> Tensor | None:
+        """That of x (c, n), if the recurrence knows it."""
+        ...
 
     def advance(self, v: Tensor, alpha: Tensor, below: Tensor) -> Tensor:
         """Take the next vector v (c, n) with its column (alpha, below) of T; return the residual norms (c,)."""
