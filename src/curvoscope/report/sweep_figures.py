@@ -85,7 +85,7 @@ def depth_profile(sweep: Sweep) -> "matplotlib.figure.Figure":
         axes.set_xlabel("layer", size=_HEADING)
         axes.locator_params(axis="x", integer=True)
         axes.set_title(label, size=_HEADING, loc="left")
-        axes.grid(color="#e8e8e8", linewidth=0.6)
+        axes.grid(color="#e0e0e0", linewidth=0.6)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=_TEXT, frameon=False)
