@@ -40,7 +40,10 @@ are rebuilt. The last row compares products and entries of diagonals with autodi
 _SWEPT = """The Gauss-Newton part of every block of GPT-2 small (124 million parameters, random weights, one sequence of
 128 tokens, float32, two threads) by `cv.sweep`. Products are timed on five blocks of different depths."""
 _AUDITED = """The audit of all linear blocks of a GPT-2 with 6 layers of width 256 (random weights, one sequence of 128
-tokens, float32, two threads), while its sweep runs, in processor time. The aim is twice the sweep alone."""
+tokens, float32, two threads), while its sweep runs, in processor time. The aim is twice the sweep alone. It is missed:
+most approximations multiply the gradients of all samples and tokens with matrices as wide as the layer's output several
+times, EKFAC and Shampoo with the power 1/4 also need all their eigenvectors, and `mlp.up`, whose output is the widest,
+takes more than half of the audit."""
 _SOLVED = """Damped solves with Gauss-Newton blocks of GPT-2 small (124 million parameters, 128 tokens) and of a GPT-2
 with 4 layers of width 256 and 5,000 words, random weights, float32, to a true relative residual of 1e-3. The damping
 is a hundredth of the largest eigenvalue of the block. Times are processor times of one thread and cover everything:
