@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +14,7 @@ from curvoscope import checks
 from curvoscope.approximations.enumeration import enumerated, sampled
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.stand_ins import ModelStandIns
-from curvoscope.autodiff.batches import BatchError, Batches, Ranks
+from curvoscope.autodiff.batches import BatchError, Batches
 from curvoscope.autodiff.compiled import Compiled
 from curvoscope.autodiff.coupled import Coupled
 from curvoscope.autodiff.differences import Differences, differentiable_twice
@@ -347,11 +346,8 @@ def hessian(
         checks.choice("recompute", recompute, ("layer",))
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
-    mesh = mesh_of(model) if dist.is_available() and dist.is_initialized() else None
-    if mesh is not None:
-        ranks: Ranks = sharded_ranks(mesh, process_group)
-    else:
-        ranks = Ranks() if process_group is None else ranks_of(process_group)
+    mesh = mesh_of(model)
+    ranks = ranks_of(process_group) if mesh is None else sharded_ranks(mesh, process_group)
     with ranks.together(), settings(memory_limit=memory_limit):
         budget = checks.memory_budget()
     with ranks.together():

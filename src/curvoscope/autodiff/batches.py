@@ -1,11 +1,7 @@
-"""Batches in the forms that people have, cut into micro-batches, and proof that a second pass sees the same data.
-
-The loss is a mean over the batches of all `Ranks`; here that is this process alone, in `distributed` several.
-"""
+"""Batches in the forms that people have, cut into micro-batches, and proof that a second pass sees the same data."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
@@ -17,8 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from curvoscope.autodiff.safety import same_randomness
 from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
-
-Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
 
 _FORMS = "expected (inputs, targets), inputs being a tensor, a tuple or a dict, or a dict with the key 'labels'"
 _LABELS = ("label", "label_ids")  # other names of "labels", as transformers' collator knows them
@@ -210,28 +204,3 @@ def _rows(tree: Any) -> int:
     if not tensors:
         raise BatchError("batches", f"a batch has no tensors among its inputs; {_FORMS}")
     return tensors[0].shape[0] if tensors[0].ndim else 1
-
-
-# ---- whose batches count
-
-
-class Ranks:
-    """The processes whose batches count: this one alone. `distributed.ranks.Group` is the same for several."""
-
-    size, rank = 1, 0
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Local work that all ranks do; if it fails on one, it fails on all."""
-        yield
-
-    def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order."""
-        return [value]
-
-    def agree(self, facts: Facts) -> None:
-        """Raise on all ranks if they differ in `facts`."""
-
-    def sum(self, question: object, vectors: Tensor, height: int, compute: Callable[[], Tensor]) -> Tensor:
-        """The sum over ranks of what `compute` makes of the vectors (n, C), (n, height); `question` says what it is."""
-        return compute()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from curvoscope import checks
-from curvoscope.autodiff.batches import Batch, Batches, Facts, Ranks
+from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.graph import Graph, Operation, unchecked
 from curvoscope.autodiff.graph_products import GraphProducts
 from curvoscope.autodiff.guard import check_products
@@ -30,7 +30,7 @@ from curvoscope.autodiff.snapshot import (
     survey,
 )
 from curvoscope.blocks import Block, Blocks, parameters_of
-from curvoscope.distributed.ranks import common, describe, hashes
+from curvoscope.distributed.ranks import Facts, Ranks, common, describe, hashes
 from curvoscope.errors import ModelError
 from curvoscope.losses.objectives import Objective
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvoscope.autodiff.batches import Batch, BatchError, Ranks
+from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
 from curvoscope.autodiff.safety import WeightWatch, can_be_watched, rewritten_by
 from curvoscope.blocks import Blocks
+from curvoscope.distributed.ranks import Ranks
 from curvoscope.errors import CurvoscopeError, DeviceError, EmptyError, LossError, ModelError, NonFiniteError
 from curvoscope.losses import MSE, CrossEntropy
 from curvoscope.losses.counting import ROWS, SUM, conclude

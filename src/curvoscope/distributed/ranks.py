@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from curvoscope.autodiff.batches import Facts, Ranks
 from curvoscope.errors import CurvoscopeError, EmptyError, ModelError
 from curvoscope.losses import CrossEntropy, MeanLoss, Objective
+
+Facts = Mapping[str, Mapping[str, str]]  # argument -> what it consists of -> a description or a hash of it
 
 _MOST_NAMED = 3
 _CUT = 4096  # entries of the pieces that a vector's note is made of
@@ -30,6 +31,28 @@ class RankError(CurvoscopeError, RuntimeError):
     """Ranks that do not fit together, or one that has ended (`gone`): then no collective operation works any more."""
 
     gone = False
+
+
+class Ranks:
+    """This process alone; `Group` is the same for several."""
+
+    size, rank = 1, 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Local work that all ranks do; if it fails on one, it fails on all."""
+        yield
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
+        return [value]
+
+    def agree(self, facts: Facts) -> None:
+        """Raise on all ranks if they differ in `facts`."""
+
+    def sum(self, question: object, vectors: Tensor, height: int, compute: Callable[[], Tensor]) -> Tensor:
+        """The sum over ranks of what `compute` makes of the vectors (n, C), (n, height); `question` says what it is."""
+        return compute()
 
 
 class Group(Ranks):
