@@ -268,7 +268,8 @@ def test_random_interactions_end_in_the_state_of_the_address(explorer):
 
 
 @pytest.mark.slow
-def test_the_tour_sets_its_states_and_says_what_to_see(explorer):
+def test_the_tour_sets_its_states_and_says_what_to_see(browser, address):
+    explorer = Explorer(browser, address, SMALL.query())  # a page of its own: on another the tour may have begun
     for number, step in enumerate(tour.STEPS, 1):
         explorer.page.click("#tour-next")
         explorer.settle(**Explorer.fields(step.state))
@@ -277,6 +278,8 @@ def test_the_tour_sets_its_states_and_says_what_to_see(explorer):
         assert explorer.page.locator(".looked-at").get_attribute("id") == f"figure-{step.figure}"
     explorer.page.click("#tour-back")
     explorer.settle(**Explorer.fields(tour.STEPS[4].state))
+    assert explorer.traffic.problems == []
+    explorer.page.close()
 
 
 def test_the_csv_is_the_table_and_the_png_a_picture(explorer):
