@@ -1,6 +1,5 @@
 """`curvoscope explore [RUN...]`: the interactive page of a layer, or of runs side by side."""
 
-import gc
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -72,6 +71,5 @@ def _serve(found: "Listening", host: str | None, port: int, open_browser: bool) 
         print(f"port {port} is taken; using a free one", file=sys.stderr, flush=True)
     if open_browser:
         webbrowser.open(found.address)
-    gc.freeze()  # all that was imported: a full collection would walk through it in the middle of a move
     with found.server as server:
         server.serve_forever()

@@ -242,6 +242,7 @@
 
   const tables = [...document.querySelectorAll("table.sortable")].map((element) => new PageTable(element));
   const bench = tables.find((table) => table.element.closest(".bench"));
+  const kind = bench?.columns.includes("approximation") ? "approximation" : "part"; // one row of a block
 
   // ---- one choice for all views
 
@@ -660,7 +661,7 @@
       svg("path", { class: "point", d: shape("circle", at(value), 8, 3.5) }));
     const named = rows.some(([part]) => part);
     const head = (text, number) => html("th", { scope: "col", class: number ? "number" : null }, text);
-    const heads = [named ? head("part") : null, ...labels.map((label) => head(label, true))];
+    const heads = [named ? head(kind) : null, ...labels.map((label) => head(label, true))];
     const line = ([part, numbers]) => {
       const found = numbers.map((one) => html("td", { class: "number" }, one ? number(one, run) : ""));
       found.splice(1, 0, html("td", { class: "bars" }, numbers[0] ? bar(numbers[0]) : ""));
@@ -747,7 +748,6 @@
       controls.push(() => { select.value = state[name]; });
       return options.length > 1 ? field : html("span", { class: "field" }, options.length ? `${label}: ${options[0]}` : "");
     };
-    const kind = bench.columns.includes("approximation") ? "approximation" : "part";
     if (maps.length) {
       mapPane.append(html("div", { class: "tools" }, control("part", kind, parts), control("title", "map", titles)),
         html("div", { class: "side" }, ...maps.map((map) => map.element)), ramp);
