@@ -71,13 +71,15 @@ class KrylovRun:
         """What is left of r, columns (n, c), from the products with the vectors that x is made of.
 
         None if a product with x itself could differ by more than a solve leaves room for. An operator says by
-        `exact_products` that each product errs by no more than rounding, about ε |B + damping| |x| and at random.
+        `exact_products` that each product errs by no more than rounding, about ε |B + damping| |x| and at random, with
+        ε at least that of single precision: many models in double precision compute norms and softmax in single.
         """
         rows, process = self._recurrence.residual, self._process
         if rows is None or not getattr(self._products.operator, "exact_products", False):
             return None
         sizes = process.scale * process.row_lengths(self._recurrence.x) + 1
-        sure = self.steps**0.5 * self._products.epsilon * sizes <= (1 / _AIM - 1) * self._goal
+        epsilon = max(self._products.epsilon, torch.finfo(torch.float32).eps)
+        sure = self.steps**0.5 * epsilon * sizes <= (1 / _AIM - 1) * self._goal
         if not bool((sure & (process.beta > 0) | (self._goal == 0)).all()):
             return None
         return (rows.double() * self._scales[:, None]).T.to(self._products.dtype)
