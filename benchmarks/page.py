@@ -24,7 +24,7 @@ reason is below the table.
 """
 _CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
 on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
-Gaussian inputs; then the two cost about the same, and a less accurate estimate is cheaper. If the tokens are few,
+Gaussian inputs; then the estimate can be faster than the exact norms, and a less accurate one is. If the tokens are few,
 dense blocks take as long as their products, in units of the write 0.9, and the copies to both sides of the diagonal,
 0.55; symmetric halves take 0.15, the check for finite entries 0.1. Rows of dense blocks, of dense Hessians and of keys
 are processor times of one thread. Behind rotary positions no two keys share a turned query: the exact norm takes
@@ -40,7 +40,7 @@ are rebuilt. The last row compares products and entries of diagonals with autodi
 _SWEPT = """The Gauss-Newton part of every block of GPT-2 small (124 million parameters, random weights, one sequence of
 128 tokens, float32, two threads) by `cv.sweep`. Products are timed on five blocks of different depths."""
 _AUDITED = """The audit of all linear blocks of a GPT-2 with 6 layers of width 256 (random weights, one sequence of 128
-tokens, float32, two threads), while its sweep runs, in processor time. The aim is twice the sweep alone. It is missed:
+tokens, float32, one thread), while its sweep runs, in processor time. The aim is twice the sweep alone. It is missed:
 most approximations multiply the gradients of all samples and tokens with matrices as wide as the layer's output several
 times, EKFAC and Shampoo with the power 1/4 also need all their eigenvectors, and `mlp.up`, whose output is the widest,
 takes more than half of the audit."""

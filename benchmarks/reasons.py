@@ -15,6 +15,18 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
         "Keys behind rotary positions: the exact norm takes 2 L³ d_k multiplications per head, 32 products only L².",
     ),
     (
+        "Closed forms|Without AVX-512",
+        "six exact norms",
+        "Exact norms: with Gaussian inputs Hutchinson's estimate reaches 1 % in about a hundred products, and the exact "
+        "norms take as long as with any other inputs.",
+    ),
+    (
+        "Long sequences",
+        "",
+        "Attention in linear memory: the scores are computed anew instead of kept, which pays in time once the matrix of "
+        "scores is large.",
+    ),
+    (
         "The whole model at once",
         "SmolLM2",
         "Trained weights: a few directions dominate a block, so its norm needs 208 samples instead of 64.",
