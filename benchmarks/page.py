@@ -24,7 +24,7 @@ reason is below the table.
 """
 _CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
 on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
-Gaussian inputs; then the estimate can be faster than the exact norms, and a less accurate one is. If the tokens are few,
+Gaussian inputs; then the estimate can be faster than they are, and a less accurate one is. If the tokens are few,
 dense blocks take as long as their products, in units of the write 0.9, and the copies to both sides of the diagonal,
 0.55; symmetric halves take 0.15, the check for finite entries 0.1. Rows of dense blocks, of dense Hessians and of keys
 are processor times of one thread. Behind rotary positions no two keys share a turned query: the exact norm takes

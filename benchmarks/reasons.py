@@ -17,14 +17,14 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
     (
         "Closed forms|Without AVX-512",
         "six exact norms",
-        "Exact norms: with Gaussian inputs Hutchinson's estimate reaches 1 % in about a hundred products, and the exact "
-        "norms take as long as with any other inputs.",
+        "Exact norms: with Gaussian inputs Hutchinson's estimate reaches 1 % in about a hundred products, and the "
+        "exact norms take as long as with any other inputs.",
     ),
     (
         "Long sequences",
         "",
-        "Attention in linear memory: the scores are computed anew instead of kept, which pays in time once the matrix of "
-        "scores is large.",
+        "Attention in linear memory: the scores are computed anew instead of kept, which pays in time once the matrix "
+        "of scores is large.",
     ),
     (
         "The whole model at once",
