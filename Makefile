@@ -76,7 +76,7 @@ style: $(VENV)/dev
 types: $(VENV)/dev
 	$(BIN)/mypy
 
-# docs/benchmarks.md: some 50 minutes on two idle cores. RESUME=--resume goes on with a run that was cut short.
+# docs/benchmarks.md: some 70 minutes on two idle cores. RESUME=--resume goes on with a run that was cut short.
 bench: $(VENV)/gallery $(VENV)/browser
 	$(BIN)/python -m benchmarks $(RESUME)
 	$(BIN)/python -m benchmarks.page benchmarks/results.json > docs/benchmarks.md

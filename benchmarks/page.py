@@ -73,9 +73,9 @@ _PROFILED = """Operations of the model of the section above, by `torch.profiler`
 gradient that is profiled in the same way; 0.1.0 in a run of its own. The natural limit of a product is twice the matrix
 products and the attention of a gradient (Hessian), or 4/3 of them (Gauss-Newton); matrix products take about that. What
 is above it are operations on single entries, copies, views and Python: most are too short for two threads, and weigh
-less with one. In the last row freed memory is kept (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`); otherwise the
-C library returns it to the system after a product and takes it anew, page by page, for the next: this is most of the
-distance to the aims, 2.05 (Hessian) and 1.40 (Gauss-Newton)."""
+less with one. The aims are 2.05 (Hessian) and 1.40 (Gauss-Newton). In the last row freed memory is kept
+(`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`); otherwise the C library returns it to the system after a product
+and takes it anew, page by page, for the next, which costs more on some machines than on others."""
 _OTHER_CPU = """Ratios of other sections, each measured in two processes: with all instructions of this CPU, and with
 those of AVX2 only (`ATEN_CPU_CAPABILITY=avx2`, and the same for MKL and oneDNN). Products with two threads."""
 _LARGE = """A Llama in float32 with `recompute="layer"`, two threads; the peak is that of the whole process: weights,

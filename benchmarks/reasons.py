@@ -79,7 +79,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
         "Products",
         r"\| ours \|",
         "Products above the aim: operations on single entries of norms, activations and attention, which torch fuses "
-        "in the gradient and not in its derivative, and memory that is returned to the system after each product "
+        "in the gradient and not in its derivative; most are too short for two threads "
         "(*Where the time of a product goes*).",
     ),
     (
