@@ -2,7 +2,8 @@
 
 Each benchmark runs in a process of its own, and FILE is written after each, so that a run that is cut short can be
 resumed: `--resume` keeps the results in FILE and runs the benchmarks that are missing or failed. Named benchmarks
-replace their results in FILE, marked as a run of their own. A benchmark that fails says so in FILE and on stderr, and
+replace their results in FILE, marked as a run of their own; those that take an hour run only if they are named, and a
+run of all keeps their results. A benchmark that fails says so in FILE and on stderr, and
 the others are run.
 """
 
@@ -25,6 +26,7 @@ import benchmarks
 PEERS = ("torch", "curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "transformers")
 NOT_BENCHMARKS = {"__main__", "families", "measure", "page", "ranks", "sensitivity", "sensitivity_page", "tables"}
 NOT_BENCHMARKS |= {"reasons", "audit_page", "audit_study", "bergson_scores", "trained_models", "weight_studies"}
+LONG = {"audit_large"}  # an hour each
 # By processor time of one thread, or without times: two of them can run at once.
 PAIRED = (
     "solve",
@@ -50,11 +52,11 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := set(chosen.names) - set(known):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))} among {', '.join(known)}")
-    results: dict[str, Any] = {}
-    if (chosen.names or chosen.resume) and chosen.out.exists():
-        results = json.loads(chosen.out.read_text())
+    results: dict[str, Any] = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
+    if not (chosen.names or chosen.resume):
+        results = {name: found for name, found in results.items() if name in LONG}
     results |= {"versions": versions(), "cores": len(os.sched_getaffinity(0))}
-    names = chosen.names or [name for name in known if "fails" in results.get(name, {"fails": ""})]
+    names = chosen.names or [name for name in known if name not in LONG and "fails" in results.get(name, {"fails": ""})]
     alone = {"in_a_run_of_its_own": True} if chosen.names else {}
     writing = Lock()
 

@@ -3,10 +3,10 @@
 On GPT-2 small (124 million parameters, random weights, 128 tokens, float32), and on a GPT-2 of 4 layers with d = 256
 and 5,000 words. The damping is a hundredth of the largest eigenvalue of the block. Seconds are processor time of one
 thread, of everything: the loss, the graph, the preconditioner, and for ours the certificate. curvlinops' CG runs in
-turns with ours in one process, on the small model until its true residual is as small; on GPT-2 small eight of its
-iterations are timed, and as many counted as textbook CG takes with the same matrix. KFAC inverses are made of one
-random gradient in both packages. The linear maps of the models are `nn.Linear`, which curvlinops' KFAC needs. First of
-all, both packages' matrices are compared in float64.
+turns with ours in one process, plain and with its KFAC inverse as preconditioner, on the small model until its true
+residual is as small; on GPT-2 small eight of its iterations are timed, and as many counted as textbook CG takes with
+the same matrix and inverse. KFAC inverses are made of one random gradient in both packages. The linear maps of the
+models are `nn.Linear`, which curvlinops' KFAC needs. First of all, both packages' matrices are compared in float64.
 
 At random weights preconditioners save little. So products are counted once more on a small GPT before and after it has
 learned addition, in float64, to 1e-6, with preconditioners of all gradients.
@@ -138,16 +138,22 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, found
 
 
-def textbook_steps(block: Any, damping: float, b: Tensor) -> int:
-    """Iterations of conjugate gradients (Hestenes and Stiefel 1952) until |r| is at most TOLERANCE |b|."""
+def textbook_steps(block: Any, damping: float, b: Tensor, near: Callable[[Tensor], Tensor] | None = None) -> int:
+    """Iterations of conjugate gradients (Hestenes and Stiefel 1952) until |r| is at most TOLERANCE |b|, with `near` as
+    preconditioner."""
+
+    def preconditioned(r: Tensor) -> Tensor:
+        return r if near is None else near(r.to(b)).double()
+
     r, steps = b.double(), 0
-    p, square = r, r @ r
-    limit = TOLERANCE**2 * square
-    while square > limit:
+    p = z = preconditioned(r)
+    size, square = r @ r, r @ z
+    while r @ r > TOLERANCE**2 * size:
         image = (block @ p.to(b)).double() + damping * p
         r = r - square / (p @ image) * image
-        before, square = square, r @ r
-        p, steps = r + square / before * p, steps + 1
+        z = preconditioned(r)
+        before, square = square, r @ z
+        p, steps = z + square / before * p, steps + 1
     return steps
 
 
@@ -165,13 +171,15 @@ def solved(case: Case, whole: bool) -> dict[str, object]:
         assert found.converged, str(found)
         return found
 
-    def by_cg(iterations: int) -> Any:
-        options = {"eps": 0.0, "tolerance": TOLERANCE if whole else 0.0, "max_iter": iterations, "max_tridiag_iter": 0}
-        return CGInverseLinearOperator(case.damped(damping), **options) @ b
+    def by_cg(near: Callable[[Tensor], Tensor] | None = None) -> Any:
+        iterations, tolerance = (1000, TOLERANCE) if whole else (TIMED, 0.0)
+        options = {"eps": 0.0, "tolerance": tolerance, "max_iter": iterations, "max_tridiag_iter": 0}
+        return CGInverseLinearOperator(case.damped(damping), preconditioner=near, **options) @ b
 
     def by_kfac() -> Any:
         kfac = case.theirs("KFACLinearOperator")
-        return KFACInverseLinearOperator(kfac, damping=damping, use_exact_damping=True) @ b
+        inverse = KFACInverseLinearOperator(kfac, damping=damping, use_exact_damping=True)
+        return inverse, inverse @ b
 
     def residual(x: Tensor) -> float:
         return float((b - block @ x - damping * x).norm()) / size
@@ -185,14 +193,17 @@ def solved(case: Case, whole: bool) -> dict[str, object]:
         except cv.CurvoscopeError as error:
             found["solves"][kind or "none"] = {"fails": str(error)}
         print(kind, found["solves"][kind or "none"], file=sys.stderr, flush=True)
-    steps = found["textbook_steps"] = textbook_steps(block, damping, b)
-    seconds, x = timed(lambda: by_cg(1000 if whole else TIMED))
-    peer = {"seconds": seconds if whole else seconds * steps / TIMED, "residual": residual(x) if whole else None}
-    found["curvlinops CG"] = peer
+    seconds, (inverse, x) = timed(by_kfac)
+    for kind, near, made in (("CG", None, 0.0), ("CG with KFAC", lambda r: inverse @ r, seconds)):
+        steps = textbook_steps(block, damping, b, near)
+        took, y = timed(lambda near=near: by_cg(near))
+        peer = {"seconds": made + (took if whole else took * steps / TIMED), "textbook_steps": steps}
+        found[f"curvlinops {kind}"] = peer | {"residual": residual(y) if whole else None}
+        print(kind, found[f"curvlinops {kind}"], file=sys.stderr, flush=True)
+    peer = found["curvlinops CG"]
     found["times_faster_than_cg"] = {
         kind: peer["seconds"] / one["seconds"] for kind, one in found["solves"].items() if "seconds" in one
     }
-    seconds, x = timed(by_kfac)
     found["gradient_seconds"] = min(timed(case.gradient)[0] for _ in range(2))  # the first finds no memory
     found["curvlinops KFAC"] = {"seconds": seconds, "residual": residual(x)}
     first, hessian = timed(case.hessian)

@@ -116,6 +116,12 @@ def solved(found: dict[str, Any]) -> Iterator[Row]:
             ours = f"{solves[kind]['products']} products, preconditioner: {solves[kind]['used']}"
             told = _bold(faster(ratio), ratio < one["limits"]["times_faster"])
             yield f"{task}, to the residual {one['tolerance']:g}", "curvlinops' CG", f"{told}: {ours}"
+            if with_kfac := block.get("curvlinops CG with KFAC"):
+                ratio = with_kfac["seconds"] / solves["auto"]["seconds"]
+                counts = f"{with_kfac['textbook_steps']} steps, not {block['curvlinops CG']['textbook_steps']}"
+                told = _bold(faster(ratio), ratio < one["limits"]["times_faster"])
+                against = f"curvlinops' CG with its KFAC inverse as preconditioner: {counts}"
+                yield "the same, preconditioner `auto`", against, f"{told}: {solves['auto']['products']} products"
             for other, found_one in solves.items():
                 if "products" in found_one and other != "none":
                     products, plain = found_one["products"], solves["none"]["products"]

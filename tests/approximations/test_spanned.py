@@ -38,7 +38,7 @@ def kept_entries(source: GradientSource, name: str) -> torch.Tensor:
     return (number[:, None] == number).double()
 
 
-@pytest.mark.parametrize("tokens", [2, 7])  # in all fewer than the inputs, or more
+@pytest.mark.parametrize("tokens", [2, 7, 15])  # in all fewer than the inputs, or more; or more in each part
 @pytest.mark.parametrize("by_output", [True, False])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_numbers_of_the_audit_are_those_of_dense_matrices(flipped, by_output, tokens, monkeypatch):

@@ -6,7 +6,7 @@ from torch import nn
 
 import curvoscope as cv
 from curvoscope.autodiff.batches import Batches
-from curvoscope.autodiff.cotangents import cotangents
+from curvoscope.autodiff.cotangents import SoftmaxCotangents, cotangents
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.layer_calls import without_cache
 from curvoscope.curvature import trainable
@@ -19,13 +19,14 @@ FLOAT32_NORMS = [llama, t5, mixtral]  # their norms round to float32 inside
 CASES = [gpt2, llama, bert, t5, albert, vit, mixtral, encoder, convolutions, unusual, beside, inside]
 
 
-def sampled(make, cut):
-    """The Gram matrices of the walk, and the gradients of each row by autograd."""
+def sampled(make, cut, *patterns):
+    """The Gram matrices of the walk, and the gradients of each row by autograd, of all blocks or of some."""
     torch.manual_seed(0)
     model, loss, batches = make()
     model = model.double().eval()
     with without_cache(model):
         blocks = trainable(model, cv.blocks_of(model))
+        blocks = blocks.select(*patterns) if patterns else blocks
         engine = Autodiff(model, objective_of(loss), Batches(batches), blocks)
         sweeping = _Sweeping(engine, 3, None, None)
         sweeping._cut = cut
@@ -46,16 +47,46 @@ def sampled(make, cut):
     return sweeping, rows, found
 
 
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("cut", [True, False], ids=["layers", "whole"])
-def test_against_gradients(make, cut):
-    sweeping, rows, gradients = sampled(make, cut)
-    assert set(sweeping.sweep.chunks[0]) == set(rows)
+def check(make, sweeping, rows, gradients):
+    """Every Gram matrix is that of the gradients, to rounding."""
     largest = float(gradients.square().sum(1).max())
     rounding = torch.finfo(torch.float32 if make in FLOAT32_NORMS else torch.float64).eps
     for name, some in zip(rows, gradients.split(list(rows.sizes.values()), 1), strict=True):
         K = sweeping.sweep.chunks[0][name]
         torch.testing.assert_close(K, some @ some.T, rtol=1e4 * rounding, atol=1e3 * rounding * largest)
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("cut", [True, False], ids=["layers", "whole"])
+def test_against_gradients(make, cut):
+    sweeping, rows, gradients = sampled(make, cut)
+    assert set(sweeping.sweep.chunks[0]) == set(rows)
+    check(make, sweeping, rows, gradients)
+
+
+def classifier():
+    X, labels = torch.randn(20, 3).double(), torch.arange(20) % 11
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 11)), nn.CrossEntropyLoss(), [(X, labels)]
+
+
+@pytest.mark.parametrize(
+    ("make", "patterns"),
+    [
+        (gpt2, ["h.*"]),
+        (llama, ["h.*"]),
+        (bert, ["h.*"]),
+        (classifier, ["0.weight"]),
+        (classifier, ["0.weight", "2.bias"]),
+    ],
+)
+def test_a_head_that_is_no_block_is_passed_by_columns(make, patterns, monkeypatch):
+    """Cotangents of all columns of the vocabulary are never drawn for all samples."""
+    monkeypatch.setattr("curvoscope.autodiff.cotangents.COLUMNS", 4)
+    whole, drawn = SoftmaxCotangents.draw, []
+    monkeypatch.setattr(SoftmaxCotangents, "draw", lambda self, seed: drawn.append(seed) or whole(self, seed))
+    sweeping, rows, gradients = sampled(make, True, *patterns)
+    assert len(drawn) == 1 + SAMPLES  # the sweep's look at one sample, and those of this test
+    check(make, sweeping, rows, gradients)
 
 
 def test_many_tokens_form_gradients():

@@ -1,8 +1,8 @@
 """`GradientFactors`: gradients of a linear layer's weight, by its inputs and the cotangents of its outputs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 
 from torch import Tensor
@@ -84,7 +84,7 @@ class GradientFactors:
 
     def quadratic(self, left: Tensor, right: Tensor) -> Tensor:
         """<gamma, left gamma right> for each gradient, (g n,), with symmetric matrices."""
-        found = self.compact()
+        found = self.compact
         of_inputs, of_outputs = (right, left) if self.flipped else (left, right)
         weighted = found.weighted(of_inputs)
         halves = _half_products(found.cotangents, of_outputs)
@@ -93,22 +93,42 @@ class GradientFactors:
     def part(self, axis: int, start: int, stop: int) -> "GradientFactors":
         """Rows (axis 0) or columns (axis 1) `start` to `stop` of the block."""
         if (axis == 1) != self.flipped:
-            return replace(self, cotangents=self.cotangents[..., start:stop])
-        if self.inputs is None:
-            return replace(self, cotangents=self.cotangents[:, :, start:stop])
-        return replace(self, inputs=self.inputs[..., start:stop])
+            found = replace(self, cotangents=self.cotangents[..., start:stop])
+        elif self.inputs is None:
+            found = replace(self, cotangents=self.cotangents[:, :, start:stop])
+        else:
+            found = replace(self, inputs=self.inputs[..., start:stop])
+        return self._formed_alike(found, lambda formed: formed.part(axis, start, stop))
 
+    def chosen(self, places: Tensor) -> "GradientFactors":
+        """Some gradients of a single group."""
+        found = replace(self, cotangents=self.cotangents[:, places])
+        return self._formed_alike(found, lambda formed: formed.chosen(places))
+
+    @cached_property
     def compact(self) -> "GradientFactors":
-        """The same, formed if that takes no more numbers than X and delta."""
+        """The same, formed if that takes no more numbers than X and delta: once for all that is a part of it."""
         if self.inputs is None or self.inputs.shape[2] > self.inputs.shape[1]:
             return self
         return replace(self, inputs=None, cotangents=self.inputs.mT[:, None] @ self.cotangents)
 
+    def _formed_alike(
+        self, found: "GradientFactors", of: Callable[["GradientFactors"], "GradientFactors"]
+    ) -> "GradientFactors":
+        """A part of these gradients, whose `compact` is the same part of theirs."""
+        if self.compact is not self:
+            vars(found)["compact"] = of(self.compact)
+        return found
+
     def outward(self, matrix: Tensor | None = None) -> Tensor:
         """sum gamma Y gamma^T = sum X^T (delta Y delta^T) X, (a, a); None for the identity."""
+        if matrix is None and self.inputs is None:
+            return moment(self.cotangents.mT)
         turned = self.cotangents if matrix is None else self.cotangents @ matrix
         middle = (turned @ self.cotangents.mT).sum(1)
-        return middle.sum(0) if self.inputs is None else (self.inputs.mT @ middle @ self.inputs).sum(0)
+        if self.inputs is None:
+            return middle.sum(0)
+        return (self.inputs.mT @ middle @ self.inputs).sum(0)
 
     def outward_symmetric(self, matrix: Tensor) -> Tensor:
         """`outward` of a symmetric matrix, in half of the time."""
@@ -128,10 +148,6 @@ class GradientFactors:
     def inward(self, matrix: Tensor | None = None) -> Tensor:
         """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta, (p, p); None for the identity."""
         return self.cotangents.flatten(0, 2).mT @ self.weighted(matrix).flatten(0, 2)
-
-    def chosen(self, places: Tensor) -> "GradientFactors":
-        """Some gradients of a single group."""
-        return replace(self, cotangents=self.cotangents[:, places])
 
 
 def moment(vectors: Tensor, others: Tensor | None = None) -> Tensor:

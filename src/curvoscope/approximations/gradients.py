@@ -100,7 +100,7 @@ class GradientSource:
 
     def gradients(self) -> Iterator[Tensor]:
         """All gradients, (n, a, p), a few at a time."""
-        return (some.gradients() for part in self.parts for some in part.pieces())
+        return (some.gradients() for part in self.compact for some in part.pieces())
 
     def root(self) -> Tensor:
         """R (n, a p) with R^T R = H, exactly or on average."""
@@ -152,7 +152,7 @@ class GradientSource:
     @cached_property
     def compact(self) -> tuple[GradientFactors, ...]:
         """The parts, each formed if that takes no more numbers."""
-        return tuple(part.compact() for part in self.parts)
+        return tuple(part.compact for part in self.parts)
 
     def outward(self, matrix: Tensor | None = None) -> Tensor:
         """E[gamma Y gamma^T] (a, a) for a symmetric Y over the outputs, or the identity; gamma as (a, p)."""
@@ -165,6 +165,16 @@ class GradientSource:
         """E[gamma Y^-1 gamma^T] (a, a) for Y = L L^T over the outputs, by its Cholesky factor L."""
         parts = (replace(part, cotangents=_divided(part.cotangents, factor)) for part in self.compact)
         return symmetric(self.weight * total(part.outward() for part in parts))
+
+    def inward_inverse(self, factor: Tensor) -> Tensor:
+        """E[gamma^T Z^-1 gamma] (p, p) for Z = L L^T over the inputs, by its Cholesky factor L."""
+        parts = (
+            replace(part, cotangents=torch.linalg.solve_triangular(factor, part.cotangents, upper=False))
+            if part.inputs is None
+            else replace(part, inputs=_divided(part.inputs, factor))
+            for part in self.compact
+        )
+        return self.weight * total(moment(part.cotangents, part.weighted()) for part in parts)
 
     def inward(self, matrix: Tensor | None = None) -> Tensor:
         """E[gamma^T Z gamma] (p, p) for a symmetric Z over the inputs, or the identity; gamma as (a, p)."""

@@ -48,9 +48,10 @@ def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> 
         left.diagonal().add_(rest)
         scale = a / (float(left.trace()) + source.silent * rest)  # a product has no scale of its own on either side
         left, rest = left * scale, rest * scale
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(left))
+        factor = torch.linalg.cholesky(left)
+        inverse = torch.cholesky_inverse(factor)
         added = kappa * (float(inverse.trace()) + source.silent / rest)
-        found = source.inward(inverse)
+        found = source.inward_inverse(factor)
         found.diagonal().add_(added)
         found /= a
         change, right = float((found - right).norm() / found.norm()), found

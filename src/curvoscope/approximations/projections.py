@@ -53,8 +53,8 @@ def others(pairs: Tensor) -> Tensor:
 def _squares(source: GradientSource) -> Tensor:
     """sum over j != i of <gamma_i², gamma_j²>, from a few outputs of the layer at a time."""
     width = max(1, _AT_ONCE // (len(source) * source.sides[0]))
-    unit = max(power_of_two(part.cotangents) for part in source.parts)  # fourth powers leave the range of floats
-    parts = [replace(part, cotangents=part.cotangents / unit) for part in source.parts]
+    unit = max(power_of_two(part.cotangents) for part in source.compact)  # fourth powers leave the range of floats
+    parts = [replace(part, cotangents=part.cotangents / unit) for part in source.compact]
     found = torch.zeros(len(source), dtype=torch.float64)
     for start in range(0, source.sides[1], width):
         squares = torch.cat([_of_outputs(part, slice(start, start + width)) for part in parts]).square_()

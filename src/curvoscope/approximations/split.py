@@ -57,7 +57,7 @@ class SplitForm(Approximation):
         ends = torch.tensor(self._sizes).cumsum(0).tolist()
         starts = [end - size for end, size in zip(ends, self._sizes, strict=True)]
         values = [
-            part.quadratic(found.part(self._axis, start, end).compact())
+            part.quadratic(found.part(self._axis, start, end).compact)
             for part, start, end in zip(self.parts, starts, ends, strict=True)
         ]
         return torch.stack(values).sum(0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import SampleSeed, SoftmaxCotangents, softmax_cotangents
@@ -16,19 +16,27 @@ from curvoscope.autodiff.uses import WeightUse, find_uses
 from curvoscope.losses import CrossEntropy, Objective
 from curvoscope.losses.objectives import logits_of
 
+_FACTORS = {"MmBackward0": 0, "AddmmBackward0": 1}  # and the place of X among the inputs
 _IDENTITIES = {"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0"}
 
 
 @dataclass(eq=False)
 class LastProduct:
-    """The product and the samples at it: X (T, a), w (a, classes) and a bias."""
+    """The product and the samples at it: X (T, a), w (a, classes) and a bias. `use`: None if w has no derivatives."""
 
-    use: WeightUse
+    node: Node
+    use: WeightUse | None
     weight: Tensor
     bias: str | None
     draws: SoftmaxCotangents
     inner: Tensor
     below: Tensor  # the cotangents of X, (n, T, a)
+
+    @property
+    def edge(self) -> GradientEdge | None:
+        """Where the cotangents of X go on; None if X has no derivatives."""
+        before, output = self.node.next_functions[_FACTORS[self.node.name()]]
+        return None if before is None else GradientEdge(before, output)
 
 
 def last_product(
@@ -53,9 +61,12 @@ def last_product(
         return None
     uses, _ = find_uses([node], leaves)
     use = next((use for use in uses if use.node is node), None)
-    if use is None or use.flipped or use.is_look_up or not alone(use.parameter):
+    fixed = _fixed_weight(node) if use is None else None
+    if use is None and (fixed is None or fixed.shape[1] != logits.shape[-1]):
         return None
-    if len(use.factor) * use.width != logits.numel():
+    if use is not None and (use.flipped or use.is_look_up or not alone(use.parameter)):
+        return None
+    if use is not None and len(use.factor) * use.width != logits.numel():
         return None
     bias = None
     if node.name() == "AddmmBackward0" and node.next_functions[0][0] is not None:
@@ -63,6 +74,11 @@ def last_product(
         bias = next((known for known, leaf in leaves.items() if leaf is variable), None)
         if bias is None or leaves[bias].ndim != 1:
             return None
+    if fixed is not None:  # X is not known, and the logits are there
+        draws = softmax_cotangents(objective, logits, batch.targets)
+        below = fixed.new_zeros(len(seeds), logits.numel() // logits.shape[-1], len(fixed))
+        return LastProduct(node, None, fixed, bias, draws, draws.inner_products(seeds), below)
+    assert use is not None
     weight = leaves[use.parameter].detach()
     weight = weight.mT if use.transposed else weight
     constant = None if bias is None else leaves[bias].detach()
@@ -75,4 +91,14 @@ def last_product(
 
     draws = softmax_cotangents(objective, logits, batch.targets, columns)
     below = use.factor.new_zeros(len(seeds), *use.factor.shape)
-    return LastProduct(use, weight, bias, draws, draws.inner_products(seeds), below)
+    return LastProduct(node, use, weight, bias, draws, draws.inner_products(seeds), below)
+
+
+def _fixed_weight(node: Node) -> Tensor | None:
+    """w (a, classes), if the node is X w + b and w has no derivatives."""
+    if node.name() not in _FACTORS or node.next_functions[_FACTORS[node.name()] + 1][0] is not None:
+        return None
+    if node.name() == "AddmmBackward0" and (node._saved_alpha != 1 or node._saved_beta != 1):  # type: ignore[attr-defined]
+        return None
+    found: Tensor | None = node._saved_mat2  # type: ignore[attr-defined]
+    return found

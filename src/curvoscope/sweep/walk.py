@@ -8,7 +8,7 @@ Several ranks have batches of their own, and each walks the samples of these. Wh
 other X and delta, and make the same Gram matrix of all samples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvoscope import checks
 from curvoscope.approximations.enumeration import sampled_source
-from curvoscope.approximations.factors import moment
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import COLUMNS, Cotangents, SampleSeed, column_ranges, cotangents
@@ -27,9 +26,9 @@ from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
-from curvoscope.sweep.grams import add_crossed, add_gram, tiling
 from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, cut_at
+from curvoscope.sweep.row_grams import RowGrams
 
 _GROUPS = 8  # that the samples of a micro-batch are divided into, each of which passes a layer at once
 _COPIES = 2.5  # of a layer's deltas, in memory at once
@@ -152,12 +151,11 @@ class Walk:
 
         `draws`: those of this rank; `count`: c, those of all ranks.
         """
-        self._grams = {name: torch.zeros(count, count, dtype=torch.float64) for name in self._rows}
-        self._waiting = {name: {piece.parameter for piece in block.pieces} for name, block in self._rows.items()}
+        self._grams = RowGrams(self._rows, self._pieces, count, tell)
         self._factors: dict[str, list[Factors]] = {}
         self._gradients: dict[str, Tensor] = {}
         self._beside: dict[str, list[Factors]] = {}
-        self._tell, self._count = tell, count
+        self._count, self._read = count, torch.zeros(0, dtype=torch.long)
         self._single_rows = all(self._ranks.exchange(all(draw.batch.rows == 1 for draw in draws)))
 
         def action() -> None:
@@ -198,9 +196,11 @@ class Walk:
             drawn = [[F * self._scale for F in g.draw(seed)] for seed in draw.seeds]
             starts = [get_gradient_edge(F) for F in cut]
             self._back(one, starts, [torch.stack(column) for column in zip(*drawn, strict=True)])
-        use = heads[0][1].use if heads else None
-        told = self._ranks.exchange(use and (use.parameter, use.transposed, heads[0][1].draws.classes))
-        of_some = next((one for one in told if one is not None), None)
+        mine = None
+        if heads:
+            use, classes = heads[0][1].use, heads[0][1].draws.classes
+            mine = (None, False, classes) if use is None else (use.parameter, use.transposed, classes)
+        of_some = next((one for one in self._ranks.exchange(mine) if one is not None), None)
         if of_some is not None:
             self._through_heads(heads, *of_some)
         return passes
@@ -247,8 +247,7 @@ class Walk:
             return {}
         n = len(one.draw.samples)
         kept: list[Tensor | None] = [None] * len(targets)
-        step = max(1, n // _GROUPS)
-        for places in (slice(start, start + step) for start in range(0, n, step)):
+        for places in _groups(n):
             for k, found in enumerate(self._gradients_at(starts, targets, [g[places] for g in cotangents])):
                 if found is None:
                     continue
@@ -298,9 +297,19 @@ class Walk:
         return whole and name not in self._dense and self._readers[name] == 1
 
     def _through_heads(
-        self, heads: Sequence[tuple[_CutPass, LastProduct]], name: str, transposed: bool, classes: int
+        self, heads: Sequence[tuple[_CutPass, LastProduct]], name: str | None, transposed: bool, classes: int
     ) -> None:
-        """From the loss through the last product, some columns of the vocabulary at a time, which are done then."""
+        """From the loss through the last product, some columns of the vocabulary at a time, which are done then.
+
+        `name`: of its weight, of which Gram matrices are wanted then; all samples are needed at once for them.
+        """
+        if name is None:
+            for one, head in heads:
+                for places in _groups(len(one.draw.samples)):
+                    for start, stop in column_ranges(classes):
+                        self._through_columns(one, head, start, stop, places)
+                self._below(one, head)
+            return
         row = self._pieces[name][0][0]
         read = torch.cat(self._ranks.exchange(self._rows_read(heads))).unique()
         beside: list[list[Tensor]] = [[] for _ in heads]
@@ -309,35 +318,47 @@ class Walk:
             inside = read[(read >= start) & (read < stop)] - start
             wide = slice(start, stop)
             for (one, head), some in zip(heads, beside, strict=True):
-                g = head.draws.columns(start, stop, one.draw.seeds, head.inner).mul_(self._scale)
-                head.below += g @ head.weight[:, start:stop].mT
-                if head.bias is not None:
-                    self._gradients_of(head.bias)[one.samples, start:stop] = g.sum(1)
+                assert head.use is not None
+                g = self._through_columns(one, head, start, stop)
                 some.append(g[..., inside])
                 across = slice(0, head.use.factor.shape[1])
                 region = (wide, across) if transposed else (across, wide)
                 found.append(Factors(one.samples, head.use.factor, g, region, transposed))
             everything = self._of_all(found)
-            add_gram(self._grams[row], everything)
+            self._grams.add(row, everything)
             if stop - start == classes and not len(read):  # all columns at once
                 self._show(name, everything, None)
         for (one, head), some in zip(heads, beside, strict=True):
+            assert head.use is not None
             if len(read):
                 sides = slice(0, len(read)), slice(0, head.use.factor.shape[1])
                 factors = Factors(one.samples, head.use.factor, torch.cat(some, -1), sides, transposed)
                 self._beside.setdefault(name, []).append(factors)
-            place = 0 if head.use.node.name() == "MmBackward0" else 1
-            node, output = head.use.node.next_functions[place]
-            if node is not None:
-                self._back(one, [GradientEdge(node, output)], [head.below])
+            self._below(one, head)
         self._read = read
+
+    def _below(self, one: _CutPass, head: LastProduct) -> None:
+        """From the factor of the last product to the last layer."""
+        if head.edge is not None:
+            self._back(one, [head.edge], [head.below])
+
+    def _through_columns(
+        self, one: _CutPass, head: LastProduct, start: int, stop: int, places: slice = slice(None)
+    ) -> Tensor:
+        """Some columns of the cotangents of some samples, (n, T, stop - start), once they are added below."""
+        g = head.draws.columns(start, stop, one.draw.seeds[places], head.inner[places]).mul_(self._scale)
+        head.below[places] += g @ head.weight[:, start:stop].mT
+        if head.bias is not None:
+            self._gradients_of(head.bias)[one.samples[places], start:stop] = g.sum(1)
+        return g
 
     def _rows_read(self, heads: Sequence[tuple[_CutPass, LastProduct]]) -> Tensor:
         """The rows of the head's parameter that look-ups read, each once."""
         found = [torch.zeros(0, dtype=torch.long)]
         for one, head in heads:
+            assert head.use is not None
             inputs = [F.grad_fn for _, call in one.calls for F in call.inputs.values() if F.grad_fn is not None]
-            uses, _ = find_uses(nodes_below([head.use.node, *inputs]), self._leaves)
+            uses, _ = find_uses(nodes_below([head.node, *inputs]), self._leaves)
             chosen = [use.factor for use in uses if use.parameter == head.use.parameter and use.is_look_up]
             found += [rows[rows >= 0].cpu() for rows in chosen]
         return torch.cat(found).unique()
@@ -368,32 +389,10 @@ class Walk:
             gradients = torch.stack(several).sum(0) if len(several) > 1 else next(iter(several), None)
             if not beside:
                 self._show(name, factors, gradients)
-            grams: dict[Piece, Tensor] = {}
-            for row, piece in sorted(self._pieces[name], key=lambda one: one[1].size):
-                if row in self._waiting and name in self._waiting[row]:
-                    tiles = tiling(piece, grams)
-                    known = [grams[tile] for tile in tiles] or [self._gram_of(piece, factors, beside, gradients)]
-                    grams[piece] = torch.stack(known).sum(0)
-                    self._grams[row] += grams[piece]
-            for row in dict.fromkeys(row for row, _ in self._pieces[name]):
-                if row in self._waiting:
-                    self._waiting[row].discard(name)
-                    if not self._waiting[row]:
-                        del self._waiting[row]
-                        self._tell(row, self._grams.pop(row))
+            self._grams.finish(name, factors, beside, self._read, gradients)
 
-    def _gram_of(
-        self, piece: Piece, factors: Sequence[Factors], beside: Sequence[Factors], gradients: Tensor | None
-    ) -> Tensor:
-        """K of a part of a parameter, from its products, those with a head beside them, and its gradients."""
-        gram = torch.zeros(self._count, self._count, dtype=torch.float64)
-        if factors:
-            inside = [one.within((piece.index[0], piece.index[1])) for one in factors]
-            add_gram(gram, [one for one in inside if one is not None])
-        for head in beside:
-            for one in factors:
-                add_crossed(gram, one.among(self._read), head)
-        if gradients is not None:
-            flat = gradients[(slice(None), *piece.index)].flatten(1)
-            gram += moment(flat.mT).double()
-        return gram
+
+def _groups(n: int) -> Iterator[slice]:
+    """The samples that pass a layer at once."""
+    step = max(1, n // _GROUPS)
+    return (slice(start, start + step) for start in range(0, n, step))
