@@ -1,8 +1,9 @@
 """Checks of what comes in from outside, and of the memory at hand."""
 
+import difflib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from curvoscope.settings import current
 
 _SHARE_OF_FREE_MEMORY = 0.4
 _SHARE_OF_EXPONENTS = 0.2  # 5e7 in float32, 4e61 in float64: five such factors still have a product
+_FEW_NAMES = 8  # an error shows so many names in full
 LEAST_CHUNK = 2**20  # bytes that a chunk may always have
 
 
@@ -70,7 +72,7 @@ def answered(question: str, compute: Callable[[], Answer]) -> Answer:
 
 def commensurate(factors: Mapping[str, Tensor]) -> None:
     """Raise `RangeError` if huge factors of one product meet tiny ones: products of some of them would vanish on the
-    way to a result that does not. Factors that are zero, or only tiny, or only huge, are no such danger."""
+    way to a result that does not. Factors that are zero, or only tiny, or only huge, are harmless."""
     sizes = {name: float(torch.stack(torch.aminmax(factor)).abs().max()) for name, factor in factors.items()}
     sizes = {name: size for name, size in sizes.items() if size}
     if not sizes:
@@ -91,6 +93,19 @@ def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise RangeError(argument, f"got {value!r}, expected one of {', '.join(map(repr, allowed))}")
     return value
+
+
+def listed(name: object, known: Collection[str]) -> str:
+    """The known names, for an error about an unknown one: all if there are few, otherwise the nearest."""
+    if len(known) > _FEW_NAMES:
+        return f"{len(known)} names; nearest: {nearest(name, known)}"
+    near = nearest(name, known, cutoff=0.3)
+    return (", ".join(known) or "none") + (f"; nearest: {near}" if near else "")
+
+
+def nearest(name: object, known: Collection[str], cutoff: float = 0.0) -> str:
+    """The three known names most similar to a name; `cutoff`: the least similarity, from 0 to 1."""
+    return ", ".join(difflib.get_close_matches(str(name), known, n=3, cutoff=cutoff))
 
 
 def at_least(least: int, **numbers: float | None) -> None:

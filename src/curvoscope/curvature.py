@@ -27,7 +27,7 @@ from curvoscope.closed.closed_forms import ClosedForms
 from curvoscope.closed.gauge import Gauge, factors_of
 from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatures
 from curvoscope.closed.layers import ClosedFormLayers
-from curvoscope.closed.plan import PARTS, Choice, Plan, PlannedBlock
+from curvoscope.closed.plan import Choice, Plan, PlannedBlock
 from curvoscope.distributed.mesh import Mesh, sharded_ranks
 from curvoscope.distributed.ranks import RankError, mesh_of, ranks_of
 from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
@@ -39,7 +39,7 @@ from curvoscope.families.block_maps import blocks_of, trainable
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
 from curvoscope.losses.objectives import Objective
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.operators.block_matrix import PARTS, BlockHessian
 from curvoscope.settings import settings
 
 __all__ = [
@@ -135,7 +135,7 @@ class ModelHessian(BlockHessian):
         """
         checks.choice("part", part, PARTS)
         if name not in self._blocks:
-            raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
+            raise BlockNameError("block", f"there is no {name!r} among {checks.listed(name, self._blocks)}")
         exact = self._closed is not None and self._closed.reason(self._blocks[name], part) is None
         return "exact" if exact else self._engine.method
 
@@ -163,7 +163,7 @@ class ModelHessian(BlockHessian):
         names = [column] if rows is None else list(rows)
         missing = next((name for name in [column, *names] if name not in self._blocks), None)
         if missing is not None:
-            raise BlockNameError("block", f"there is no {missing!r} among {', '.join(self._blocks)}")
+            raise BlockNameError("block", f"there is no {missing!r} among {checks.listed(missing, self._blocks)}")
         several, engine = [self._blocks[name] for name in names], self._engine
         if isinstance(engine, Sharded):
             return ShardedParts(engine, several, self._blocks[column])
@@ -216,7 +216,7 @@ class ModelHessian(BlockHessian):
         whole, _, number = name.rpartition(".")
         if whole in self._blocks and number.isdecimal() and self._blocks[whole].heads is not None:
             return self._blocks[whole].head(int(number))
-        raise BlockNameError("block", f"there is no {name!r} among {', '.join(self._blocks)}")
+        raise BlockNameError("block", f"there is no {name!r} among {checks.listed(name, self._blocks)}")
 
     def gauge(self) -> Gauge:
         """The directions along which low-rank adapters move and the model does not: (A, B) -> (A S, S^-1 B).
@@ -243,7 +243,7 @@ class ModelHessian(BlockHessian):
         """The Hessian S of the loss at the output of each attention and feed-forward layer, with its functional part,
         the layer's Jacobian and its attention moments. For one batch, as S has the shape of the layer's output."""
         if self._engine.ranks.size > 1:
-            raise ModelError("process_group", "the curvature at layers is of one process; leave the group out")
+            raise ModelError("process_group", "layer_curvatures runs in one process; omit process_group")
         layers = ClosedFormLayers(self._engine.model, self._blocks.whole, blocks_of(self._engine.model))
         return layer_curvatures(ClosedForms(self._engine, layers, limited=False))
 

@@ -135,8 +135,19 @@ def test_small_samples_are_kept_without_being_asked_for(sweep, monkeypatch):
     large = cv.sweep(MODEL, LOSS, DATA, samples=512)
     assert len(plain.kept) > 1 and not any(large.kept)  # the second chunk is too much, and the first goes with it
     assert large.trace(NAME) == plain.trace(NAME)
+    continued = cv.sweep(MODEL, LOSS, DATA, samples=640, earlier=plain)
+    assert not any(continued.kept) and all(plain.kept)  # all chunks or none, and the earlier sweep keeps its own
     watched = cv.sweep(MODEL, LOSS, DATA, samples=64, observe=lambda chunk, source: None)
     assert not any(watched.kept)
+
+
+def test_kept_samples_leave_memory_for_the_rest():
+    whole = cv.sweep(MODEL, LOSS, DATA, samples=512)
+    held = sum(one.bytes for chunk in whole.kept for one in chunk.values())
+    with cv.settings(memory_limit=2 * held):
+        assert not any(cv.sweep(MODEL, LOSS, DATA, samples=512).kept)
+    with cv.settings(memory_limit=5 * held):
+        assert all(cv.sweep(MODEL, LOSS, DATA, samples=512).kept)
 
 
 def test_an_observer_has_the_same_rows(sweep):

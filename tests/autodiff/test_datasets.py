@@ -124,7 +124,10 @@ class TestErrors:
     @pytest.mark.parametrize("value", [[[1], [1, 2]], None, {"a": 1}], ids=["ragged", "none", "dict"])
     def test_no_numbers(self, value):
         dataset = datasets.Dataset.from_dict({"x": [value], "labels": [1]})
-        with pytest.raises(BatchError, match=r"^batches: column 'x' of row 0 is no .*dataset\.remove_columns\('x'\)"):
+        with pytest.raises(
+            BatchError,
+            match=r"^batches: column 'x' of row 0 is not an array of numbers.*dataset\.remove_columns\('x'\)",
+        ):
             Batches(dataset)
 
     def test_a_column_that_the_model_does_not_take(self):

@@ -92,6 +92,49 @@ def test_an_answer_reads_the_weights_when_it_begins_and_ends_and_not_for_each_pr
     assert len(read) == 2 < found.matvecs
 
 
+def rows_swapped(weight):
+    weight[[0, 1]] = weight[[1, 0]].clone()
+
+
+def columns_swapped(weight):
+    weight[:, [0, 2]] = weight[:, [2, 0]].clone()
+
+
+def even_row_negated(weight):
+    weight[1] *= -1
+
+
+def two_entries_negated(weight):
+    weight[[0, 2], [1, 0]] *= -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 4), (1024, 6), (5, 700)])
+@pytest.mark.parametrize("change", [rows_swapped, columns_swapped, even_row_negated, two_entries_negated])
+def test_entries_that_move_or_change_signs_through_data_are_seen(change, shape, dtype):
+    """They leave the exclusive or of all bits as it was."""
+    weight = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    watch = WeightWatch({"weight": weight})
+    watch.check()
+    change(weight.data)
+    with pytest.raises(ChangedWeightsError, match=r"through \.data"):
+        watch.check()
+
+
+def test_weights_that_are_no_plain_floats_are_watched():
+    weights = {
+        "complex": torch.tensor([1 + 2j, 3 - 1j]),
+        "integers": torch.arange(3000, dtype=torch.int8),
+        "not finite": torch.tensor([float("nan"), float("inf"), 1.0]),
+        "empty": torch.empty(0),
+    }
+    watch = WeightWatch(weights)
+    watch.check()
+    weights["integers"].data[[5, 2700]] = weights["integers"][[2700, 5]].clone()
+    with pytest.raises(ChangedWeightsError):
+        watch.check()
+
+
 @pytest.mark.parametrize("change", [step, through_data, one_entry_through_data, loaded, one_layer])
 def test_copies_keep_the_hessian(model, change):
     H = cv.hessian(model, cv.losses.CrossEntropy(), [tokens()], copy=True)
@@ -173,7 +216,7 @@ class TestAModelThatScalesItsWeights:
 
     def test_before_it_did_is_an_error(self, rwkv):
         model, batch = rwkv
-        with pytest.raises(ModelError, match=r"scales weights when it next runs: run the model once"):
+        with pytest.raises(ModelError, match=r"rescales its weights on the next forward pass; run the model once"):
             cv.hessian(model, None, [batch])
 
     @pytest.mark.parametrize("every", [1, 6])

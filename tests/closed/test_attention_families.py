@@ -114,8 +114,8 @@ def test_padding_and_the_split_at_the_layer(name):
 @pytest.mark.parametrize(
     "name, cause",
     [
-        ("DiffLlamaForCausalLM", "its heads attend in several parts"),
-        ("DebertaForMaskedLM", "its scores have further weights, of positions or in series"),
+        ("DiffLlamaForCausalLM", "its attention is computed in several parts"),
+        ("DebertaForMaskedLM", "its scores have additional weights \\(positional, or several in series\\)"),
         ("Swinv2ForImageClassification", ".* it has weights of positions in its scores, has a learned temperature"),
     ],
 )

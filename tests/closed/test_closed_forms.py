@@ -130,7 +130,7 @@ UNKNOWN = {
     ),
     "queries of powers": (
         lambda q, k, v: scaled_dot_product_attention(q**3, k, v),
-        "its queries or keys are no linear map of a norm of their projections",
+        "its queries or keys are not a linear map of a norm of their projections",
     ),
 }
 

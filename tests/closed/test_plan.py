@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 import curvoscope
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.autodiff.matrix import AutodiffBlock
+from curvoscope.closed.closed_forms import ClosedForms
 from curvoscope.curvature import CrossEntropy, blocks_of, hessian
 from curvoscope.errors import BlockNameError, RangeError
 from family_cases import CASES, WORDS, hf
@@ -43,6 +45,7 @@ class TestAskingIsFree:
         assert all(block.shape and repr(block) for block in asked + derived)
         assert H.total.select(["h.0.attn.V", "h.0.attn.Q"])["h.0.attn.V", "h.0.attn.Q"].shape == (16, 16)
         assert str(H.plan) and not calls
+        assert repr(H.plan) == str(H.plan) == "\n".join(H.plan._shown().lines())
         H["h.0.attn.Q"].trace()
         assert calls
 
@@ -134,6 +137,17 @@ class TestPlan:
         assert not found.exact and truth.exact and abs(found - truth) < 5 * found.stderr
         few = hessian(*_language("Llama, no biases, one key head"))
         assert few["h.1.attn.K"].shape[0] <= 64 and few.plan["h.1.attn.K", "total"].method == "exact"
+
+    def test_all_ranks_compare_with_the_most_that_a_product_takes_on_any(self, monkeypatch):
+        H = hessian(*_language("Llama, no biases, one key head"))
+        engine, forms = H._engine, H._closed
+
+        def of_two(told):
+            return [told, (*told[:3], 2 * told[3])] if isinstance(told, tuple) else [told]
+
+        monkeypatch.setattr(engine, "ranks", SimpleNamespace(exchange=of_two, size=2))
+        shared = ClosedForms(engine, forms._layers, True)
+        assert {costs.product_bytes for costs in shared._costs.values()} == {2 * engine.product_bytes}
 
     def test_says_why_once_a_closed_form_does_not_hold(self):
         model = GPT()

@@ -243,6 +243,47 @@ class TestLeastResidual:
             found = H.outer["0.weight"].solve(normal(18)(600), 0.1, 1e-3, preconditioner=None)
             assert found.converged and found.method == "cg" and (found.matvecs == found.iterations) == saved
 
+    @pytest.mark.parametrize("inside", ["float32", "bfloat16", "autocast"])
+    @pytest.mark.parametrize("tolerance", [1e-2, 1e-3])
+    def test_the_residual_of_a_model_that_rounds_coarsely_inside_is_the_true_one(self, inside, tolerance):
+        torch.manual_seed(0)
+        first, second = torch.nn.Linear(20, 24), torch.nn.Linear(24, 10)
+
+        class Mixed(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = first, second
+
+            def forward(self, x):
+                if inside == "autocast":
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        return self.second(torch.tanh(self.first(x))).float()
+                kind = getattr(torch, inside)
+                for layer, act in ((self.first, torch.tanh), (self.second, torch.Tensor.float)):
+                    x = act(torch.nn.functional.linear(x.to(kind), layer.weight.to(kind), layer.bias.to(kind)))
+                return x
+
+        X, labels = torch.randn(64, 20), torch.arange(64) % 10
+        outer = cv.hessian(Mixed(), torch.nn.CrossEntropyLoss(), [(X, labels)], method="autodiff").outer
+        b = torch.randn(outer.shape[0])
+        found = outer.solve(b, 1e-2, tolerance, preconditioner=None)
+        true = float((b - (outer @ found.value + 1e-2 * found.value)).norm())
+        assert found.residual == pytest.approx(true, rel=1e-2)
+        assert found.converged == (true <= tolerance * float(b.norm()))
+        assert (found.matvecs == found.iterations) == (inside == "float32")
+
+    @pytest.mark.parametrize("size", [1e-30, 1e-24, 1e18, 1e30])
+    def test_right_hand_sides_whose_squares_leave_single_precision(self, size):
+        matrix, b = (part.float() for part in conditioned(19, 10.0, n=60))
+        found = positive(matrix).solve(size * b, 0.1, 1e-4, preconditioner=None)
+        rest = (size * b).double() - (matrix.double() + 0.1 * torch.eye(60).double()) @ found.value.double()
+        assert found.converged and float(rest.norm()) <= 1.01e-4 * float((size * b).double().norm())
+
+    def test_a_right_hand_side_without_a_length_is_refused(self):
+        matrix, b = conditioned(20, 10.0, n=30)
+        with pytest.raises(RangeError, match=r"b: its norm, inf, is out of range"):
+            positive(matrix).solve(1e300 * b, 0.1)
+
 
 class TestFunctions:
     @pytest.mark.parametrize("seed", range(3))

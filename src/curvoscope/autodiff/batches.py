@@ -182,7 +182,7 @@ def _row(row: Mapping[str, Any], number: int) -> dict[str, Tensor]:
         tensor = _tensor(value)
         if tensor is None:
             cure = f"leave it out: dataset.remove_columns({name!r})"
-            raise BatchError("batches", f"column {name!r} of row {number} is no array of numbers; {cure}")
+            raise BatchError("batches", f"column {name!r} of row {number} is not an array of numbers; {cure}")
         if isinstance(tensor, Tensor):
             found["labels" if name in _LABELS else name] = tensor
     return found

@@ -24,19 +24,19 @@ from curvoscope.errors import CompileWarning
 
 _DIFFERENCE = 0.6  # power of epsilon, relative: 4e-10 in float64, 7e-5 in float32
 
-Products = Sequence[dict[str, Tensor]]  # by name of parameter: one product, or that of each part
+PartProducts = Sequence[dict[str, Tensor]]  # by name of parameter: one product, or that of each part
 
 
 class _Program:
     """The product of a part with one graph, by names of parameters."""
 
-    def __init__(self, names: Sequence[str], found: Products, run: Any, kept: Sequence[Tensor]) -> None:
+    def __init__(self, names: Sequence[str], found: PartProducts, run: Any, kept: Sequence[Tensor]) -> None:
         self._names, self._found, self._run, self._kept = names, [list(one) for one in found], run, kept
 
     def fits(self, vectors: Mapping[str, Tensor]) -> bool:
         return set(vectors) == set(self._names)
 
-    def __call__(self, vectors: Mapping[str, Tensor]) -> Products:
+    def __call__(self, vectors: Mapping[str, Tensor]) -> PartProducts:
         with torch.no_grad():
             products = iter(self._run(*(vectors[name] for name in self._names), *self._kept))
         return [{name: next(products) for name in several} for several in self._found]
@@ -50,6 +50,11 @@ class Compiled(Autodiff):
         self._compiled: dict[object, Any] = {}  # by record and shapes
         self._seconds, self._refused = 0.0, ""
         super().__init__(*arguments, **options)
+
+    @property
+    def exact_products(self) -> bool:
+        """No: compiled products may differ from eager ones by more than rounding."""
+        return False
 
     @property
     def note(self) -> str:
@@ -69,7 +74,7 @@ class Compiled(Autodiff):
 
     def _passes(
         self, graph: Graph, part: str, vectors: Mapping[str, Tensor], wanted: Sequence[str], many: bool
-    ) -> Products:
+    ) -> PartProducts:
         programs = self._programs.get(part)
         program = None if programs is None else programs.get(graph)
         if many or program is None or not program.fits(vectors) or set(wanted) != set(self.blocks.parameters):

@@ -44,7 +44,6 @@ class Autodiff(GraphProducts):
     """Products with the Hessian of the mean loss over all batches, and with its two parts."""
 
     method = "autodiff"
-    exact_products = True  # to rounding
     error: float | None = None  # of products, relative; None if they are exact
 
     def __init__(
@@ -83,7 +82,7 @@ class Autodiff(GraphProducts):
             self._recomputed = None if recompute is None else Recomputation(model)
             self._can_batch = recompute is None
             if recompute is not None and split != "model":
-                raise ModelError("recompute", "got 'layer', and split='layer' cuts inside of layers; use split='model'")
+                raise ModelError("recompute", "got 'layer', which split='layer' does not support; use split='model'")
             check_mode(model)
             blocks.check(model)
             self.device = device_of(model, device)
@@ -196,6 +195,11 @@ class Autodiff(GraphProducts):
                     return self._products(graph, part, rows, parameters_of(rows), self._spread(columns, vectors))
 
                 visit(self._flat(blocks, parameters_of(blocks), graph.slope, ()), product)
+
+    @property
+    def exact_products(self) -> bool:
+        """Whether products err by no more than rounding in single precision: no operation is known to round coarser."""
+        return self.survey.full_precision and torch.get_float32_matmul_precision() == "highest"
 
     def is_positive(self, part: str) -> bool:
         """Whether a part is known to be positive semidefinite: J^T S J at the model's output, S of a convex loss."""

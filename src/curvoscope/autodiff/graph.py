@@ -288,12 +288,12 @@ def _backward(
     return [None if end is None else next(products) for end in inputs]
 
 
-Found = TypeVar("Found")
+Computed = TypeVar("Computed")
 Gradients = Sequence[Tensor | None]
 _KEPT: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
 
 
-def unless_unbatched(compute: Callable[[], Found]) -> Found | None:
+def unless_unbatched(compute: Callable[[], Computed]) -> Computed | None:
     """What `compute` returns; None if torch cannot batch one of its operations. Other errors, such as a lack of memory,
     are raised."""
     try:

@@ -1,15 +1,17 @@
-"""The layer that a block belongs to, for the split at the layer's own output."""
+"""What is seen of a model as it runs: the tensors at a layer, for the split at its own output, and what is written."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvoscope.blocks import Block
 from curvoscope.errors import ModelError
 
+_HALF = (torch.float16, torch.bfloat16)
 _COMPOSITE = (".attn.", ".mlp.")  # names of blocks whose layer is more than the projection that holds the weight
 
 
@@ -135,3 +137,44 @@ class ShapeHook(ActivationHook):
     def shapes(self) -> list[tuple[int, ...] | None]:
         """One for each call of the module."""
         return self._found
+
+
+class Written(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make inside; `most` is the largest count between two `begin`.
+
+    `half`: whether one of them had half precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self.half = False
+
+    def begin(self) -> None:
+        """Count from zero."""
+        self._now = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; what it wrote into its arguments, or returns a view of, is not new."""
+        found = func(*args, **(kwargs or {}))
+        held = {_storage(tensor) for tensor in _tensors((*args, *(kwargs or {}).values()))}
+        made = list(_tensors((found,)))
+        self._now += sum(tensor.nbytes for tensor in made if _storage(tensor) not in held)
+        self.half = self.half or any(tensor.dtype in _HALF for tensor in made)
+        self.most = max(self.most, self._now)
+        return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation, also in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -73,7 +73,10 @@ class _RecomputedCall:
         if len(sums) != len(self._sums) or any(
             abs(now - then) > _SAME * size for now, then, size in zip(sums, self._sums, sizes, strict=True)
         ):
-            raise NotRepeatableError("recompute", "got 'layer', but a layer does not return the same twice")
+            raise NotRepeatableError(
+                "recompute",
+                "got 'layer', but a layer returns different outputs when run twice; remove its randomness or state",
+            )
         return found
 
     def note(self, outputs: Sequence[Tensor]) -> None:

@@ -2,12 +2,14 @@
 
 What runs inside `undisturbed` changes neither the model nor any global setting. `WeightWatch` notices that weights
 which are shared with a model have changed, without a copy of them: torch counts the changes of a tensor in place. It
-does not count those through `.data`, so a hash of the bits of each tensor and a few of its entries are remembered.
+does not count those through `.data`, so a hash of the bits of each tensor is remembered, which finds a change of any
+entry, and what the tensor gives for fixed random vectors, which finds entries that have moved or changed their signs.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,7 +23,9 @@ from curvoscope.errors import ChangedWeightsError, ModelError
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
 
-_ENTRIES = 16  # of each watched tensor that are remembered
+_ROW = 1024  # entries of a watched tensor that give one number
+_STRIP = 2**20  # entries at a time, a multiple of it
+_SAME = 1e3  # units of rounding, of the length of a row, that the order of a sum may change
 
 
 @contextmanager
@@ -90,11 +94,11 @@ def same_randomness(generators: Iterable[torch.Generator] = ()) -> Iterator[None
 
 
 def check_mode(model: nn.Module) -> None:
-    """Raise if the loss depends on chance or on the cut into batches, or if the next run changes the weights."""
+    """Raise if the loss is random or depends on how the data is batched, or if the next run changes the weights."""
     for path, module in model.named_modules():
         name = f"{path or 'the model itself'} ({type(module).__name__})"
         if rescales(module) and 0 < module.config.rescale_every <= module.config.num_hidden_layers:
-            raise ModelError("model", f"{name} scales weights when it next runs: run the model once before, as it is")
+            raise ModelError("model", f"{name} rescales its weights on the next forward pass; run the model once first")
         if not module.training:
             continue
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -102,7 +106,7 @@ def check_mode(model: nn.Module) -> None:
         if isinstance(module, _BatchNorm):
             raise ModelError(
                 "model",
-                f"{name} is in training mode: the loss depends on the cut into batches. Call model.eval() first",
+                f"{name} is in training mode: the loss depends on how the data is batched. Call model.eval() first",
             )
         dropout = getattr(module, "dropout", None)
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0:
@@ -130,8 +134,8 @@ class WeightWatch:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
         self._versions = self._counts()
-        self._views = [tensor.view(-1)[:: max(1, tensor.numel() // _ENTRIES)] for tensor in self._tensors.values()]
-        self._entries, self._hashes = self._bits(), self._hashed()
+        self._hashes, self._projections = self._hashed(), self._projected()
+        self._lengths = [_by_rows(tensor, lambda rows: rows.norm(dim=1)) for tensor in self._tensors.values()]
         self._trusted = False
 
     @contextmanager
@@ -147,11 +151,7 @@ class WeightWatch:
 
     def check(self) -> None:
         """Raise if a tensor has changed."""
-        if (
-            self._counts() == self._versions
-            and torch.equal(self._bits(), self._entries)
-            and (self._trusted or self._hashed() == self._hashes)
-        ):
+        if self._counts() == self._versions and (self._trusted or self._is_same()):
             return
         counts = zip(self._tensors, self._counts(), self._versions, strict=True)
         changed = [path for path, now, then in counts if now != then]
@@ -165,17 +165,61 @@ class WeightWatch:
     def _counts(self) -> list[int]:
         return [tensor._version for tensor in self._tensors.values()]
 
-    def _bits(self) -> Tensor:
-        """The remembered entries as bytes: NaN is equal to itself."""
-        return torch.cat(self._views).view(torch.uint8) if self._views else torch.empty(0)
+    def _is_same(self) -> bool:
+        """Whether hashes and projections are what they were."""
+        if self._hashed() != self._hashes:
+            return False
+        several = zip(self._projected(), self._projections, self._lengths, self._tensors.values(), strict=True)
+        return all(_agree(now, then, _SAME * _epsilon(tensor) * length) for now, then, length, tensor in several)
+
+    def _projected(self) -> list[Tensor]:
+        return [_by_rows(tensor, _projection) for tensor in self._tensors.values()]
 
     def _hashed(self) -> list[int]:
         """The exclusive or of the bits of all entries, which does not depend on the order of the work."""
         full = [tensor for tensor in self._tensors.values() if tensor.numel()]
         if not full or not hasattr(torch, "hash_tensor"):  # before torch 2.9
             return []
-        found: list[int] = torch.stack([torch.hash_tensor(tensor) for tensor in full]).tolist()
+        found: list[int] = torch.stack([torch.hash_tensor(_real(tensor)) for tensor in full]).tolist()
         return found
+
+
+def _by_rows(tensor: Tensor, number: Callable[[Tensor], Tensor]) -> Tensor:
+    """A number (rows,) of each row of `_ROW` entries of a tensor; the last row may be shorter."""
+    flat = _real(tensor).view(-1)
+    found = [flat.new_zeros(0, dtype=torch.float64)]
+    for strip in flat.split(_STRIP):
+        values = strip if strip.is_floating_point() else strip.to(torch.float32)
+        whole = len(values) // _ROW * _ROW
+        for rows in (values[:whole].view(-1, _ROW), values[None, whole:]):
+            if rows.numel():
+                found.append(number(rows).double())
+    return torch.cat(found)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _projection(rows: Tensor) -> Tensor:
+    return rows @ _direction(rows.dtype, rows.device)[: rows.shape[1]]
+
+
+@lru_cache(maxsize=4)
+def _direction(dtype: torch.dtype, device: torch.device) -> Tensor:
+    found = torch.randn(_ROW, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return found.to(device, dtype)
+
+
+def _epsilon(tensor: Tensor) -> float:
+    """Of the numbers that projections are computed in."""
+    return torch.finfo(tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.float32).eps
+
+
+def _agree(now: Tensor, then: Tensor, allowed: Tensor) -> bool:
+    """Whether projections are the same; NaN is equal to itself."""
+    same = ((now - then).abs() <= allowed) | (now == then) | (now.isnan() & then.isnan())
+    return bool(same.all())
 
 
 def can_be_watched(tensor: Tensor) -> bool:

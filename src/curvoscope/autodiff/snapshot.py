@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
+from curvoscope.autodiff.hooks import Written
 from curvoscope.autodiff.safety import WeightWatch, can_be_watched, rewritten_by
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
@@ -164,6 +164,7 @@ class LossSummary:
     `total` is their sum, over those of other processes too. `written`: bytes that the forward pass of the largest
     micro-batch writes. `summed`: the loss is a sum, not a mean. `losses`: of each micro-batch. `operations`: those of
     the loss function, if G is found by differentiating it. `outputs`: numbers that the model returns for all batches.
+    `full_precision`: no tensor of a forward pass has half precision, as far as is known.
     """
 
     loss: float
@@ -174,6 +175,7 @@ class LossSummary:
     losses: tuple[float, ...] = ()
     operations: frozenset[Operation] = frozenset()
     outputs: int = 0
+    full_precision: bool = False
 
     @property
     def weights(self) -> list[float]:
@@ -249,17 +251,18 @@ def summary(
     counts: Sequence[float],
     ranks: Ranks,
     losses: Losses,
-    written: int = 0,
+    written: Written | None = None,
 ) -> LossSummary:
     """The survey of all ranks from the losses of each."""
     summed = sum(v * (float(bool(c)) if objective.summed else c) for v, c in zip(values, counts, strict=True))
-    shares = ranks.exchange((summed, sum(counts)))
-    total = float(sum(count for _, count in shares))
+    precise = written is not None and not written.half
+    shares = ranks.exchange((summed, sum(counts), precise))
+    total = float(sum(count for _, count, _ in shares))
     if not total:
         raise EmptyError("batches", "every target is ignored, or no rank has batches: the mean has no terms")
-    loss = sum(share for share, _ in shares) / (1.0 if objective.summed else total)
-    found = tuple(values), losses.operations, losses.outputs
-    return LossSummary(loss, tuple(counts), total, written, objective.summed, *found)
+    loss = sum(share for share, *_ in shares) / (1.0 if objective.summed else total)
+    found = tuple(values), losses.operations, losses.outputs, all(one for *_, one in shares)
+    return LossSummary(loss, tuple(counts), total, written.most if written else 0, objective.summed, *found)
 
 
 def survey(
@@ -281,7 +284,7 @@ def survey(
                 check_same(value, losses.again(evaluate(model, objective, batch)[1], batch), model.dtype)
             del outputs, seen
     objective, values, counts = losses.conclude(ranks)
-    return summary(objective, values, counts, ranks, losses, written.most), objective
+    return summary(objective, values, counts, ranks, losses, written), objective
 
 
 def evaluate(model: Snapshot, objective: Objective, batch: Batch) -> tuple[Any, Any]:
@@ -291,48 +294,13 @@ def evaluate(model: Snapshot, objective: Objective, batch: Batch) -> tuple[Any, 
     return outputs, objective.seen(outputs, model.parameters(model.weights))
 
 
-class Written(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make inside; `most` is the largest count between two `begin`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self._now = 0
-
-    def begin(self) -> None:
-        """Count from zero."""
-        self._now = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operation; what it wrote into its arguments, or returns a view of, is not new."""
-        found = func(*args, **(kwargs or {}))
-        held = {_storage(tensor) for tensor in _tensors((*args, *(kwargs or {}).values()))}
-        self._now += sum(tensor.nbytes for tensor in _tensors((found,)) if _storage(tensor) not in held)
-        self.most = max(self.most, self._now)
-        return found
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of an operation, also in lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def check_same(value: float, again: float, dtype: torch.dtype) -> None:
     """Raise if the loss of two identical calls differs by more than rounding."""
     if abs(again - value) > _ROUNDING * torch.finfo(dtype).eps * abs(value):
         raise LossError(
             "model",
-            f"two identical calls gave the losses {value:.8g} and {again:.8g}; call model.eval(), and remove what is "
-            "random in it",
+            f"two identical calls gave the losses {value:.8g} and {again:.8g}; call model.eval(), and remove any "
+            "randomness",
         )
 
 

@@ -38,7 +38,7 @@ class LayerAdapter:
 
     @classmethod
     def of(cls, adapter: Adapter, weights: Mapping[str, Block], blocks: Mapping[str, Block]) -> "LayerAdapter | None":
-        """That of an adapter on the weights of some roles, among all blocks; None if these are no ranges of columns."""
+        """That of an adapter on the weights of some roles, among all blocks; None if they are not ranges of columns."""
         A = next(block for block in blocks.values() if block.pieces == (adapter.parts["A"],))
         B = {role: blocks.get(f"{weight.name}.{adapter.label('B')}") for role, weight in weights.items()}
         found = {role: block for role, block in B.items() if block is not None}

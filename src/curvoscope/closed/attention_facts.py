@@ -65,9 +65,9 @@ def call_of(calls: Iterable[AttentionCall], blocks: Mapping[str, Block], latent:
     for call in calls:
         if all(role in call.weights and _owns(blocks[role], call.weights[role]) for role in "QKVO"):
             if any(len(operands) > 1 for operands in call.operands.values()):
-                raise UnknownAttentionError("its heads attend in several parts")
+                raise UnknownAttentionError("its attention is computed in several parts")
             if (call.latent and not latent) or call.positions:
-                raise UnknownAttentionError("its scores have further weights, of positions or in series")
+                raise UnknownAttentionError("its scores have additional weights (positional, or several in series)")
             return call
     raise UnknownAttentionError("its scores are not found in the graph of a forward pass")
 
@@ -145,7 +145,7 @@ def _map(
         J = torch.cat([rows(slice(h, h + 1)) for h in range(heads)]).movedim(0, 2)  # (N, L, H*k, H*k)
         B, norm = _normalised(J, projected, merge_heads(y))
         if norm is None:
-            raise UnknownAttentionError("its queries or keys are no linear map of a norm of their projections")
+            raise UnknownAttentionError("its queries or keys are not a linear map of a norm of their projections")
         B = torch.stack([B[..., h * k : (h + 1) * k, h * k : (h + 1) * k] for h in range(heads)], 1)
     return QueryKeyFacts(1.0, norm, PositionMatrices(_shared(B)))
 
@@ -182,7 +182,7 @@ def placed_keys(flow: DataFlow, call: AttentionCall, block: Block, projected: Te
     made = E.abs().sum(1) > 0
     constant = _same(J, E.expand_as(J)) and _same(b, b[:, :1].expand_as(b), y.abs().max())
     if not constant or not _same(b[..., made], torch.zeros_like(b[..., made]), y.abs().max()):
-        raise UnknownAttentionError("its keys are no projection beside features that all heads share")
+        raise UnknownAttentionError("its keys are not a projection plus features shared by all heads")
     return E, b[:, 0]
 
 
@@ -195,7 +195,7 @@ def _columns(flow: DataFlow, product: WeightProduct, block: Block) -> Tensor:
     """The outputs of a product that are the columns of a block, in their order."""
     piece = operand(flow, product.weight)
     if piece is None or product.is_convolution or any(one.parameter != product.parameter for one in block.pieces):
-        raise UnknownAttentionError("its queries or keys are no product with a matrix")
+        raise UnknownAttentionError("its queries or keys are not a product with a matrix")
     numbers = torch.zeros(piece.stored, dtype=torch.float64)
     a, p = piece.shape
     region = piece.of(numbers)

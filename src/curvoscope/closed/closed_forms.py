@@ -67,16 +67,18 @@ class ClosedForms:
             if isinstance(place, BlockPlace):
                 self._chosen[place.layer.name] = place.layer
                 held.setdefault(place.layer.name, []).append((place, block))
-        told = engine.ranks.exchange((layers.sizes, len(engine.survey.terms), checks.memory_budget()))
+        here = layers.sizes, len(engine.survey.terms), checks.memory_budget(), engine.product_bytes
+        told = engine.ranks.exchange(here)
         self._sizes = {name: reduce(OutputSize.joined, (sizes[name] for sizes, *_ in told)) for name in self._chosen}
-        batches, least = max(each[1] for each in told), min(each[2] for each in told)
+        _, terms, budgets, products = zip(*told, strict=True)
+        batches, least, product = max(terms), min(budgets), max(products)
         whole = behind = sum(weight.numel() for weight in engine.snapshot.weights.values())
         self._costs: dict[str, LayerCosts] = {}
         for layer in layers.all:
             behind -= sum(block.size for block in layer.blocks.values())
             if layer.name in self._chosen:
                 at = layer, held[layer.name], self._sizes[layer.name], batches, (max(0, behind), whole)
-                self._costs[layer.name] = LayerCosts(*at, engine.product_bytes, engine.dtype.itemsize)
+                self._costs[layer.name] = LayerCosts(*at, product, engine.dtype.itemsize)
         self._groups = self._passed_together(least // 4)
         self._ruled_out = {
             needs_s: self._agreed({name: self._misfit(name, needs_s) for name in self._chosen})

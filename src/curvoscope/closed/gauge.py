@@ -163,7 +163,7 @@ class Gauge:
 
     def _checked(self, name: str, xi: Tensor) -> tuple[AdapterFactors, Tensor]:
         if name not in self._factors:
-            raise BlockNameError("name", f"there is no adapter on {name!r} among {', '.join(self.names)}")
+            raise BlockNameError("name", f"there is no adapter on {name!r} among {checks.listed(name, self.names)}")
         factors = self._factors[name]
         rank = len(factors.B)
         if xi.shape != (rank, rank):

@@ -7,7 +7,7 @@ on the vectors z_t = [u_t; c_t; b_t] with the weights
     W_Q' = [W_Q; 0; 0]        W_K' = [0; W_K E^T; I]        W_V' = [0; W_V; 0]
 
 so that the blocks of W_Q, W_K and W_V are those of self-attention, contracted with constants. The weights that make
-u, c and b stand before norms; they are no part of this layer.
+u, c and b stand before norms; they are not part of this layer.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def latent_facts(
     """The facts of one call, at weights by role and at the latent vectors of the record."""
     blocks: Mapping[str, Block] = layer.blocks
     if layer.adapters or {"b_Q", "b_K", "b_V"} & set(weights) or blocks["K"].heads != blocks["Q"].heads:
-        raise UnknownAttentionError("its latent vectors meet adapters, biases or groups of heads")
+        raise UnknownAttentionError("its latent vectors are combined with adapters, biases or head groups")
     if record.memory is None:
         raise UnknownAttentionError("its keys do not come from latent vectors of a module")
     scores = attention_facts(flow, call, blocks, {"Q": record.X @ weights["Q"]})

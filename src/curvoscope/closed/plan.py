@@ -15,9 +15,9 @@ from curvoscope.blocks import Block
 from curvoscope.closed.layers import BlockPlace, ModelLayer, OutputSize
 from curvoscope.errors import BlockNameError
 from curvoscope.estimate.products import DEFAULT_MATVECS
+from curvoscope.operators.block_matrix import PARTS
 from curvoscope.text_table import ShownAsTable, TextTable
 
-PARTS = ("outer", "functional", "total")
 _QUESTIONS = 4
 _PER_WEIGHT = 8  # operations of a product for a weight and a token: two for each of four passes
 _PER_BYTE = 4  # operations that take as long as moving a byte
@@ -118,7 +118,7 @@ class Plan(ShownAsTable, Mapping[tuple[str, str], PlannedBlock]):
         header = ("block", "part", "method", "products", "memory", "reason")
         return TextTable(header, cells, right=("products", "memory"))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return str(self._shown())
 
 

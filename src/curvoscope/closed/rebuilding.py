@@ -35,8 +35,8 @@ from curvoscope.operators.block_matrix import BlockHessian
 _LOW_PRECISION = 1e-4  # relative error below which a layer is the right one, computed in less than double precision
 _CAUSES = {  # by the roles of further blocks
     **dict.fromkeys(("q_norm", "k_norm"), "normalises queries and keys"),
-    **dict.fromkeys(("v_norm", "o_norm"), "normalises values or what the heads give"),
-    **dict.fromkeys(("gate", "b_gate"), "gates what the heads give"),
+    **dict.fromkeys(("v_norm", "o_norm"), "normalises values or the output of the heads"),
+    **dict.fromkeys(("gate", "b_gate"), "gates the output of the heads"),
     **dict.fromkeys(("Q_latent", "KV_latent"), "makes queries or keys of latent vectors"),
     **dict.fromkeys(("positions", "Q_positions", "K_positions"), "has weights of positions in its scores"),
     **{"temperature": "has a learned temperature", "sinks": "has sinks", "norm": "normalises the hidden units"},

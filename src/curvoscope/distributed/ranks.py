@@ -173,7 +173,7 @@ def _compare(table: Tensor, rounding: float) -> None:
         raise RankError(
             "process_group",
             f"{_ranks(unlike)} asked for another product than rank 0; all ranks must make the same calls in the "
-            "same order, and have alike memory limits",
+            "same order, with the same memory limit",
         )
     # A sum of entries of one sign is larger than the norm, and so is its error.
     scale = table[0, 2] + table[0, 2:].abs()
@@ -181,14 +181,15 @@ def _compare(table: Tensor, rounding: float) -> None:
     if unlike:
         raise RankError(
             "process_group",
-            f"{_ranks(unlike)} multiplied with other vectors than rank 0; give their probes one seed",
+            f"{_ranks(unlike)} used different vectors from rank 0; use the same seed on every rank",
         )
 
 
 def _check_well(unwell: Sequence[int]) -> None:
     """Raise if a rank failed."""
     if unwell:
-        raise RankError("process_group", f"{_ranks(unwell)} failed in a product; the cause is said there")
+        there = "that rank" if len(unwell) == 1 else "those ranks"
+        raise RankError("process_group", f"{_ranks(unwell)} failed in a product; see the error on {there}")
 
 
 def ranks_of(process_group: object) -> Ranks:

@@ -252,6 +252,7 @@ class Sharded(Autodiff):
         if len(kept) < self._batches.count:
             kept = dict(kept)
             self._walk(run)
+        self.snapshot.room = max(0, self._budget - self._used())
         self.snapshot.keep_what_fits()
 
     def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True) -> None:

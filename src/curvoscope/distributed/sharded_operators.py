@@ -14,7 +14,7 @@ from curvoscope.distributed.ranks import RankError
 from curvoscope.distributed.sharded import Sharded
 from curvoscope.errors import CurvoscopeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
-from curvoscope.estimate.space import Draw, Space
+from curvoscope.estimate.space import RandomFill, Space
 from curvoscope.operators.base import LinearOperator, ProductPair
 from curvoscope.operators.compositions import MatrixFree
 
@@ -51,7 +51,7 @@ class Spread(Space):
         stacked[self._ranks.rank, : len(triangle)] = triangle
         return self.total(stacked).flatten(0, 1)
 
-    def random(self, draw: Draw, out: Tensor) -> None:
+    def random(self, draw: RandomFill, out: Tensor) -> None:
         """The numbers that a single process would draw, a chunk at a time; each rank keeps its own."""
         found, start = list[Tensor](), 0
         while start < self.size:

@@ -9,8 +9,8 @@ from torch import Tensor
 from curvoscope.errors import RangeError
 from curvoscope.estimate.products import MOST, Matrix, Probes, Products
 from curvoscope.estimate.quadrature import (
-    DEFAULT_MATVECS,
     DEFAULT_STEPS,
+    DENSITY_MATVECS,
     LEAST_PROBES,
     MOST_EXACT,
     GaussRule,
@@ -20,14 +20,14 @@ from curvoscope.estimate.quadrature import (
 )
 from curvoscope.estimate.result import Estimate
 
-Function = Callable[[Tensor], Tensor]
+SpectralFunction = Callable[[Tensor], Tensor]  # of eigenvalues, entry by entry
 
 _SURE = 10.0  # error bars of an end of a spectrum that hold it with a probability of 99.99 %
 
 
 def function_trace(
     operator: Matrix,
-    function: Function,
+    function: SpectralFunction,
     pole: float,
     floor: float = -math.inf,
     *,
@@ -68,7 +68,7 @@ def function_trace(
             values = all_eigenvalues(products)
             _above_pole(float(values.min()), pole)
             return Estimate(float(function(values.clamp_min(floor)).sum()))
-        steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DEFAULT_MATVECS) // LEAST_PROBES))
+        steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DENSITY_MATVECS) // LEAST_PROBES))
         most = max(2, (budget or MOST) // steps)
         for rule in gauss_rules(products, Probes(products, seed), steps, most):
             found = _bracketed(rule, products, function, pole, floor)
@@ -77,7 +77,7 @@ def function_trace(
         return found
 
 
-def _bracketed(rule: GaussRule, products: Products, function: Function, pole: float, floor: float) -> Estimate:
+def _bracketed(rule: GaussRule, products: Products, function: SpectralFunction, pole: float, floor: float) -> Estimate:
     """The mean of the two quadratures."""
     size, unit = products.size, products.unit
     if math.isinf(floor):

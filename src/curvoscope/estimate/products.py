@@ -16,7 +16,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
-from curvoscope.estimate.space import Draw, Space
+from curvoscope.estimate.space import RandomFill, Space
 from curvoscope.magnitudes import exponent_of
 from curvoscope.settings import current
 
@@ -214,7 +214,7 @@ class Probes:
         """(size, count) of standard normals, in the memory of `out` if it is given."""
         return self._columns(count, out, lambda row: row.normal_(generator=self._generator))
 
-    def _columns(self, count: int, out: Tensor | None, draw: Draw) -> Tensor:
+    def _columns(self, count: int, out: Tensor | None, draw: RandomFill) -> Tensor:
         drawn = self._products.memory(count) if out is None else out
         for row in drawn.T:
             self._products.space.random(draw, row)

@@ -12,12 +12,12 @@ from curvoscope.estimate.missed import quadrature_bars
 from curvoscope.estimate.products import MOST, Matrix, Probes, Products, budget_of, check_symmetric
 from curvoscope.estimate.spectrum import Density, gauss
 
-DEFAULT_MATVECS = 512
+DENSITY_MATVECS = 512
 DEFAULT_STEPS = 64
 MOST_EXACT = 4096  # size up to which all eigenvalues are computed when the budget allows
 LEAST_PROBES = 4
 _BESIDE = 4  # vectors of a probe in addition to its Lanczos vectors
-_ROUNDING = 16  # units of rounding below which a vector is no new direction
+_ROUNDING = 16  # units of rounding below which a vector is not a new direction
 
 
 def density(
@@ -60,7 +60,7 @@ def density(
     with Products(operator, "density", budget) as products:
         if steps is None and size <= min(MOST_EXACT, budget or LEAST_PROBES * DEFAULT_STEPS):
             return _exact(products)
-        steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DEFAULT_MATVECS) // LEAST_PROBES))
+        steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DENSITY_MATVECS) // LEAST_PROBES))
         most = (budget or MOST) // steps
         return _collect(products, Probes(products, seed), steps, most, tolerance)
 
@@ -70,7 +70,7 @@ def quadrature_budget(
 ) -> int | None:
     """The products to spend on a question to a symmetric operator, once all is checked; None: see `budget_of`."""
     check_symmetric(operator, question)
-    budget, size = budget_of(matvecs, tolerance, DEFAULT_MATVECS), operator.shape[0]
+    budget, size = budget_of(matvecs, tolerance, DENSITY_MATVECS), operator.shape[0]
     if steps is not None and not 1 <= steps <= size:
         raise RangeError("steps", f"got {steps}, expected 1 to {size}")
     return budget

@@ -129,6 +129,12 @@ class Estimate(float):
         sqrt(8/ν): normal for ν → ∞, exact for one dominant eigenvalue, where ν is the number of probes. There the
         standard error s is as large as the deviation: s = σ χ²_ν/ν. So μ = x - s sqrt(ν/2) (1 - ν/χ²_ν), a pivot. Both
         ends are widened by the ratio of Student's to normal quantiles, for an s that is itself an estimate.
+
+        Args:
+            level: the probability that the interval holds the true number, between 0 and 1.
+
+        Returns:
+            The lower and the upper end; both are the value if it is exact.
         """
         checks.probability("level", level)
         below, above = _reach(level, self.degrees, abs(self.skewness))
@@ -147,13 +153,27 @@ class Estimate(float):
         return Estimate(root, stderr, self.matvecs, self.method, self.degrees, self.skewness, 2 * self.power)
 
     def checked(self, question: str) -> "Estimate":
-        """Check that value and error are finite and return the estimate."""
+        """Check that value and error are finite and return the estimate.
+
+        Args:
+            question: the name of the number, for the error message.
+
+        Returns:
+            The same Estimate; raises `NonFiniteError` if its value or standard error is NaN or infinite.
+        """
         checks.finite(question, self.value)
         checks.finite(question, self.stderr)
         return self
 
     def scaled(self, factor: float) -> "Estimate":
-        """The estimate of a positive multiple."""
+        """The estimate of a positive multiple.
+
+        Args:
+            factor: a positive number.
+
+        Returns:
+            An Estimate with value and standard error multiplied by the factor, and the other fields unchanged.
+        """
         return Estimate(**self.facts() | {"value": self * factor, "stderr": self.stderr * factor})
 
 

@@ -153,7 +153,7 @@ class Tally:
                     fixed += float(same.sum() - same.diagonal().sum())
         signs = any(diagonals is not None for _, _, diagonals in self._groups)
         if weight == 0 or (signs and fixed > square / 2):
-            # a matrix near its diagonal: for signs nearly all of |C|_F² is no variance, and the difference is noise
+            # a matrix near its diagonal: for signs nearly all of |C|_F² is not variance, and the difference is noise
             return Sample(mean, float(values.var()) / self.count, 0.0, self.count - 1.0)
         square, cube, fixed = square / weight, cube / weight, fixed / weight
         variance = 2 * (square - fixed) if signs else 2 * n / (n + 2) * square

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 _CHUNK = 2**16  # entries of a vector that are summed in single precision
+_SMALL = 1e-15  # length of so many entries below which some of their squares may not be normal numbers
 _INDEPENDENT = 1e-4  # of the largest column, what each must add for inner products to be enough
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
-Draw = Callable[[Tensor], Tensor]
+RandomFill = Callable[[Tensor], Tensor]
 """Fills a vector in single precision with the next entries of a random one, and returns it."""
 
 
@@ -72,7 +73,7 @@ class Space:
     def _qr_triangle(self, columns: Tensor) -> Tensor:
         return torch.linalg.qr(columns, mode="r").R.double()
 
-    def random(self, draw: Draw, out: Tensor) -> None:
+    def random(self, draw: RandomFill, out: Tensor) -> None:
         """Write a random vector to `out`, (length,)."""
         if out.dtype == torch.float32 and out.device.type == "cpu":
             draw(out)
@@ -98,8 +99,10 @@ def _squares(vectors: Tensor, dim: int) -> Tensor:
     """The squared lengths, in float64: over millions of entries a sum in single precision is off by 1e-4 and more."""
     if vectors.dtype == torch.float64:
         return vectors.norm(dim=dim).square()
-    lengths = [some.norm(dim=dim).double() for some in vectors.split(_CHUNK, dim)]
-    return torch.stack(lengths).square().sum(0)
+    lengths = torch.stack([some.norm(dim=dim).double() for some in vectors.split(_CHUNK, dim)])
+    if not bool((lengths.isfinite() & (lengths > _SMALL)).all()):  # squares may have left the range
+        lengths = torch.stack([some.double().norm(dim=dim) for some in vectors.split(_CHUNK, dim)])
+    return lengths.square().sum(0)
 
 
 def empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -79,7 +79,15 @@ class Density:
 
     @classmethod
     def exact(cls, eigenvalues: Tensor, matvecs: int = 0) -> "Density":
-        """The density of known eigenvalues (n,)."""
+        """The density of known eigenvalues.
+
+        Args:
+            eigenvalues: (n,), in any order.
+            matvecs: the number of matrix-vector products that they took.
+
+        Returns:
+            A density with one mass of 1/n per eigenvalue. Those that are zero to rounding are set to zero.
+        """
         values = checks.floating("eigenvalues", eigenvalues).double().reshape(1, -1).sort().values
         size = values.shape[1]
         rounding = torch.finfo(eigenvalues.dtype).eps
@@ -127,6 +135,13 @@ class Density:
 
         The band joins two errors. Between probes: Student's interval of their mean. Within a probe, by the inequality
         of Chebyshev, Markov and Stieltjes: the mass of the node before x may lie after x, and that of the next before.
+
+        Args:
+            x: points, of any shape.
+            level: the confidence of Student's interval, between 0 and 1.
+
+        Returns:
+            A `Band` of the shape of x, with values between 0 and the total mass.
         """
         points = _points(x)
         total, index = self._cumulative(points)
@@ -141,7 +156,16 @@ class Density:
         return _band(x, points, value.mean(0).clamp(0, most), lower, upper)
 
     def smooth(self, x: Tensor, width: float | None = None, level: float = 0.95) -> Band:
-        """The density at x with a Gaussian kernel of the given width (1 % of the spread), and Student's band."""
+        """The density at x, smoothed with a Gaussian kernel, and Student's band.
+
+        Args:
+            x: points, of any shape.
+            width: the standard deviation of the kernel; None: 1 % of the spread of the eigenvalues.
+            level: the confidence of the band at each point, between 0 and 1.
+
+        Returns:
+            A `Band` of the shape of x. It covers the error between the probes, not the bias of the kernel.
+        """
         points = _points(x)
         width = width if width is not None else (_WIDTH * self.spread or 1.0)
         checks.positive(width=width)
@@ -152,11 +176,25 @@ class Density:
         return _band(x, points, mean, (mean - reach).clamp_min(0), mean + reach)
 
     def moment(self, order: int) -> Estimate:
-        """(1/n) tr B^order, exact for each probe below twice its number of steps."""
+        """(1/n) tr B^order, exact for each probe below twice its number of steps.
+
+        Args:
+            order: the power of B.
+
+        Returns:
+            The mean over the probes, with its standard error: 0 for a single probe.
+        """
         return self._mean((self.weights * self.nodes**order).sum(1))
 
     def moments(self, count: int) -> list[Estimate]:
-        """The moments of order 1 to `count`."""
+        """The moments of order 1 to `count`.
+
+        Args:
+            count: the highest order, at least 1.
+
+        Returns:
+            One Estimate per order, as from `moment`.
+        """
         checks.at_least(1, count=count)
         return [self.moment(order) for order in range(1, count + 1)]
 
@@ -169,7 +207,14 @@ class Density:
         return float(total.gather(1, index).std(0).mean() / self.probes**0.5)
 
     def wasserstein(self, eigenvalues: Tensor) -> float:
-        """The distance ∫ |F - G| dx to the density of known eigenvalues (n,), in their units; both of mass one."""
+        """The distance ∫ |F - G| dx to the density of known eigenvalues, with F and G the cumulative functions.
+
+        Args:
+            eigenvalues: (m,), in any order.
+
+        Returns:
+            The distance, in the units of the eigenvalues; both densities are normalised to mass one.
+        """
         known = checks.floating("eigenvalues", eigenvalues).double().flatten().to(self.nodes.device)
         points = torch.cat([self.nodes.flatten(), known])
         masses = torch.cat([self.weights.flatten() / self.weights.sum(), torch.full_like(known, -1 / len(known))])

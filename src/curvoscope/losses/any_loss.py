@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvoscope.errors import LossError, NonFiniteError
 from curvoscope.losses.curvatures import LossAt, curvature_of, group_size
-from curvoscope.losses.objectives import LossFunction, Objective, scalar, takes
+from curvoscope.losses.objectives import LossFunction, Objective, described, scalar, takes
 
 
 def at(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
@@ -36,7 +36,10 @@ def at(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
 def _by_autodiff(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
     """G and S by double backward, which is right also when nested torch.func transforms are not."""
     if not takes(loss, 1):
-        raise LossError("loss", "must be a function of the layer's output alone; give lambda F: loss(F, targets)")
+        raise LossError(
+            "loss",
+            f"must be a function of the layer's output alone, got {described(loss)}; pass lambda F: loss(F, targets)",
+        )
     leaf = F.detach().clone().requires_grad_()
     with torch.enable_grad():
         value = scalar("loss", loss(leaf[0] if squeeze else leaf))

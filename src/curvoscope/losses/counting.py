@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from curvoscope.errors import LossError
 from curvoscope.losses.outputs import change, cut, joined, tensors
 
-Function = Callable[[Any, Any], Tensor]
+LossOfOutputs = Callable[[Any, Any], Tensor]
 
 _DISTINCT = 64  # values of integer targets that are tried as the one to ignore
 _WIDENED = 2**24  # entries of the outputs up to which comparisons are made in float64
@@ -134,7 +134,7 @@ class Measured:
     is_torch_mean: bool  # whether the loss is torch's own mean of the negative log-likelihood, and nothing else
 
 
-def measure(function: Function, outputs: Any, targets: Any) -> Measured:
+def measure(function: LossOfOutputs, outputs: Any, targets: Any) -> Measured:
     """Evaluate the function."""
     with torch.no_grad(), _Denominators() as inside:
         value = float(function(outputs, targets))
@@ -144,7 +144,7 @@ def measure(function: Function, outputs: Any, targets: Any) -> Measured:
     return Measured(value, tally(outputs, targets, observed), same)
 
 
-def number_of_terms(function: Function, count: Count, outputs: Any, targets: Any) -> float:
+def number_of_terms(function: LossOfOutputs, count: Count, outputs: Any, targets: Any) -> float:
     """The number of terms of a batch, by the count that explains the function."""
     found = measure(function, outputs, targets).tally if count == OBSERVED else tally(outputs, targets)
     number = found.number(ROWS if count == SUM else count)
@@ -169,7 +169,7 @@ class Evidence:
 class Inquiry:
     """Gathers evidence about a function from its micro-batches. A single one needs none."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: LossOfOutputs) -> None:
         self._function = function
         self._waiting: tuple[Any, Any] | None = None  # the first micro-batch, until there is a second
         self._before: tuple[Measured, Any, Any] | None = None
@@ -278,7 +278,7 @@ def conclude(evidence: Sequence[Evidence]) -> Count:
         return next(iter(left), SUM if is_sum else ROWS)
     if not comparisons and not over_tokens:
         raise LossError(
-            "loss_fn", f"batches of one row and of different shapes do not show what it is a mean of; {WAY_OUT}"
+            "loss_fn", f"batches of one row and of different shapes do not determine the number of terms; {WAY_OUT}"
         )
     if not left and is_sum:
         return SUM
@@ -294,7 +294,7 @@ def conclude(evidence: Sequence[Evidence]) -> Count:
         if choice and all(_same_weights(choice[0], other, batches) for other in choice):
             return choice[0]
     named = ", ".join(str(c) for c in plain)
-    raise LossError("loss_fn", f"may be a mean over {named}, which weigh these batches differently; {WAY_OUT}")
+    raise LossError("loss_fn", f"may be a mean over {named}, which give these batches different weights; {WAY_OUT}")
 
 
 def _explains(count: Count, whole: Measured, parts: Sequence[Measured], epsilon: float) -> bool:

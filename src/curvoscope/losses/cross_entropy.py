@@ -95,7 +95,14 @@ class SoftmaxCurvature(PerToken):
         self._weights, self._probabilities, self._unembedding = weights, probabilities, unembedding
 
     def apply(self, direction: Tensor) -> Tensor:
-        """w U (p . u - p (p^T u)) with u = U^T dF."""
+        """S dF, by token w U (p . u - p (p^T u)) with u = U^T dF.
+
+        Args:
+            direction: dF (..., N, L, m).
+
+        Returns:
+            The products, of the shape of `direction`.
+        """
         likeliest, weights = self._probabilities.argmax(-1, keepdim=True), self._weights[..., None]
         u = direction @ self._unembedding
         gradient = softmax_gradient(self._probabilities, likeliest, weights)
@@ -108,7 +115,7 @@ class SoftmaxCurvature(PerToken):
         return self._unembedding @ (self._weights.sqrt()[..., None, None] * root)
 
     def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
-        """w P U (diag p - p p^T) U^T P'^T."""
+        """w P U (diag p - p p^T) U^T P'^T for tokens start to stop, (t, e, e'); as `TokenCurvature.between`."""
         probabilities = self._probabilities.flatten(0, 1)[start:stop]
         weights = self._weights.flatten()[start:stop]
         first = self._centred(left, probabilities)
@@ -116,23 +123,30 @@ class SoftmaxCurvature(PerToken):
         return (first * (weights[:, None] * probabilities)[:, None, :]) @ second.mT
 
     def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
-        """w times the variance of P U under p_t."""
+        """w times the variance of P U under p_t, for tokens start to stop: (t, e); as `TokenCurvature.diagonal`."""
         probabilities = self._probabilities.flatten(0, 1)[start:stop]
         weights = self._weights.flatten()[start:stop]
         return weights[:, None] * (self._centred(port, probabilities).square() @ probabilities[:, :, None])[..., 0]
 
     def workspace(self, left: Port, right: Port) -> int:
-        """The centred unembeddings, (e, v) and (e', v)."""
+        """Numbers that `between` needs for a token: twice the centred unembeddings, (e, v) and (e', v)."""
         seen = (through(self._unembedding.mT[:1], port).shape[1] for port in (left, right))
         return 2 * sum(seen) * self._unembedding.shape[1]
 
     def by_words(self, port: Port) -> Tensor | None:
-        """The unembedding through the port, (v, e), if there are fewer words than values."""
+        """The unembedding seen through a port: features B with P S_t P'^T = B^T E_t B', E_t from `word_covariance`.
+
+        Args:
+            port: W_O (e, m), a slice of the output's columns, or None for all of them.
+
+        Returns:
+            B (v, e); None if there are more words v than values e.
+        """
         seen = through(self._unembedding.mT, port)
         return seen if seen.shape[0] <= seen.shape[1] else None
 
     def word_covariance(self, start: int, stop: int) -> Tensor:
-        """w (diag p - p p^T), its rows summing to zero to the last digit, (t, v, v)."""
+        """E_t = w (diag p - p p^T) for tokens start to stop, (t, v, v); its rows sum to zero to the last digit."""
         probabilities = self._probabilities.flatten(0, 1)[start:stop]
         weights = self._weights.flatten()[start:stop]
         products = (weights[:, None] * probabilities)[:, :, None] * probabilities[:, None, :]
@@ -216,7 +230,15 @@ class CrossEntropy(ClosedLoss):
 
     @classmethod
     def of_torch(cls, loss_fn: LossFunction) -> Objective | None:
-        """Of `cross_entropy` and `CrossEntropyLoss`, unless it is a sum; with weights or smoothing, its terms alone."""
+        """The same loss as a function of torch that is a mean: `cross_entropy` or a `CrossEntropyLoss`.
+
+        Args:
+            loss_fn: any loss function.
+
+        Returns:
+            A `CrossEntropy`; a `MeanLoss` that counts the terms, for class weights or label smoothing; None for another
+            function, or if the reduction is not "mean".
+        """
         if loss_fn is cross_entropy:
             return cls(axis=1)
         if type(loss_fn) is not nn.CrossEntropyLoss or loss_fn.reduction != "mean":
@@ -246,7 +268,7 @@ class CrossEntropy(ClosedLoss):
             _check_range(counted, U.shape[1])
 
     def bound(self, targets: Tensor) -> "CrossEntropy":
-        """The same loss with these targets, for a layer."""
+        """The same loss for a layer, with `targets` of its own: see `CrossEntropy`."""
         return CrossEntropy(targets, self.unembedding, self.bias, self.ignore_index, self.shift, self.axis)
 
     def __call__(self, outputs: Any, targets: Any = None) -> Tensor:
@@ -262,7 +284,15 @@ class CrossEntropy(ClosedLoss):
         return total
 
     def terms(self, outputs: Any, targets: Any) -> int:
-        """Targets that count."""
+        """The number of targets that count; with probabilities as targets, the number of positions.
+
+        Args:
+            outputs: F, or a model's output that has it as `logits` or as its first entry.
+            targets: of the batch; None for the loss's own.
+
+        Returns:
+            The number n that the mean divides by.
+        """
         F = logits_of(outputs)
         wanted = self.wanted(targets, F)
         if wanted.is_floating_point():
@@ -271,7 +301,15 @@ class CrossEntropy(ClosedLoss):
         return int((counted != self.ignore_index).sum())
 
     def gradient(self, outputs: Any, targets: Any = None) -> tuple[list[Tensor], list[Tensor]]:
-        """G in closed form."""
+        """G = dl/dF in closed form.
+
+        Args:
+            outputs: F, or a model's output that has it as `logits` or as its first entry.
+            targets: of the batch; None for the loss's own.
+
+        Returns:
+            The lists [F] and [G]. G can be differentiated: its vector-Jacobian product is the product with S.
+        """
         F = logits_of(outputs)
         logits, index, weights, rest = self.rows(F, targets)
         found = CrossEntropyGradient.apply(logits, index, weights)
@@ -282,7 +320,14 @@ class CrossEntropy(ClosedLoss):
         return [F], [found.view(F.movedim(axis, -1).shape).movedim(-1, axis)]
 
     def curvature(self, F: Tensor) -> SoftmaxCurvature:
-        """S at F (N, L, m)."""
+        """S for the loss's own targets.
+
+        Args:
+            F: the output of a layer, (N, L, m).
+
+        Returns:
+            S at F, which is not formed in full.
+        """
         if self.axis != -1:
             raise LossError("axis", f"got {self.axis}; a layer's output has its classes last: -1")
         logits, _, weights, _ = self.rows(F, None)
@@ -291,7 +336,7 @@ class CrossEntropy(ClosedLoss):
         return SoftmaxCurvature(weights.view(shape), logits.softmax(-1).view(*shape, words), U)
 
     def logits(self, F: Tensor) -> Tensor:
-        """F U + b."""
+        """F U + b (..., v), for an output F (..., m); F itself without unembedding and bias."""
         if self.unembedding is not None:
             checks.floating("unembedding", self.unembedding, like=F)
             if F.shape[-1] != self.unembedding.shape[0]:
@@ -301,11 +346,19 @@ class CrossEntropy(ClosedLoss):
         return F if self.bias is None else F + self.bias
 
     def class_axis(self, logits: Tensor) -> int:
-        """Where the logits have their classes."""
+        """The axis of the classes: `axis`, or the last one if the logits have only one."""
         return self.axis if logits.ndim > 1 else -1
 
     def rows(self, F: Tensor, targets: Any) -> SoftmaxRows:
-        """The logits, one row per target, with what their loss needs."""
+        """The logits, one row per position, with what their loss needs.
+
+        Args:
+            F: the output that the loss reads, (..., m), or with its classes on `axis`.
+            targets: word numbers, or probabilities of the shape of the logits; None for the loss's own.
+
+        Returns:
+            A `SoftmaxRows`; the weight of a target that does not count is 0.
+        """
         targets, logits = self.wanted(targets, F), self.logits(F)
         if targets.is_floating_point():
             return self._rows_of_probabilities(logits, targets)

@@ -42,7 +42,14 @@ class Curvature(ABC):
 
     @abstractmethod
     def apply(self, direction: Tensor) -> Tensor:
-        """S dF for directions (..., N, L, m)."""
+        """S dF.
+
+        Args:
+            direction: dF, one or several directions (..., N, L, m).
+
+        Returns:
+            The products, of the same shape.
+        """
 
 
 def multiplied(matrices: Tensor, vectors: Tensor) -> Tensor:
@@ -67,11 +74,27 @@ class ScalarCurvature(Curvature):
         self.factor = factor
 
     def apply(self, direction: Tensor) -> Tensor:
-        """c dF."""
+        """c dF.
+
+        Args:
+            direction: dF, of any shape.
+
+        Returns:
+            The product, of the same shape.
+        """
         return self.factor * direction
 
     def between(self, left: Port, right: Port, identity: Tensor) -> Tensor:
-        """c P P'^T, (e, e'), from the identity matrix of the output's width."""
+        """c P P'^T: S through two ports. A port is W_O (e, m), a slice of the output's columns, or None for all.
+
+        Args:
+            left: the port P, to e values.
+            right: the port P', to e' values.
+            identity: the identity matrix (m, m) of the output's width.
+
+        Returns:
+            The matrix (e, e'), the same for all tokens.
+        """
         return self.factor * (through(identity, left).mT @ through(identity, right))
 
 
@@ -116,20 +139,52 @@ class TokenCurvature(PerToken):
         self.blocks = blocks
 
     def apply(self, direction: Tensor) -> Tensor:
-        """S_t dF_t."""
+        """S_t dF_t for each token t.
+
+        Args:
+            direction: dF (..., N, L, m).
+
+        Returns:
+            The products, of the same shape.
+        """
         return multiplied(self.blocks, direction)
 
     def between(self, left: Port, right: Port, start: int, stop: int) -> Tensor:
-        """P S_t P'^T."""
+        """P S_t P'^T: S through two ports. A port is W_O (e, m), a slice of the output's columns, or None for all.
+
+        Args:
+            left: the port P, to e values.
+            right: the port P', to e' values.
+            start: the first token, counted through all sequences.
+            stop: the end of the range of tokens, not included.
+
+        Returns:
+            One matrix for each of the t tokens, (t, e, e').
+        """
         blocks = self.blocks.flatten(0, 1)[start:stop]
         return through(through(blocks, right).mT, left).mT
 
     def diagonal(self, port: Port, start: int, stop: int) -> Tensor:
-        """Of P S_t P^T."""
+        """The diagonals of P S_t P^T.
+
+        Args:
+            port: P, as in `between`.
+            start, stop: the range of tokens, as in `between`.
+
+        Returns:
+            The diagonals, (t, e).
+        """
         return self.between(port, port, start, stop).diagonal(dim1=1, dim2=2)
 
     def workspace(self, left: Port, right: Port) -> int:
-        """S_t through one port."""
+        """Numbers that `between` needs for a token: S_t, and S_t through one port.
+
+        Args:
+            left, right: the ports, as in `between`.
+
+        Returns:
+            The number, 2 m².
+        """
         return 2 * self.blocks.shape[-1] ** 2
 
 
@@ -150,7 +205,14 @@ class PairCurvature(Curvature):
         self.blocks = blocks
 
     def apply(self, direction: Tensor) -> Tensor:
-        """sum_u S_tu dF_u."""
+        """sum_u S_tu dF_u over the tokens u of the group of t.
+
+        Args:
+            direction: dF (..., N, L, m).
+
+        Returns:
+            The products, of the same shape.
+        """
         groups, size, width = self.blocks.shape[:3]
         matrix = self.blocks.reshape(groups, size * width, size * width)
         grouped = direction.reshape(*direction.shape[:-3], groups, size * width)

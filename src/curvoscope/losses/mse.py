@@ -43,12 +43,26 @@ class MSE(ClosedLoss):
 
     @classmethod
     def of_torch(cls, loss_fn: LossFunction) -> Objective | None:
-        """Of `mse_loss` and `MSELoss`, unless it is a sum."""
+        """The same loss as a function of torch that is a mean: `mse_loss` or an `MSELoss`.
+
+        Args:
+            loss_fn: any loss function.
+
+        Returns:
+            An `MSE`; None for another function, or if the reduction is not "mean".
+        """
         known = type(loss_fn) is nn.MSELoss and loss_fn.reduction == "mean"
         return cls() if known or loss_fn is functional.mse_loss else None
 
     def bound(self, targets: Tensor) -> "MSE":
-        """The same loss with these targets, for a layer."""
+        """The same loss for a layer, with targets of its own.
+
+        Args:
+            targets: Y, (N, L, m) or (L, m).
+
+        Returns:
+            The loss, a function of F alone.
+        """
         return MSE(targets, self.squeeze)
 
     def __call__(self, outputs: Any, targets: Any = None) -> Tensor:
@@ -56,16 +70,39 @@ class MSE(ClosedLoss):
         return self._residual(logits_of(outputs), targets).square().mean()
 
     def terms(self, outputs: Any, targets: Any) -> int:
-        """Entries."""
+        """The number n of entries of the output.
+
+        Args:
+            outputs: F, or a model's output that has it as `logits` or as its first entry.
+            targets: are not read.
+
+        Returns:
+            The number that the mean divides by.
+        """
         return logits_of(outputs).numel()
 
     def gradient(self, outputs: Any, targets: Any = None) -> tuple[list[Tensor], list[Tensor]]:
-        """G = 2/n (F - Y), so S = 2/n I."""
+        """G = 2/n (F - Y), so S = 2/n I.
+
+        Args:
+            outputs: F, or a model's output that has it as `logits` or as its first entry.
+            targets: Y of the batch; None for the loss's own.
+
+        Returns:
+            The lists [F] and [G].
+        """
         F = logits_of(outputs)
         return [F], [self._residual(F, targets) * (2.0 / F.numel())]
 
     def curvature(self, F: Tensor) -> ScalarCurvature:
-        """S = 2/n I."""
+        """S = 2/n I.
+
+        Args:
+            F: the output of a layer, (N, L, m).
+
+        Returns:
+            S, with n the number of entries of F.
+        """
         return ScalarCurvature(2.0 / F.numel())
 
     def _residual(self, F: Tensor, given: Any) -> Tensor:

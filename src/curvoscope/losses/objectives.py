@@ -108,9 +108,7 @@ class ClosedLoss(Objective):
         """Value, G and S at a layer's output F (N, L, m)."""
         if self.targets is None:
             name = type(self).__name__
-            raise LossError(
-                "loss", f"is {name} without targets; give the layer's: {name}(targets), loss.bound(targets)"
-            )
+            raise LossError("loss", f"is {name} without targets; pass {name}(targets) or loss.bound(targets)")
         _, (gradient,) = self.gradient(F)
         return LossAt(float(self(F)), gradient, self.curvature(F))
 
@@ -123,7 +121,10 @@ class ClosedLoss(Objective):
             raise LossError("targets", f"expected a tensor, got {seen}; pass a function of your own")
         if own is not None and found is not own:
             if own.shape != found.shape or not torch.equal(own.to(found), found):
-                raise LossError("loss_fn", "has targets of its own, and the batches have others; make it without")
+                raise LossError(
+                    "loss_fn",
+                    "has its own targets, which differ from those of the batch; construct it without targets",
+                )
             return found
         axes = F.ndim if found.is_floating_point() else F.ndim - 1
         return found[None] if found is own and found.ndim == axes - 1 else found
@@ -171,7 +172,10 @@ class MeanLoss(Objective):
 
     def __init__(self, function: LossFunction, terms: NumberOfTerms | None = None, summed: bool = False) -> None:
         if not takes(function, 2):
-            raise LossError("loss_fn", "is no function of (outputs, targets); give lambda outputs, targets: ...")
+            raise LossError(
+                "loss_fn",
+                f"must accept (outputs, targets), got {described(function)}; pass lambda outputs, targets: ...",
+            )
         self.function, self._terms, self.summed = function, terms, summed
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
@@ -179,7 +183,15 @@ class MeanLoss(Objective):
         return scalar("loss_fn", self.function(outputs, targets), ", the mean over its terms")
 
     def terms(self, outputs: Any, targets: Any) -> int | float:
-        """What `terms` says."""
+        """The number of terms of a batch, from the `terms` that the loss was made with.
+
+        Args:
+            outputs: what the model returned.
+            targets: those of the batch.
+
+        Returns:
+            The number; raises `LossError` if `terms` is None, because the terms have not been counted.
+        """
         if self._terms is None:
             raise LossError("loss_fn", "its terms have not been counted")
         return self._terms(outputs, targets)
@@ -189,11 +201,26 @@ class MeanLoss(Objective):
         return Inquiry(self) if self._terms is None else None
 
     def counted_by(self, count: Count) -> Objective:
-        """The same function, with its terms."""
+        """The same function, with a known way to count its terms.
+
+        Args:
+            count: the way, as an inquiry finds it on the data.
+
+        Returns:
+            A `MeanLoss` whose `terms` counts so; it is `summed` if the function was found to be a sum.
+        """
         return MeanLoss(self.function, partial(number_of_terms, self.function, count), count == SUM)
 
     def node(self, outputs: Any, targets: Any) -> Node | None:
-        """That of the function."""
+        """The node of the autograd graph that ends at the loss, when it is called on copies of the outputs.
+
+        Args:
+            outputs: what the model returned.
+            targets: those of the batch.
+
+        Returns:
+            The `grad_fn` of the loss; None if the loss cannot be differentiated in the outputs.
+        """
         leaves, rebuild = flatten(outputs)
         with torch.enable_grad():
             floating = [
@@ -203,7 +230,16 @@ class MeanLoss(Objective):
             return self(rebuild(floating), targets).grad_fn
 
     def gradient(self, outputs: Any, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """G by differentiating the loss in an alias of each output, so that outputs made of one another count once."""
+        """G by differentiating the loss in an alias of each output, so that outputs made of one another count once.
+
+        Args:
+            outputs: what the model returned, with its graph.
+            targets: those of the batch.
+
+        Returns:
+            The aliases that the loss depends on, and the gradient G in each of them, which can be differentiated again.
+            Raises `LossError` unless the loss depends on the parameters through the outputs, and only so.
+        """
         leaves, rebuild = flatten(outputs)
         found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         aliases = {i: leaves[i].view_as(leaves[i]) for i in found}
@@ -221,6 +257,8 @@ def objective_of(loss_fn: LossFunction | None) -> Objective | None:
     """The objective behind a loss function; torch's own are recognised by the losses in closed form."""
     if loss_fn is None or isinstance(loss_fn, Objective):
         return loss_fn
+    if isinstance(loss_fn, type):
+        raise LossError("loss_fn", f"is the class {loss_fn.__name__}; pass an instance, {loss_fn.__name__}()")
     reduction = getattr(loss_fn, "reduction", "mean")
     if reduction not in _REDUCTIONS:
         raise LossError("loss_fn", f"has reduction={reduction!r}; expected {' or '.join(map(repr, _REDUCTIONS))}")
@@ -261,7 +299,7 @@ def takes(function: object, arguments: int) -> bool:
     if not callable(function):
         return False
     try:
-        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+        signature = _signature(function)
     except (TypeError, ValueError):  # it has none
         return True
     try:
@@ -269,6 +307,17 @@ def takes(function: object, arguments: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def described(function: object) -> str:
+    """A value for which `takes` is False, for an error: its name and the arguments it takes, or its type."""
+    if not callable(function):
+        return type(function).__name__
+    return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(_signature(function).parameters)})"
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -53,7 +53,15 @@ class Regularised(Objective):
         self._loss, self._penalty = found, penalty
 
     def seen(self, outputs: Any, parameters: Mapping[str, Tensor]) -> Any:
-        """Outputs and parameters together."""
+        """What this loss reads: the model's outputs together with its parameters.
+
+        Args:
+            outputs: what the model returned.
+            parameters: all parameters of the model by name.
+
+        Returns:
+            One object with both, as `terms`, `gradient` and a call of the loss take it.
+        """
         return _WithParameters(outputs, parameters)
 
     def inquiry(self) -> Inquiry | None:
@@ -61,7 +69,14 @@ class Regularised(Objective):
         return self._loss.inquiry()
 
     def counted_by(self, count: Count) -> Objective:
-        """The same with a loss whose terms are counted so."""
+        """The same with a known way to count the terms of the loss without its penalty.
+
+        Args:
+            count: the way, as an inquiry finds it on the data.
+
+        Returns:
+            The loss with its penalty; raises `LossError` if the loss was found to be a sum, not a mean.
+        """
         found = Regularised(self._loss.counted_by(count), self._penalty)
         if found._loss.summed:
             raise LossError("loss", "is a sum over rows, and with a penalty must be a mean; divide it by the rows")
@@ -72,11 +87,27 @@ class Regularised(Objective):
         return self._loss(outputs.outputs, targets) + scalar("penalty", self._penalty(outputs.parameters))
 
     def terms(self, outputs: _WithParameters, targets: Any) -> int | float:
-        """Those of the loss."""
+        """The number of terms of the loss without its penalty.
+
+        Args:
+            outputs: from `seen`.
+            targets: those of the batch.
+
+        Returns:
+            The number of terms of the batch.
+        """
         return self._loss.terms(outputs.outputs, targets)
 
     def gradient(self, outputs: _WithParameters, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """G at the outputs, and the gradient of the penalty at the parameters."""
+        """G at the outputs, and the gradient of the penalty at the parameters.
+
+        Args:
+            outputs: from `seen`.
+            targets: those of the batch.
+
+        Returns:
+            The tensors that loss and penalty depend on, outputs first, and the gradient in each of them.
+        """
         cut, gradient = self._loss.gradient(outputs.outputs, targets)
         aliases = {name: w.view_as(w) for name, w in outputs.parameters.items() if w.requires_grad}
         value = scalar("penalty", self._penalty({**outputs.parameters, **aliases}))

@@ -244,7 +244,10 @@ class LinearOperator(Spectral, ABC):
     ) -> DiagonalEstimate:
         """The diagonal (R,) of a square block: exact, or estimated if `matvecs` or `tolerance` is given.
 
-        Args as for `trace`; the tolerance is that of the diagonal as a whole.
+        Args:
+            matvecs: the budget of matrix-vector products.
+            tolerance: the relative standard error of the diagonal as a whole at which to stop.
+            seed: of the random probes; by default that of `cv.settings`.
 
         Returns:
             A tensor with `.stderr`, `.exact`, `.matvecs`, `.method` and `.interval()`; its entries are Estimates.
@@ -259,7 +262,13 @@ class LinearOperator(Spectral, ABC):
     ) -> Estimate:
         """The Frobenius norm, sqrt(sum_ij B_ij²): exact, or estimated if `matvecs` or `tolerance` is given.
 
-        Args and returns as for `trace`.
+        Args:
+            matvecs: the budget of matrix-vector products.
+            tolerance: the relative standard error at which to stop.
+            seed: of the random probes; by default that of `cv.settings`.
+
+        Returns:
+            An `Estimate`; `stderr` is 0 if it is exact.
         """
         if self._estimated(matvecs, tolerance):
             return estimate.frobenius_norm(self, matvecs=matvecs, tolerance=tolerance, seed=seed)

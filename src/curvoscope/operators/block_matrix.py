@@ -1,14 +1,14 @@
 """Matrices of blocks: heads inside one weight (`Tiles`), weights of a layer (`BlockMatrix`), and its Hessian."""
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import BlockNameError
 from curvoscope.estimate import Density, DiagonalEstimate, Estimate
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape, summed
@@ -16,6 +16,8 @@ from curvoscope.operators.strips import write_transposed
 from curvoscope.solve import Solution
 from curvoscope.text_table import ShownAsTable, TextTable
 
+Part = Literal["outer", "functional", "total"]
+PARTS: tuple[Part, ...] = ("outer", "functional", "total")
 Entries = dict[tuple[str, str], Tensor]  # (a, p, b, q) for each pair of blocks
 
 
@@ -160,9 +162,7 @@ class BlockMatrix(LinearOperator):
         row, column = (self.aliases.get(name, name) for name in ((key, key) if isinstance(key, str) else key))
         for name in (row, column):
             if name not in self.shapes:
-                near = difflib.get_close_matches(name, self.names, n=3, cutoff=0.3)
-                hint = f"; nearest: {', '.join(near)}" if near else ""
-                raise BlockNameError("block", f"there is no {name!r} among {', '.join(self.names)}{hint}")
+                raise BlockNameError("block", f"there is no {name!r} among {checks.listed(name, self.names)}")
         if self.names.index(row) > self.names.index(column):
             return self[column, row].T
         if (row, column) not in self._made:
@@ -170,7 +170,7 @@ class BlockMatrix(LinearOperator):
         return self._made[row, column]
 
     def select(self, names: Sequence[str]) -> "BlockMatrix":
-        """The part of the matrix on some of the blocks, in the order given."""
+        """The matrix on some of the blocks, as a `BlockMatrix` with these `names`, in the order given."""
         shapes = {name: self[name].row_shape for name in names}
         return BlockMatrix(shapes, lambda row, column: self[row, column], self.like)
 
@@ -297,11 +297,18 @@ class BlockHessian(ShownAsTable):
         return self.total.dense()
 
     def trace(self, **options: Any) -> Estimate:
-        """The trace of the total; options as for `LinearOperator.trace`."""
+        """The trace of the total.
+
+        Args:
+            **options: `matvecs`, `tolerance` and `seed`, as for `LinearOperator.trace`.
+
+        Returns:
+            An `Estimate`; `stderr` is 0 if it is exact.
+        """
         return self.total.trace(**options)
 
     def diagonal(self, **options: Any) -> DiagonalEstimate:
-        """The diagonal of the total; options as for `LinearOperator.diagonal`."""
+        """The diagonal (n,) of the total, in the order of `names`; options as for `LinearOperator.diagonal`."""
         return self.total.diagonal(**options)
 
     def frobenius_norm(self, **options: Any) -> Estimate:
@@ -313,31 +320,65 @@ class BlockHessian(ShownAsTable):
         return self.total.spectral_norm(**options)
 
     def eigenvalues(self, k: int | None = None, which: str = "LM", **options: Any) -> Any:
-        """Eigenvalues of the total, and eigenvectors with `vectors=True`: see `LinearOperator.eigenvalues`."""
+        """Eigenvalues of the total, in ascending order.
+
+        Args:
+            k: how many; None: all of them.
+            which: the k of largest magnitude ("LM"), the largest ("LA") or the smallest ("SA").
+            **options: `vectors`, `matvecs`, `tolerance` and `seed`, as for `LinearOperator.eigenvalues`.
+
+        Returns:
+            A tensor (k,) of Estimates; with `vectors=True`, the pair of it and the unit eigenvectors (n, k).
+        """
         return self.total.eigenvalues(k, which, **options)
 
     def density(self, **options: Any) -> Density:
-        """The density of the eigenvalues of the total; options as for `LinearOperator.density`."""
+        """The density of the eigenvalues of the total.
+
+        Args:
+            **options: `matvecs`, `tolerance`, `seed` and `steps`, as for `LinearOperator.density`.
+
+        Returns:
+            A `Density`: moments, the cumulative function and the ends of the spectrum, with error bars.
+        """
         return self.total.density(**options)
 
     def solve(self, b: Tensor, damping: float = 1e-3, tolerance: float = 1e-6, **options: Any) -> Solution:
-        """(total + damping)^-1 b: see `LinearOperator.solve`."""
+        """x = (total + damping)^-1 b, with a bound on its error.
+
+        Args:
+            b: (n,), or (n, c) for several right-hand sides.
+            damping: a number ≥ 0.
+            tolerance: the relative residual at which to stop.
+            **options: `method`, `preconditioner`, `start`, `matvecs` and `seed`, as for `LinearOperator.solve`.
+
+        Returns:
+            A `Solution`: the `value` x, its `residual` and `error_bound`, and whether it `converged`.
+        """
         return self.total.solve(b, damping, tolerance, **options)
 
     def inverse(self, damping: float = 1e-3, **options: Any) -> LinearOperator:
-        """(total + damping)^-1 as an operator: see `LinearOperator.inverse`."""
+        """(total + damping)^-1 as an operator, for damping ≥ 0; options as for `LinearOperator.inverse`."""
         return self.total.inverse(damping, **options)
 
     def logdet(self, damping: float = 1e-3, **options: Any) -> Estimate:
-        """log det(total + damping): see `LinearOperator.logdet`."""
+        """log det(total + damping), for a total + damping that is positive definite.
+
+        Args:
+            damping: a number ≥ 0.
+            **options: `matvecs`, `tolerance`, `seed` and `steps`, as for `LinearOperator.logdet`.
+
+        Returns:
+            An `Estimate`.
+        """
         return self.total.logdet(damping, **options)
 
     def effective_dimension(self, damping: float = 1e-3, **options: Any) -> Estimate:
-        """tr total (total + damping)^-1: see `LinearOperator.effective_dimension`."""
+        """tr total (total + damping)^-1; arguments and result as for `logdet`."""
         return self.total.effective_dimension(damping, **options)
 
     def inverse_diagonal(self, damping: float = 1e-3, **options: Any) -> DiagonalEstimate:
-        """The diagonal of (total + damping)^-1: see `LinearOperator.inverse_diagonal`."""
+        """The diagonal (n,) of (total + damping)^-1; options as for `LinearOperator.inverse_diagonal`."""
         return self.total.inverse_diagonal(damping, **options)
 
     def __repr__(self) -> str:

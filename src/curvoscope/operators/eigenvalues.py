@@ -53,7 +53,14 @@ class Spectral(Solvable):
     ) -> Estimate:
         """The largest singular value: to machine precision, or estimated if `matvecs` or `tolerance` is given.
 
-        Args and returns as for `trace`; the error bar is that of Lanczos.
+        Args:
+            matvecs: the budget of matrix-vector products of a Lanczos run.
+            tolerance: the error bar, relative to the largest eigenvalue found (of B^T B if B is not symmetric), at
+                which the run stops.
+            seed: of the starting vectors; by default that of `cv.settings`.
+
+        Returns:
+            An `Estimate`, with the error bar of Lanczos if it is estimated.
         """
         if self._whole._estimated(matvecs, tolerance):
             return self._lanczos_norm(matvecs, tolerance, seed)
@@ -69,7 +76,14 @@ class Spectral(Solvable):
     ) -> Density:
         """The density of the eigenvalues, by stochastic Lanczos quadrature: exact if the budget reaches the size.
 
-        Args and returns as for `curvoscope.estimate.density`.
+        Args:
+            matvecs: the budget of products, probes times steps; 512 if neither it nor `tolerance` is given.
+            tolerance: the standard error of the cumulative function, averaged over the spread, at which to stop.
+            seed: of the random probes; by default that of `cv.settings`.
+            steps: Lanczos steps per probe; None: 64, or a quarter of a smaller budget.
+
+        Returns:
+            A `Density`, one sum of point masses per probe.
         """
         return estimate.density(self._whole, matvecs=matvecs, tolerance=tolerance, seed=seed, steps=steps)
 

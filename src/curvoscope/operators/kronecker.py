@@ -320,7 +320,7 @@ def _gram_inner(x: Term, y: Term, budget: int) -> ScaledNumber:
 
 
 def _crossed_inner(x: Term | Single, y: Term | Single, budget: int) -> ScaledNumber:
-    """<x, y> when the vectors stand on different axes, or one is no sum over tokens: chunk by chunk of both."""
+    """<x, y> when the vectors stand on different axes, or one is not a sum over tokens: chunk by chunk of both."""
     names = [*x.letters("t"), *y.letters("u")]
     parts: list[ScaledNumber] = []
     itemsize = x.entry_bytes // math.prod(x.sizes)

@@ -98,23 +98,23 @@ class Term:
 
     @classmethod
     def over_pairs(cls, left: Tensor, right: Tensor, blocks: Tensor, axes: Axes = (0, 0)) -> "Term":
-        """sum_tu l_t r_u^T (x) C_tu over the pairs of tokens of a group; C as `blocks` (groups, g, p, g, q)."""
+        """sum_tu l_t r_u^T (x) C_tu over the pairs of tokens of a group, for C as `blocks` (groups, g, p, g, q)."""
         groups, size, p, _, q = blocks.shape
         first = left.view(groups, size, 1, -1).expand(-1, -1, size, -1).flatten(0, 2)
         second = right.view(groups, 1, size, -1).expand(-1, size, -1, -1).flatten(0, 2)
         return cls(first, second, DenseCore(blocks.transpose(2, 3).reshape(-1, p, q)), axes)
 
     def chunks(self, budget: int, extra: int = 0, core: int | None = None) -> list[tuple[int, int]]:
-        """Ranges of tokens that fit the budget, with `core` numbers per token (those of dense cores) and `extra`."""
+        """Ranges of tokens that fit `budget` bytes at `core` + `extra` numbers each (`core` None: of dense cores)."""
         numbers = (self.core.workspace if core is None else core) + extra
         return list(checks.chunks(self.tokens, self.core.period, numbers * self.left.element_size(), budget))
 
     def factors(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """The tensors of some tokens whose product, summed over the tokens, is their part of the term."""
+        """The factors l, r and C of some tokens; their product, summed over the tokens, is a part of the term."""
         return self.left[start:stop], self.right[start:stop], self.core.dense(start, stop)
 
     def letters(self, token: str) -> tuple[str, ...]:
-        """Einsum subscripts of the factors: rows are a, p and columns b, q."""
+        """Einsum subscripts of the factors, each begun by the letter `token`: rows are a, p and columns b, q."""
         on, off = _letters(self.axes)
         return token + on[0], token + on[1], token + off
 
@@ -135,7 +135,7 @@ class Term:
     # ---- answers
 
     def multiply(self, columns: Tensor, cores: Tensor) -> Tensor:
-        """(b, q, n) -> (a, p, n), with `cores()`."""
+        """The term times columns (b, q, n): (a, p, n). `cores` is what `cores()` returned."""
         seen = (self.right @ columns.reshape(columns.shape[0], -1)).view(-1, *columns.shape[1:])
         answered = self.core.times(cores, seen)  # (T, p, n)
         return (self.left.T @ answered.flatten(1)).view(self.left.shape[1], *answered.shape[1:])
@@ -193,13 +193,13 @@ class Term:
         return math.prod(self.sizes) * self.left.element_size()
 
     def workspace(self, room: int) -> int:
-        """What `write` takes when `room` is left: moments, and a chunk of tokens."""
+        """Bytes that `write` needs if `room` bytes are left: for moments, and for a chunk of tokens."""
         one_token = (self.core.workspace + self._pairs) * self.left.element_size()
         chunk = min(self.tokens * one_token, max(one_token, self._at_once(room)))
         return max(self._beside, self.entry_bytes // (2 if self.symmetric else 1) + chunk)
 
     def write(self, out: Tensor, add: bool) -> None:
-        """Write the entries to `out`, or add them to it."""
+        """Write the entries to `out` (r0, r1, c0, c1), or add them to it."""
         if self.symmetric:
             self.write_upper(out, self.upper_moments(), add)
             return
@@ -310,15 +310,15 @@ class Single:
         return (*self.outer.shape, *self.core.shape)
 
     def chunks(self, budget: int) -> list[tuple[int, int]]:
-        """One range."""
+        """The single range (0, 1), whatever the budget."""
         return [(0, 1)]
 
     def factors(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """The two matrices."""
+        """The matrices `outer` and `core`, for any range."""
         return self.outer, self.core
 
     def letters(self, token: str) -> tuple[str, ...]:
-        """Einsum subscripts of the factors: rows are a, p and columns b, q."""
+        """Einsum subscripts of the factors, without `token`: rows are a, p and columns b, q."""
         return _letters(self.axes)
 
     def cores(self) -> Tensor:
@@ -332,7 +332,7 @@ class Single:
     # ---- answers
 
     def multiply(self, columns: Tensor, cores: Tensor) -> Tensor:
-        """(b, q, n) -> (a, p, n)."""
+        """The product times columns (b, q, n): (a, p, n). `cores` is not read."""
         return torch.einsum("ab,bqn,pq->apn", self.outer, columns, cores)
 
     def trace(self) -> float:
@@ -362,11 +362,11 @@ class Single:
         return math.prod(self.sizes) * self.outer.element_size()
 
     def workspace(self, room: int) -> int:
-        """What `write` takes."""
+        """Bytes that `write` needs, whatever the `room`: none for a diagonal core."""
         return 0 if self._core_is_diagonal() else self.entry_bytes
 
     def write(self, out: Tensor, add: bool) -> None:
-        """Write the entries to `out`, or add them; of a diagonal core, such as the identity, only those not zero."""
+        """Write the entries to `out` (r0, r1, c0, c1), or add them; for a diagonal core, only those on its diagonal."""
         i, j = self.axes
         target = out.permute(i, 2 + j, 1 - i, 3 - j)  # (a, b, p, q)
         if not self._core_is_diagonal():

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvoscope.estimate.function_trace import SpectralFunction
+
 ColumnMap = Callable[[Tensor], Tensor]  # columns to columns
-Function = Callable[[Tensor], Tensor]  # of eigenvalues, entry by entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +40,29 @@ class Eigenbasis:
 
     @classmethod
     def dense(cls, matrix: Tensor) -> "Eigenbasis":
-        """That of a symmetric matrix (n, n)."""
+        """The eigenbasis of a symmetric matrix, by a full eigendecomposition in float64.
+
+        Args:
+            matrix: (n, n), symmetric.
+
+        Returns:
+            The eigenbasis with all n eigenvalues, in ascending order.
+        """
         values, Q = torch.linalg.eigh(matrix.double())
         return cls(values, lambda v: Q.T @ v, lambda w: Q @ w, lambda w: Q.square() @ w, len(values))
 
     @classmethod
     def kronecker(cls, outer: Tensor, core: Tensor, axis: int = 0) -> "Eigenbasis":
-        """That of a product of symmetric matrices, `outer` on one axis of a weight and `core` on the other: the
-        products of their eigenvalues."""
+        """The eigenbasis of a Kronecker product of symmetric matrices; its eigenvalues are the products of theirs.
+
+        Args:
+            outer: the factor on one axis of a weight.
+            core: the factor on the other axis.
+            axis: the axis of `outer`, 0 for rows or 1 for columns.
+
+        Returns:
+            The eigenbasis with all eigenvalues, for the row-major vec of the weight.
+        """
         pairs = [torch.linalg.eigh(factor.double()) for factor in ((outer, core) if axis == 0 else (core, outer))]
         (one, Q), (two, P) = pairs
         a, p = len(one), len(two)
@@ -65,13 +81,16 @@ class Eigenbasis:
 
     @classmethod
     def tokens(cls, small: Tensor, U: Tensor, shape: tuple[int, int], axis: int) -> "Eigenbasis":
-        """That of (U (x) I) small (U (x) I)^T, for U (width, T) with orthonormal columns on one axis of a weight.
+        """The eigenbasis of (U (x) I) small (U (x) I)^T, for U with orthonormal columns on one axis of a weight.
 
         Args:
             small: symmetric, (T p, T p).
-            U: from the space of tokens to that of the weight's axis.
+            U: (width, T), from the space of tokens to that of the weight's axis.
             shape: of the weight; one of its axes is `width`, the other p.
             axis: the axis on which U stands.
+
+        Returns:
+            The eigenbasis with T p eigenvalues, for the row-major vec of the weight; the others are zero.
         """
         inner, U = cls.dense(small), U.double()
         (width, count), other = U.shape, shape[1 - axis]
@@ -98,15 +117,30 @@ class Eigenbasis:
         return self.size - len(self.values)
 
     def at_least(self, floor: float) -> "Eigenbasis":
-        """The same with eigenvalues below `floor`, which rounding has made so, raised to it."""
+        """The same eigenvectors, with eigenvalues below a lower bound raised to it: rounding alone makes them smaller.
+
+        Args:
+            floor: a lower bound of the eigenvalues.
+
+        Returns:
+            The eigenbasis with the values raised; eigenvalues outside of the span of Q stay zero.
+        """
         return Eigenbasis(self.values.clamp_min(floor), self.into, self.back, self.squares, self.size)
 
     def all_values(self) -> Tensor:
         """All n eigenvalues, (n,), in no order."""
         return torch.cat([self.values, self.values.new_zeros(self.null)])
 
-    def apply(self, function: Function, columns: Tensor) -> Tensor:
-        """f(B) v for columns (n, c) in float64: Q f(λ) Q^T v + f(0) (v - Q Q^T v)."""
+    def apply(self, function: SpectralFunction, columns: Tensor) -> Tensor:
+        """f(B) v = Q f(λ) Q^T v + f(0) (v - Q Q^T v).
+
+        Args:
+            function: f, applied to a tensor of eigenvalues entry by entry.
+            columns: v (n, c) in float64.
+
+        Returns:
+            The products, (n, c). f(0) is needed only if some eigenvectors lie outside of the span of Q.
+        """
         inside = self.into(columns)
         if not self.null:
             return self.back(function(self.values)[:, None] * inside)
@@ -114,8 +148,15 @@ class Eigenbasis:
         at_zero = function(torch.zeros_like(self.values[:1]))
         return self.back(function(self.values)[:, None] * inside) + at_zero * outside
 
-    def diagonal(self, function: Function) -> Tensor:
-        """The diagonal of f(B), (n,)."""
+    def diagonal(self, function: SpectralFunction) -> Tensor:
+        """The diagonal of f(B).
+
+        Args:
+            function: f, applied to a tensor of eigenvalues entry by entry.
+
+        Returns:
+            The diagonal, (n,).
+        """
         found = function(self.values)
         if not self.null:
             return self.squares(found[:, None])[:, 0]
@@ -123,7 +164,14 @@ class Eigenbasis:
         return self.squares((found - at_zero)[:, None])[:, 0] + at_zero
 
     def direction(self, nearest: float) -> tuple[float, Tensor]:
-        """The eigenvalue nearest to a number, and its unit eigenvector (n,)."""
+        """The eigenvalue nearest to a number, and an eigenvector of it.
+
+        Args:
+            nearest: the number.
+
+        Returns:
+            The eigenvalue, and its unit eigenvector (n,).
+        """
         distances = (self.values - nearest).abs()
         if self.null and abs(nearest) < float(distances.min()):
             probe = torch.linspace(1, 2, self.size, dtype=self.values.dtype, device=self.values.device)[:, None]

@@ -11,7 +11,7 @@ from curvoscope.errors import CurvoscopeError
 from curvoscope.estimate.products import Products
 from curvoscope.solve.choice import RACE, PreconditionerChoice
 from curvoscope.solve.krylov_run import KrylovRun
-from curvoscope.solve.lanczos import Rows
+from curvoscope.solve.lanczos import RowMap
 from curvoscope.solve.preconditioning import Preconditioner, applied
 
 _COPIES = 16  # vectors of a right-hand side in memory at once
@@ -84,7 +84,7 @@ class KrylovIterations:
         found = residual if preconditioner is None else self._inverse(preconditioner)(residual.T).T
         return found / self._lengths(found).to(found)
 
-    def _inverse(self, preconditioner: Preconditioner) -> Rows:
+    def _inverse(self, preconditioner: Preconditioner) -> RowMap:
         """(M / unit)^-1 of rows."""
         products = self._products
         like = torch.empty(0, dtype=products.operator.dtype, device=products.operator.device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvoscope.estimate.products import Products
 from curvoscope.solve.conjugate_gradients import ConjugateGradients
-from curvoscope.solve.lanczos import LanczosProcess, Recurrence, Rows
+from curvoscope.solve.lanczos import LanczosProcess, Recurrence, RowMap
 from curvoscope.solve.minres import MinimumResidual
 
 RECURRENCES: dict[str, Callable[[Tensor, LanczosProcess], Recurrence]] = {
@@ -38,7 +38,7 @@ class KrylovRun:
         recurrence: str,
         residual: Tensor,
         target: Tensor,
-        inverse: Rows | None,
+        inverse: RowMap | None,
         dtype: torch.dtype,
     ) -> None:
         self._products = products

@@ -12,9 +12,9 @@ from curvoscope.estimate.products import Products
 _KEPT = 1024  # vectors to which new ones are made orthogonal
 _ENTRIES = 2**21  # of these vectors: more of them would cost a noticeable part of a product
 _SHARE = 4  # of the memory at hand that they may take: one fourth
-_ROUNDING = 16  # units of rounding below which a vector is no new direction
+_ROUNDING = 16  # units of rounding below which a vector is not a new direction
 
-Rows = Callable[[Tensor], Tensor]  # rows (c, n) -> rows (c, n)
+RowMap = Callable[[Tensor], Tensor]  # rows (c, n) -> rows (c, n)
 
 
 class Recurrence(Protocol):
@@ -45,7 +45,7 @@ class LanczosProcess:
         inverse: M^-1, of rows; None: M = 1.
     """
 
-    def __init__(self, products: Products, damping: float, start: Tensor, inverse: Rows | None) -> None:
+    def __init__(self, products: Products, damping: float, start: Tensor, inverse: RowMap | None) -> None:
         self._products, self._damping, self._inverse = products, damping, inverse
         self._space = products.space
         self.scale = 0.0  # |A|, as far as seen
@@ -59,7 +59,7 @@ class LanczosProcess:
         self.beta = self._normalise(start.clone())
 
     def _normalise(self, q: Tensor) -> Tensor:
-        """Make q the next vector: its length (c,) in the norm of M^-1, 0 if it is no new direction."""
+        """Make q the next vector: its length (c,) in the norm of M^-1, 0 if it is not a new direction."""
         v = q if self._inverse is None else self._inverse(q)
         square = self.dot(v, q)
         if bool((square < 0).any()):
@@ -90,7 +90,7 @@ class LanczosProcess:
         if self._inverse is not None:
             lengths = self.row_lengths(v)
             self.scale = max(self.scale, float((self.row_lengths(w) / torch.where(lengths > 0, lengths, 1.0)).max()))
-        self._size = torch.maximum(self._size, alpha.abs() + beta * bool(self._count))  # the first is no entry of T
+        self._size = torch.maximum(self._size, alpha.abs() + beta * bool(self._count))  # the first is not an entry of T
         for length, before in ((beta, self._q_before), (alpha, q)):
             w.addcmul_(length.to(w.dtype)[:, None], before, value=-1)
         w = self._orthogonal(w)

@@ -131,7 +131,11 @@ class Solver:
         checks.floating(argument, b, like)
         if b.ndim not in (1, 2) or b.shape[0] != length:
             raise ShapeError(argument, f"got shape {tuple(b.shape)}, expected ({length},) or ({length}, c)")
-        return b.detach().reshape(length, -1)
+        columns = b.detach().reshape(length, -1)
+        sizes = products.space.norm(columns, 0)
+        if not bool((sizes.isfinite() & ((sizes > 0) | (columns == 0).all(0))).all()):
+            raise RangeError(argument, f"its norm, {float(sizes.max()):g}, is out of range; scale it")
+        return columns
 
     def _direct(self, columns: Tensor) -> Tensor:
         if self._structured:

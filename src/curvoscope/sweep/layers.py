@@ -54,7 +54,9 @@ class LayerCall:
         for i, output in self.outputs.items():
             again = outputs.get(i)
             if again is None or again.shape != output.shape or not _same(again.detach(), output.detach()):
-                raise NotRepeatableError("model", "a layer does not return the same twice")
+                raise NotRepeatableError(
+                    "model", "a layer returns different outputs when run twice; remove its randomness or state"
+                )
         return leaves, outputs
 
     def _run(self, values: list[Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.blocks import Blocks
 from curvoscope.errors import BlockNameError, EmptyError, ModelError, RangeError
@@ -97,8 +98,14 @@ class Sweep(ShownAsTable):
         return sum(len(next(iter(chunk.values()))) for chunk in self.chunks if chunk)
 
     def heads(self, name: str) -> list[str]:
-        """Names of the heads of a block, such as "h.0.attn.Q.2"; they can be asked for as blocks can. Empty without
-        heads."""
+        """Names of the heads of a block, such as "h.0.attn.Q.2", for which the sweep answers as for a block.
+
+        Args:
+            name: of a block.
+
+        Returns:
+            One name per head; an empty list if the block has no heads.
+        """
         block = self.blocks[name]
         return [] if block.heads is None else [f"{name}.{i}" for i in range(block.heads)]
 
@@ -214,11 +221,11 @@ class Sweep(ShownAsTable):
         found = [chunk[whole if is_head else name] for chunk in self.kept if (whole if is_head else name) in chunk]
         if not found:
             if not is_head and name not in self.blocks:
-                raise BlockNameError("name", f"there is no {name!r}; known: {', '.join(self.names[:8])}, ...")
-            held = ", ".join(sorted({known for chunk in self.kept for known in chunk})) or "none"
+                raise BlockNameError("name", f"there is no {name!r} among {checks.listed(name, self.names)}")
+            held = checks.listed(name, sorted({known for chunk in self.kept for known in chunk}))
             raise ModelError(
                 "name",
-                f"the samples of {name!r} are not known, those of these are: {held}. Give cv.sweep(..., keep=[...]) a "
+                f"the samples of {name!r} were not kept; available: {held}. Give cv.sweep(..., keep=[...]) a "
                 "weight that is one parameter, or a part of one, and neither an embedding nor the output layer",
             )
         joined = replace(found[0], parts=tuple(part for source in found for part in source.parts))
@@ -296,7 +303,9 @@ class Sweep(ShownAsTable):
             return [name]
         if name not in self.names:
             raise BlockNameError(
-                "name", f"there is no {name!r}; known: {', '.join(self.names[:8])}, ... and their heads"
+                "name",
+                f"there is no {name!r} among {checks.listed(name, self.names)}; a head is its block and a number, as "
+                "in 'h.0.attn.Q.2'",
             )
         return self.heads(name)
 

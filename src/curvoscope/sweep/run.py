@@ -73,7 +73,8 @@ def sweep(
             stays.
         keep: shell patterns of blocks whose samples, X and delta, stay in the sweep, for `cv.approximations` and
             `cv.analysis.audit`. They take the memory of the layer's activations times the number of samples. None:
-            those of all linear layers if they take at most 256 MiB, otherwise none; and none if `observe` is given.
+            those of all linear layers if they take at most 256 MiB and a quarter of the memory at hand, with those
+            of `earlier`; otherwise none, and none if `observe` is given.
         observe: called with the number of the chunk of samples and the samples of a block, as soon as they are known.
             They need not be kept: this is how a large model is audited.
         plan: called once, after the first backward pass, with the number of samples and the time that they will take.
@@ -128,7 +129,6 @@ class _Sweeping:
         self._engine, self._seed, self._tell, self._observe, self._plan = engine, seed, tell, observe, plan
         self._keep = set(engine.blocks.select(*keep)) if keep else set()
         self._room = KEPT if keep is None and observe is None else 0  # bytes for samples of any linear layer
-        self._kept_here: list[dict[str, GradientSource]] = []
         self._rows = engine.blocks.per_head()
         self._batches = [  # of all ranks: the rank, the number there, and the share in the loss
             (rank, number, weight)
@@ -137,7 +137,8 @@ class _Sweeping:
         ]
         self._weights = torch.tensor([weight for _, _, weight in self._batches], dtype=torch.float64)
         chunks, kept = ([], []) if earlier is None else (earlier.chunks, earlier.kept)
-        self.sweep = Sweep(engine.blocks, chunks, engine.survey.loss, kept)
+        self._kept = [dict(chunk) for chunk in kept]  # of all chunks; `earlier` keeps its own
+        self.sweep = Sweep(engine.blocks, chunks, engine.survey.loss, self._kept)
         if earlier is not None and earlier.blocks.sizes != engine.blocks.sizes:
             raise ModelError("earlier", "is a sweep of other blocks")
         if earlier is not None and abs(earlier.loss - self.sweep.loss) > _AGREE * abs(self.sweep.loss):
@@ -185,6 +186,7 @@ class _Sweeping:
             f"{LEAST} samples of the widest layer",
             "give shorter sequences or a smaller micro_batch=",
         )
+        self._room = min(self._room, budget // 2)  # the other half is for the samples of a layer
         self._at_once = max(LEAST, min(CHUNK, budget // max(one, 1)))
 
     def _draws(self, count: int, chunk: int) -> tuple[list[SampleDraw], list[int]]:
@@ -207,10 +209,10 @@ class _Sweeping:
     def _take(self, source: GradientSource) -> None:
         """The samples of a block in this chunk."""
         if source.name in self._keep or (self._room and source.parts[0].inputs is not None):
-            self._kept_here[-1][source.name] = source
-        if self._room and sum(one.bytes for chunk in self._kept_here for one in chunk.values()) > self._room:
+            self._kept[-1][source.name] = source
+        if self._room and sum(one.bytes for chunk in self._kept for one in chunk.values()) > self._room:
             self._room = 0
-            for chunk in self._kept_here:
+            for chunk in self._kept:
                 chunk.clear()
             self._walk.show_no_more()
         if self._observe is not None:
@@ -224,15 +226,15 @@ class _Sweeping:
             if not self._cut:
                 raise
             self._cut = False
-            self._kept_here.pop()
+            self._kept.pop()
             self._examine()
             self._add_chunk(count)
 
     def _add_chunk(self, count: int) -> None:
         chunk, grams = len(self.sweep.chunks), dict[str, Tensor]()
         kept: dict[str, GradientSource] = {}
-        self._kept_here.append(kept)
-        so_far = Sweep(self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss, [*self.sweep.kept, kept])
+        self._kept.append(kept)
+        so_far = Sweep(self._engine.blocks, [*self.sweep.chunks, grams], self.sweep.loss, self._kept)
         done = self.sweep.samples
         ticker = Ticker(f"sweep, samples {done + 1} to {done + count}{self._about}", len(self._rows))
 

@@ -51,7 +51,14 @@ class Bracket(NamedTuple):
         return f"between {self.lower} and {self.upper}"
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """From the lower end of the lower bound's interval to the upper end of the upper one's."""
+        """From the lower end of the lower bound's interval to the upper end of the upper one's.
+
+        Args:
+            level: the confidence of each of the two intervals, between 0 and 1.
+
+        Returns:
+            The two ends.
+        """
         return self.lower.interval(level)[0], self.upper.interval(level)[1]
 
 
