@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+import curvoscope as cv
 from autodiff_cases import GPT, MLP, cross_entropy, points, tokens, truth
 from curvoscope.autodiff.matrix import AutodiffBlock
 from curvoscope.blocks import Blocks
@@ -270,6 +271,26 @@ class TestAnswers:
             assert torch.equal(H.total[pair].dense(), other.total[pair].dense())
         with pytest.raises(BlockNameError, match=r"h\.7\.attn\.Q"):
             H.method_of("h.7.attn.Q")
+
+    @pytest.mark.parametrize(
+        "ask",
+        [
+            lambda H: H["h.1.atn.Q"],
+            lambda H: H.total["embed", "h.1.atn.Q"],
+            lambda H: H.method_of("h.1.atn.Q"),
+            lambda H: H.stacked("h.1.atn.Q"),
+            lambda H: H.gradient_source("h.1.atn.Q"),
+            lambda H: cv.analysis.audit(H, ["h.1.atn.Q"]),
+        ],
+        ids=["block", "pair", "method_of", "stacked", "gradient_source", "audit"],
+    )
+    def test_an_unknown_name_among_many_shows_the_nearest(self, ask):
+        H = hessian(GPT(2), CrossEntropy(), [tokens()])
+        with pytest.raises(BlockNameError) as raised:
+            ask(H)
+        _, message = str(raised.value).split(": ", 1)
+        start = f"there is no 'h.1.atn.Q' among {len(H.names)} names; nearest: h.1.attn.Q, "
+        assert message.startswith(start) and len(message) < len(start) + 40
 
     def test_select_keeps_the_closed_forms(self):
         H = hessian(GPT(2), CrossEntropy(), [tokens()])

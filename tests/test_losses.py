@@ -126,9 +126,9 @@ class TestOneVocabulary:
     @pytest.mark.parametrize("name", VOCABULARY)
     def test_other_targets_than_its_own(self, name):
         loss, targets = VOCABULARY[name]
-        with pytest.raises(LossError, match="loss_fn: has targets of its own"):
+        with pytest.raises(LossError, match="loss_fn: has its own targets"):
             cv.hessian(self.model(), loss.bound(targets), [(X, targets.flip(0))])
-        with pytest.raises(LossError, match="loss_fn: has targets of its own"):
+        with pytest.raises(LossError, match="loss_fn: has its own targets"):
             cv.hessian(self.model(), loss.bound(targets), [(X, targets)], micro_batch=1)
 
     @pytest.mark.parametrize(
@@ -152,6 +152,21 @@ class TestOneVocabulary:
     @pytest.mark.parametrize("loss", [lambda F: F.square().mean(), "mse"], ids=["of the output", "no function"])
     def test_a_loss_of_one_argument_at_a_model(self, loss):
         with pytest.raises(LossError, match=r"^loss_fn: .*outputs, targets"):
+            cv.hessian(self.model(), loss, [(X, Y)])
+
+    @pytest.mark.parametrize("loss", [losses.MSE, losses.CrossEntropy, nn.MSELoss])
+    def test_a_class_in_place_of_a_loss(self, loss):
+        said = rf"^loss_fn: is the class {loss.__name__}; pass an instance, {loss.__name__}\(\)$"
+        with pytest.raises(LossError, match=said):
+            cv.hessian(self.model(), loss, [(X, Y)])
+        with pytest.raises(LossError, match=said):
+            losses.Regularised(loss, lambda parameters: 0.0)
+
+    @pytest.mark.parametrize(
+        ("loss", "seen"), [(lambda F: F.sum(), r"<lambda>\(F\)"), ("mse", "str"), (nn.ReLU(), r"ReLU\(input\)")]
+    )
+    def test_an_error_shows_what_was_given(self, loss, seen):
+        with pytest.raises(LossError, match=rf"^loss_fn: must accept \(outputs, targets\), got {seen}; pass lambda"):
             cv.hessian(self.model(), loss, [(X, Y)])
 
     def test_any_loss_of_a_model_becomes_one_of_a_layer(self):

@@ -1,5 +1,5 @@
 // What scrolls sideways can be reached by keyboard, the captions of the sidebar have a level as headings, a number stays
-// on one line with its error or as an interval, a picture opens in its full size, long signatures are no lists of
+// on one line with its error or as an interval, a picture opens in its full size, long signatures are not lists of
 // definitions, the thumbnails of examples are named, words in a table are not squeezed into a column of letters.
 const NUMBER = /^[-+]?[\d.,]+(e[-+]?\d+)?%?( (±|to) [-+]?[\d.,]+(e[-+]?\d+)?%?)?$/;
 function reachable() {

@@ -6,7 +6,6 @@ out of tensors shaped like the parameters (the parameters, their gradients), `Bl
 take a leading axis of several vectors too, and are differentiable.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from curvoscope import checks
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, ModelError, RangeError, ShapeError
 from curvoscope.text_table import ShownAsTable, TextTable
 
@@ -119,7 +119,7 @@ class Piece:
             raise ShapeError(self.parameter, f"{self.index} and {self.layout!r} do not fit its shape {self.stored}")
         ranges = [part.indices(length) for part, length in zip(self.index, self.stored, strict=True)]
         if any(step != 1 or start >= stop for start, stop, step in ranges):
-            raise RangeError(self.parameter, f"{self.index} is no part of its shape {self.stored}")
+            raise RangeError(self.parameter, f"{self.index} is not a part of its shape {self.stored}")
         object.__setattr__(self, "index", tuple(slice(start, stop) for start, stop, _ in ranges))
 
     @classmethod
@@ -322,7 +322,7 @@ class Blocks(ShownAsTable, Mapping[str, Block]):
 
     def __getitem__(self, name: str) -> Block:
         if name not in self._blocks:
-            raise BlockNameError("blocks", f"there is no {name!r}; nearest: {self._nearest(name)}")
+            raise BlockNameError("blocks", f"there is no {name!r} among {checks.listed(name, self.names)}")
         return self._blocks[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -364,9 +364,8 @@ class Blocks(ShownAsTable, Mapping[str, Block]):
             raise EmptyError("patterns", 'give at least one, such as "*.attn.Q"')
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in self):
-                raise BlockNameError(
-                    "patterns", f"{pattern!r} matches none of {len(self)} blocks; nearest: {self._nearest(pattern)}"
-                )
+                near = checks.nearest(pattern, self.names)
+                raise BlockNameError("patterns", f"{pattern!r} matches none of {len(self)} blocks; nearest: {near}")
         chosen = [block for name, block in self.items() if any(fnmatchcase(name, p) for p in patterns)]
         return Blocks(chosen, self.whole)
 
@@ -380,11 +379,15 @@ class Blocks(ShownAsTable, Mapping[str, Block]):
         return Blocks(parts, self.whole)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """All blocks' entries, one block after the other: (total,) or (n, total). See `Block.gather`."""
+        """All blocks' entries of the tensors {parameter name: tensor}, one block after the other: (total,), or
+        (n, total) from tensors (n, *shape). See `Block.gather`.
+        """
         return torch.cat([block.gather(tensors) for block in self.values()], -1)
 
     def scatter(self, vector: Tensor, into: Mapping[str, Tensor]) -> None:
-        """Write (total,) or (n, total) into tensors shaped like the parameters. See `Block.scatter`."""
+        """Write a vector (total,) or (n, total), in the order of `gather`, into tensors {parameter name: tensor} shaped
+        like the parameters, (n, *shape) with n vectors. Their other entries stay. See `Block.scatter`.
+        """
         total = sum(self.sizes.values())
         if vector.ndim not in (1, 2) or vector.shape[-1] != total:
             raise ShapeError("vector", f"expected ({total},) or (n, {total}), got {tuple(vector.shape)}")
@@ -460,9 +463,6 @@ class Blocks(ShownAsTable, Mapping[str, Block]):
                 about = (piece.parameter, str(piece), str(piece.layout), heads, ", ".join(block.tied))
                 rows.append((*first, *about, *note))
         return TextTable(header, rows, f"{len(self)} blocks, {sum(self.sizes.values()):,} entries")
-
-    def _nearest(self, name: str) -> str:
-        return ", ".join(difflib.get_close_matches(name, self.names, n=3, cutoff=0.0))
 
 
 def parameters_of(blocks: Iterable[Block]) -> list[str]:

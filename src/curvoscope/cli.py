@@ -77,7 +77,7 @@ def analyze(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Relative standard error of the norms; traces get the same products. (default: 0.05, of a sweep 0.1)"
+            help="Relative standard error of the norms; traces get the same products. (default: 0.05; 0.1 for a sweep)"
         ),
     ] = None,
     matvecs: Annotated[
@@ -86,7 +86,7 @@ def analyze(
     parts: Annotated[
         Literal["outer", "all"] | None,
         typer.Option(
-            help="All parts by products, or the outer part (Gauss-Newton) by a sweep. (default: outer above 2 million "
+            help="outer: Gauss-Newton part, by a sweep; all: every part, by products. (default: outer above 2 million "
             "parameters, otherwise all)"
         ),
     ] = None,
@@ -167,7 +167,8 @@ def sensitivity(
         bool, typer.Option("--drop-heads", help="Instead of CHANGED: remove attention heads, one row per head.")
     ] = False,
     budget: Annotated[
-        float | None, typer.Option(help="Also choose int3, int4 or int8 per tensor for so many bits per weight.")
+        float | None,
+        typer.Option(help="Also choose int3, int4 or int8 per tensor to meet this average number of bits per weight."),
     ] = None,
     no_pairs: Annotated[
         bool, typer.Option("--no-pairs", help="Leave out interactions and single blocks: two products in all.")

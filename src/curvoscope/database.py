@@ -145,7 +145,7 @@ class Database:
 
 
 def application_of(path: Path) -> int | None:
-    """The id of the program that made a file; None if it cannot be told, for example because it is no database."""
+    """The id of the program that made a file; None if it cannot be told, for example because it is not a database."""
     try:
         # not from the file's header: after a crash the id may be in the write-ahead log alone
         with contextlib.closing(sqlite3.connect(path)) as connection:

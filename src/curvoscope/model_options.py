@@ -40,7 +40,8 @@ def _request(
         int | None, typer.Option(help="Sequences in the batch. (default: 64 additions, 8 of text, 32 images)")
     ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence of text, or samples of a waveform. (default: 64, 16000)")
+        int | None,
+        typer.Option(help="Tokens per sequence of text, or samples of a waveform. (default: 64 tokens, 16000 samples)"),
     ] = None,
     task: Annotated[
         ModelTask | None,

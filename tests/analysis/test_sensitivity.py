@@ -312,7 +312,7 @@ def test_tied_weights_changed_apart():
 def test_other_shapes_and_vocabularies_name_the_tensor():
     assert "changed: 'wte.weight' is (6, 4) in the model and (7, 4) after" in refused(GPT(vocabulary=7))
     assert refused(GPT(d=8)).startswith("changed: 'wte.weight' is (6, 4)")
-    assert "changed: has 'h.1.ln_1.weight', which the model has not" in refused(GPT(layers=2))
+    assert "changed: has 'h.1.ln_1.weight', which is not in the model" in refused(GPT(layers=2))
     assert "changed: has no tensor 'h.1." in refused(GPT(), GPT(layers=2))
 
 
@@ -367,5 +367,5 @@ def test_a_buffer_that_changes():
             self.register_buffer("shift", torch.ones(2).double())
 
     model, (x, y) = Shifted(), points()
-    with pytest.raises(cv.CurvoscopeError, match="changed: 'shift' is a buffer that changes"):
+    with pytest.raises(cv.CurvoscopeError, match="changed: 'shift' is a buffer with changed values"):
         sensitivity(model, nn.MSELoss(), [(x, y)], model.state_dict() | {"shift": torch.zeros(2).double()})

@@ -99,7 +99,7 @@ def test_they_are_the_package_s_own(write, kind, tmp_path):
 def test_factors_of_another_model(tmp_path):
     kronfluence(tmp_path)
     wider = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 5, bias=False))
-    with pytest.raises(ShapeError, match=r"layer '2' is 4 -> 5, its factors are for 4 -> 2"):
+    with pytest.raises(ShapeError, match=r"layer '2' is 4 -> 5, but its factors are for 4 -> 2"):
         read_factors(tmp_path, wider)
     with pytest.raises(ModelError, match="no linear layer '2'"):
         read_factors(tmp_path, nn.Sequential(nn.Linear(3, 4, bias=False)))

@@ -169,7 +169,7 @@ def test_targets_of_a_file(tmp_path):
         ("0 1 2 0 1 2", ShapeError, r"has 1 lines of 6 numbers, expected 2 lines of 6"),
         ("0 1\n1 0", ShapeError, r"has 2 lines of 2 numbers, expected 2 lines of 6"),
         ("0 1 2 0 1 3\n0 0 0 0 0 0", RangeError, "got 3, expected classes from 0 to 2"),
-        ("0 1 2 0 1 x\n0 0 0 0 0 0", RangeError, "something else than numbers"),
+        ("0 1 2 0 1 x\n0 0 0 0 0 0", RangeError, "something other than numbers"),
     ):
         file.write_text(content)
         with pytest.raises(error, match=f"^targets: .*{message}"):

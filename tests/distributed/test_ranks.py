@@ -136,7 +136,7 @@ class TestMistakes:
             ("order", "blocks", "'their order' is up.weight up.bias down.weight down.bias on rank 0 and down.bias"),
             ("split", "split", "'split' is model on rank 0 and layer on rank 1"),
             ("loss", "loss_fn", "MSE on rank 0 and CrossEntropy"),
-            ("vectors", "process_group", "rank 1 multiplied with other vectors than rank 0"),
+            ("vectors", "process_group", "rank 1 used different vectors from rank 0"),
             ("calls", "process_group", "rank 1 asked for another product than rank 0"),
             ("widths", "process_group", "rank 1 asked for another product than rank 0"),
         ],
@@ -194,13 +194,13 @@ class TestNotes:
     @pytest.mark.parametrize("size", [3, 5000, 2**24])
     def test_vectors_of_unlike_seeds(self, size):
         notes = [_note("product", torch.randn(1, size, generator=seeded(seed)), False) for seed in (0, 1)]
-        with pytest.raises(RankError, match="rank 1 multiplied with other vectors"):
+        with pytest.raises(RankError, match="rank 1 used different vectors"):
             _compare(torch.stack(notes), ROUNDING)
 
     def test_the_order_of_entries_and_of_vectors(self):
         vectors = torch.randn(2, 2**14, generator=seeded(0))
         for others in (vectors.flip(0), vectors.flip(1), vectors.roll(1, 1), vectors.roll(4096, 1)):
-            with pytest.raises(RankError, match="rank 1 multiplied with other vectors"):
+            with pytest.raises(RankError, match="rank 1 used different vectors"):
                 _compare(torch.stack([_note("product", one, False) for one in (vectors, others)]), ROUNDING)
 
     @pytest.mark.parametrize("make", [torch.ones, torch.randn], ids=["ones", "random"])

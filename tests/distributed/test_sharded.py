@@ -150,7 +150,7 @@ class TestMistakes:
             ("eigenvalues", "RankError", "eigenvalues without k", "needs whole vectors"),
             ("to_scipy", "RankError", "to_scipy", "needs whole vectors"),
             ("calls", "RankError", "process_group", "rank 1 asked for another product than rank 0"),
-            ("curvatures", "ModelError", "process_group", "of one process"),
+            ("curvatures", "ModelError", "process_group", "runs in one process"),
             ("once", "SecondDerivativeError", "model", "use hvp='difference'"),
         ],
     )

@@ -257,6 +257,13 @@ class TestErrors:
     def test_input(self, X, error, method):
         layers.assert_input_refused(cv.exact.FeedForward(self.W1, self.b1, self.W2, self.b2), method, X, error)
 
+    def test_an_overflow_names_the_product(self):
+        one, X = torch.eye(3).double(), torch.full((5, 3), 1e300, dtype=torch.float64)
+        with pytest.raises(NonFiniteError, match=r"^X: X @ W1 overflows; scale"):
+            cv.exact.FeedForward(1e10 * one, None, one, None, activation="relu")(X)
+        with pytest.raises(NonFiniteError, match=r"^X: z @ W2 \+ b2 overflows; scale"):
+            cv.exact.FeedForward(one, None, 1e10 * one, one[0], activation="relu")(X)
+
     def test_blocks_answer_to_their_names_in_a_network(self):
         H = cv.exact.FeedForward(self.W1, None, self.W2, self.b2, W_gate=self.W1).hessian(self.X, torch.sum)
         assert H.names == ["W1", "W2", "b2", "W_gate"]

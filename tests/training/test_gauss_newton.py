@@ -382,7 +382,7 @@ def test_bad_input():
             GaussNewton(model, nn.CrossEntropyLoss(), **options)
     with pytest.raises(ModelError, match="loss_fn"):
         GaussNewton(model, None)
-    with pytest.raises(ModelError, match="no parameter of the model"):
+    with pytest.raises(ModelError, match="is not a parameter of the model"):
         GaussNewton(model, nn.CrossEntropyLoss(), [nn.Parameter(torch.zeros(2))])
     with pytest.raises(ModelError, match="gauss_newton"):
         GaussNewton(model, nn.CrossEntropyLoss()).load_state_dict(torch.optim.SGD(model.parameters(), 1.0).state_dict())

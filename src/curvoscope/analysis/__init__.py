@@ -11,9 +11,7 @@ from curvoscope.analysis.convergence import Convergence, ConvergenceCurve, conve
 from curvoscope.analysis.damping import Damping, damping
 from curvoscope.analysis.data_sufficiency import DataSufficiency, data_sufficiency
 from curvoscope.analysis.heterogeneity import (
-    PARTS,
     BlockRow,
-    Part,
     block_rows,
     block_table,
     headline,
@@ -32,6 +30,7 @@ from curvoscope.analysis.scores import scores
 from curvoscope.analysis.sensitivity import measured_change, sensitivity
 from curvoscope.analysis.surgeon import Repair, gptq, round_and_repair, surgeon
 from curvoscope.analysis.taylor import Divergence, Taylor, divergence, taylor
+from curvoscope.operators.block_matrix import PARTS, Part
 
 __all__ = [
     "PARTS",

@@ -57,7 +57,13 @@ class Menu:
     def of_ledger(cls, ledger: Ledger, bits: float, kept: float = 16.0) -> "Menu":
         """Two formats for each block that changes: "kept" as it is, or "changed" as in the ledger.
 
-        `bits` and `kept`: bits per entry of the two.
+        Args:
+            ledger: from `cv.analysis.sensitivity`.
+            bits: per entry, of a changed block.
+            kept: per entry, of a block that is kept.
+
+        Returns:
+            The costs of the blocks that the ledger's change moves.
         """
         places = [i for i, norm in enumerate(ledger.norms) if norm]
         count = len(places)
@@ -81,22 +87,50 @@ class Menu:
         return Menu(self.names, self.sizes, self.formats, self.bits, torch.zeros_like(self.first), self.second)
 
     def scored(self, costs: Mapping[str, Mapping[str, float]]) -> "Menu":
-        """The same formats with other costs, by format and block, without interactions: see `cv.analysis.scores`."""
+        """The same formats with other costs, without interactions, such as those of `cv.analysis.scores`.
+
+        Args:
+            costs: {format: {block: cost}}; a block that is not named costs 0.
+
+        Returns:
+            A menu with these costs as `first`, and `second` zero.
+        """
         own = torch.tensor([[costs[f].get(name, 0.0) for f in self.formats] for name in self.names]).double()
         return Menu(self.names, self.sizes, self.formats, self.bits, own, torch.zeros_like(self.second))
 
     def choice(self, formats: Mapping[str, str]) -> Tensor:
-        """The numbers (n,) of the formats given by block."""
+        """A choice of formats as numbers, as `cost` and `average_bits` take it.
+
+        Args:
+            formats: the name of a format for every block.
+
+        Returns:
+            The index of each block's format, (n,), in the order of `names`.
+        """
         return torch.tensor([self.formats.index(formats[name]) for name in self.names])
 
     def cost(self, choice: Tensor) -> float:
-        """The predicted change of the loss for format numbers (n,)."""
+        """The predicted change of the loss, to second order.
+
+        Args:
+            choice: the index of each block's format, (n,), as from `choice`.
+
+        Returns:
+            The sum of the first-order and second-order costs.
+        """
         blocks = torch.arange(len(self.names))
         chosen = self.second[blocks, choice][:, blocks, choice]
         return float(self.first[blocks, choice].sum() + chosen.sum())
 
     def average_bits(self, choice: Tensor) -> float:
-        """Bits per entry for format numbers (n,)."""
+        """Bits per entry, averaged over all entries of the blocks.
+
+        Args:
+            choice: the index of each block's format, (n,), as from `choice`.
+
+        Returns:
+            The average.
+        """
         sizes = torch.tensor(self.sizes, dtype=torch.float64)
         return float(sizes @ torch.tensor(self.bits, dtype=torch.float64)[choice] / sizes.sum())
 
@@ -123,7 +157,14 @@ class Allocation:
     predicted: float
 
     def changes(self, formats: Mapping[str, Change | None]) -> dict[str, Change]:
-        """The change of each block that has one, for `recipes.mix`; `formats` by name, as they were given to `menu`."""
+        """The change to make to each block, as `cv.analysis.recipes.mix` takes it.
+
+        Args:
+            formats: the change of each format by name; None: no change.
+
+        Returns:
+            The change of each block; blocks whose format changes nothing are left out.
+        """
         found = {block: formats[name] for block, name in self.formats.items()}
         return {block: change for block, change in found.items() if change is not None}
 

@@ -76,7 +76,7 @@ class AttentionMoments:
         for layer, recorder in recorders:
             if layer.name not in self._readings:
                 known = fitting(layer, weights, recorder.record)[0] if recorder.once else []
-                is_known = bool(known) and known[0].activation == "softmax"  # the rows of others are no distributions
+                is_known = bool(known) and known[0].activation == "softmax"  # the rows of others are not distributions
                 self._readings[layer.name] = known[0] if is_known else None
             reading = self._readings[layer.name]
             if reading is not None:

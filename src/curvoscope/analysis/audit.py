@@ -14,14 +14,13 @@ from curvoscope.analysis.audit_exact import DenseTruth, FactoredTruth
 from curvoscope.analysis.audit_samples import SampledAudit
 from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, standins
 from curvoscope.approximations import GradientSource, joined, source_of
-from curvoscope.approximations.source import Curvature
+from curvoscope.approximations.source import CurvatureSource
 from curvoscope.errors import BlockNameError, CurvoscopeError, DtypeError, EmptyError, RangeError
 from curvoscope.operators import BlockHessian
 from curvoscope.operators.base import LinearOperator
-from curvoscope.operators.block_matrix import BlockMatrix
+from curvoscope.operators.block_matrix import PARTS, BlockMatrix
 from curvoscope.sweep import Sweep
 
-PARTS = ("outer", "functional", "total")
 DEFAULT = (
     *("diagonal", "input", "kfac", "tkfac", "ekfac", "shampoo", "shampoo:1/4", "kl_shampoo", "kronecker:1"),
     *("kfac/heads", "kronecker:1/heads", "neurons", "heads"),
@@ -32,7 +31,7 @@ Wanted = Sequence[str | Sequence[str]]
 
 
 def audit(
-    H: Curvature | Sweep,
+    H: CurvatureSource | Sweep,
     blocks: Wanted | None = None,
     approximations: Sequence[Standin] | None = None,
     part: str = "outer",
@@ -79,9 +78,9 @@ def audit(
     wanted = DEFAULT if approximations is None else approximations
     if isinstance(H, Sweep):
         if part != "outer":
-            raise RangeError("part", f"got {part!r}, but a sweep is of the outer part; give cv.hessian")
+            raise RangeError("part", f"got {part!r}, but a sweep has only the outer part; pass a cv.hessian")
         if damping is not None:
-            raise RangeError("damping", f"got {damping}, but samples say nothing of steps; leave it out")
+            raise RangeError("damping", f"got {damping}, but sampled audits do not measure damped steps; omit it")
         return _of_sweep(H, blocks, wanted, strict)
     rows: list[AuditRow] = []
     for key in _chosen(_names(H), blocks):
@@ -116,7 +115,7 @@ def _of_sweep(sweep: Sweep, blocks: Wanted | None, wanted: Sequence[Standin], st
     return found.table()
 
 
-def _names(H: Curvature) -> list[str]:
+def _names(H: CurvatureSource) -> list[str]:
     if isinstance(H, BlockHessian | BlockMatrix):
         return H.names
     if isinstance(H, GradientSource):
@@ -139,7 +138,7 @@ def _chosen(names: Sequence[str], wanted: Wanted | None) -> list[tuple[str, ...]
         else:
             some, missing = [tuple(entry)], [name for name in entry if name not in names]
         if missing:
-            raise BlockNameError("blocks", f"there is no {missing[0]!r} among {', '.join(names)}")
+            raise BlockNameError("blocks", f"there is no {missing[0]!r} among {checks.listed(missing[0], names)}")
         found |= dict.fromkeys(some)
     return list(found)
 
@@ -149,8 +148,8 @@ def _is_head(name: str, names: Sequence[str]) -> bool:
     return whole in names and number.isdecimal()
 
 
-def _source(H: Curvature, key: tuple[str, ...], linear_only: bool) -> GradientSource | None:
-    """The gradients of a weight or of several; None for one that is no linear layer's, if such are left out."""
+def _source(H: CurvatureSource, key: tuple[str, ...], linear_only: bool) -> GradientSource | None:
+    """The gradients of a weight or of several; None for one that is not a linear layer's, if such are left out."""
     if linear_only and isinstance(H, BlockHessian) and 1 in H.shapes[key[0]]:
         return None
     sources = [source_of(H, name) for name in key]
@@ -160,7 +159,7 @@ def _source(H: Curvature, key: tuple[str, ...], linear_only: bool) -> GradientSo
 
 
 def _truth(
-    H: Curvature, source: GradientSource, key: tuple[str, ...], part: str, damping: float | None
+    H: CurvatureSource, source: GradientSource, key: tuple[str, ...], part: str, damping: float | None
 ) -> DenseTruth | FactoredTruth:
     size = source.shape[0] * source.shape[1]
     if part == "outer":

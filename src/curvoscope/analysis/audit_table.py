@@ -203,7 +203,8 @@ def _fitting(operator: LinearOperator, source: GradientSource) -> LinearOperator
     size = source.shape[0] * source.shape[1]
     if operator.shape != (size, size):
         raise ShapeError(
-            "approximations", f"an operator {operator.shape} is no approximation of {source.name!r}, {size} x {size}"
+            "approximations",
+            f"an operator {operator.shape} is not an approximation of {source.name!r}, {size} x {size}",
         )
     return operator
 

@@ -7,14 +7,14 @@ import torch
 
 from curvoscope.approximations import source_of
 from curvoscope.approximations.factors import total
-from curvoscope.approximations.source import Curvature
+from curvoscope.approximations.source import CurvatureSource
 from curvoscope.errors import EmptyError
 from curvoscope.estimate import Estimate
 from curvoscope.sweep import Sweep
 from curvoscope.sweep.statistics import jackknifed_ratio
 
 
-def block_diagonal_error(H: Curvature | Sweep, blocks: Sequence[str | Sequence[str]] | None = None) -> Estimate:
+def block_diagonal_error(H: CurvatureSource | Sweep, blocks: Sequence[str | Sequence[str]] | None = None) -> Estimate:
     """|H - blockdiag(H)| / |H| over several blocks, in the Frobenius norm, of the outer part.
 
     It is what every approximation misses that treats the blocks one by one. With K_b the Gram matrix of a block's

@@ -13,9 +13,9 @@ from curvoscope.blocks import Blocks
 from curvoscope.errors import DtypeError, EmptyError, ModelError, NonFiniteError, ShapeError
 from curvoscope.families import loading
 
-State = Mapping[str, Tensor]
-Recipe = Callable[[nn.Module], State]
-Change = nn.Module | State | Recipe | str | os.PathLike[str]  # what says what the weights become
+StateDict = Mapping[str, Tensor]
+Recipe = Callable[[nn.Module], StateDict]
+Change = nn.Module | StateDict | Recipe | str | os.PathLike[str]  # what says what the weights become
 
 
 def changed_state(model: nn.Module, changed: Change) -> dict[str, Tensor]:
@@ -30,11 +30,14 @@ def changed_state(model: nn.Module, changed: Change) -> dict[str, Tensor]:
     known = named.keys() | buffers.keys() | model.state_dict().keys()
     foreign = next((name for name in found if name not in known), None)
     if foreign is not None:
-        raise ModelError("changed", f"has {foreign!r}, which the model has not; give weights of the same architecture")
+        raise ModelError(
+            "changed", f"has {foreign!r}, which is not in the model; give weights of the same architecture"
+        )
     for name, buffer in buffers.items():
         if name in found and not _equal(buffer, found[name]):
             raise ModelError(
-                "changed", f"{name!r} is a buffer that changes; give the model's own, only parameters may change"
+                "changed",
+                f"{name!r} is a buffer with changed values; only parameters may change, so pass the model's own values",
             )
     state: dict[str, Tensor] = {}
     for first, names in _aliases(named).items():
@@ -53,7 +56,7 @@ def changed_state(model: nn.Module, changed: Change) -> dict[str, Tensor]:
     return state
 
 
-def displacement(model: nn.Module, state: State) -> dict[str, Tensor]:
+def displacement(model: nn.Module, state: StateDict) -> dict[str, Tensor]:
     """δ by parameter from the tensors of `changed_state`, in the precision of the parameter, float32 at least."""
     delta: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -64,7 +67,7 @@ def displacement(model: nn.Module, state: State) -> dict[str, Tensor]:
     return delta
 
 
-def check_covered(blocks: Blocks, delta: State) -> None:
+def check_covered(blocks: Blocks, delta: StateDict) -> None:
     """Raise if a parameter changes that no block has."""
     outside = next((name for name, tensor in delta.items() if name not in blocks.parameters and tensor.any()), None)
     if outside is not None:
@@ -73,7 +76,7 @@ def check_covered(blocks: Blocks, delta: State) -> None:
         )
 
 
-def _state(model: nn.Module, changed: Change) -> State:
+def _state(model: nn.Module, changed: Change) -> StateDict:
     if isinstance(changed, str | os.PathLike):
         widest = max((p.dtype for p in model.parameters() if p.is_floating_point()), key=lambda one: one.itemsize)
         return loading.load(Path(changed), widest).model.state_dict()

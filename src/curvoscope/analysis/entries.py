@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from curvoscope.analysis.heterogeneity import PARTS, Part
-from curvoscope.operators.block_matrix import BlockHessian
+from curvoscope.operators.block_matrix import PARTS, BlockHessian, Part
 from curvoscope.settings import chosen_seed
 
 _BINS = 60

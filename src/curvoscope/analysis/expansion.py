@@ -14,7 +14,7 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.errors import LossError, NonFiniteError
 from curvoscope.losses import LossFunction, objective_of
 
-Form = Callable[[Tensor, BatchProduct], Tensor]  # of a unit's gradient (P,) and of products with its Hessian
+UnitForm = Callable[[Tensor, BatchProduct], Tensor]  # of a unit's gradient (P,) and of products with its Hessian
 _AGREE = 1e3  # units of rounding that the loss of a batch and that of its rows may differ by
 
 
@@ -42,7 +42,7 @@ class Expansion:
             torch.tensor([values[i] for i in places], dtype=torch.float64) for values in (survey.weights, survey.losses)
         )
 
-    def forms(self, *wanted: Form) -> list[Tensor]:
+    def forms(self, *wanted: UnitForm) -> list[Tensor]:
         """Each of the forms `first`, `parts` and `pairs` for all units, (N, ...), from one graph per unit."""
         found: list[list[Tensor]] = [[] for _ in wanted]
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -10,10 +9,8 @@ import torch
 from curvoscope.errors import BlockNameError
 from curvoscope.magnitudes import norm as norm_of
 from curvoscope.operators import BlockHessian
+from curvoscope.operators.block_matrix import PARTS, Part
 from curvoscope.operators.eigenvalues import symmetric_eigenvalues
-
-Part = Literal["outer", "functional", "total"]
-PARTS: tuple[Part, ...] = ("outer", "functional", "total")
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,25 @@ class Influence:
         return all(found.converged for found in self.solutions)
 
     def helpful(self, test: int) -> Tensor:
-        """Training rows (n,) by their score on a test row, the most helpful first."""
+        """Training rows by their score on a test row, the most helpful first.
+
+        Args:
+            test: index of the test row.
+
+        Returns:
+            Indices of all training rows, (training rows,).
+        """
         return self.scores[test].argsort(descending=True)
 
     def correlation(self, other: "Influence | Tensor") -> float:
-        """Pearson's correlation of all scores with those of another method, or with measured changes of the loss."""
+        """Pearson's correlation of all scores with those of another method, or with measured changes of the loss.
+
+        Args:
+            other: an `Influence`, or a tensor (test rows, training rows).
+
+        Returns:
+            The correlation, over all pairs of a test row and a training row.
+        """
         theirs = other.scores if isinstance(other, Influence) else checks.floating("other", other).double()
         if theirs.shape != self.scores.shape:
             raise ShapeError("other", f"got {tuple(theirs.shape)}, expected {tuple(self.scores.shape)}")

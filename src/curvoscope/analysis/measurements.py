@@ -7,12 +7,13 @@ from itertools import accumulate
 import torch
 
 from curvoscope import checks, estimate
-from curvoscope.analysis.heterogeneity import PARTS, Part, times
+from curvoscope.analysis.heterogeneity import times
 from curvoscope.analysis.pair_norms import PairNorm
 from curvoscope.curvature import ModelHessian
 from curvoscope.estimate import Estimate, JointEstimate
 from curvoscope.estimate.products import check_budget
 from curvoscope.operators import LinearOperator
+from curvoscope.operators.block_matrix import PARTS, Part
 
 DEFAULT_TOLERANCE = 0.05
 _ALL_EIGENVALUES = 2048  # size of a closed form up to which its eigenvalues are exact

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from curvoscope.analysis.heterogeneity import Part
 from curvoscope.estimate import Estimate
+from curvoscope.operators.block_matrix import Part
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ class PowerLaw:
             raise RangeError(
                 argument,
                 f"leads to size {size:.3g}, {factor:.3g} times beyond the measured {min(self.sizes):g} to "
-                f"{max(self.sizes):g}; the law is not known there. Measure nearer, or allow it with most={factor:.3g}",
+                f"{max(self.sizes):g}; the law is not known there. Measure sizes closer to it, or pass "
+                f"most={factor:.3g}",
             )
 
 

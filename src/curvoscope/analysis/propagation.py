@@ -48,7 +48,14 @@ class AttentionSummary:
 
     @classmethod
     def of(cls, moments: Moments) -> "AttentionSummary":
-        """Summarise the moments of a layer: attention (..., L, L) and inputs (..., L, d)."""
+        """Summarise the attention of a layer, averaged over sequences, heads and queries.
+
+        Args:
+            moments: attention (..., L, L) and inputs (..., L, d), such as from `SelfAttention.moments`.
+
+        Returns:
+            Entropy and variance; the entropy is None if the rows are not distributions.
+        """
         X, A = moments.X, moments.attention
         spread = (A @ X.square()).sum(-1) - moments.M1.square().sum(-1)  # tr M2, without M2
         scale = float(X.square().sum(-1).mean()) or 1.0  # inputs that are all zero have no spread

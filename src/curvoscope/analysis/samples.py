@@ -81,7 +81,7 @@ def sample_losses(surface: Surface, displacements: Tensor, argument: str = "dist
     if found.shape[1] < 2:
         raise EmptyError("batches", f"{found.shape[1]} sample with loss terms; a variance needs at least 2")
     if not bool(torch.isfinite(found).all()):
-        raise NonFiniteError(argument, "a loss is NaN or infinite so far from the weights; stay nearer")
+        raise NonFiniteError(argument, "a loss is NaN or infinite at this distance; use a smaller one")
     return Samples(found, torch.tensor(terms, dtype=torch.float64))
 
 

@@ -51,7 +51,14 @@ class CurvatureSummary:
     functional_share: Estimate
 
     def value(self, quantity: str) -> float | None:
-        """A number by its name, without error bar; None if it was not computed."""
+        """A number by its name, without error bar.
+
+        Args:
+            quantity: the name of a field, such as "trace".
+
+        Returns:
+            The number; None if it was not computed.
+        """
         found: Estimate | float | None = getattr(self, quantity)
         return None if found is None else float(found)
 
@@ -149,7 +156,14 @@ class Scaling:
     without: Mapping[str, str]
 
     def values(self, quantity: str) -> dict[int, list[float]]:
-        """The measured values of a quantity by size; sizes without a value are left out."""
+        """The measured values of a quantity.
+
+        Args:
+            quantity: the name of a field of `CurvatureSummary`, such as "trace".
+
+        Returns:
+            {size: one value per seed}; values that were not computed are left out, and sizes without a value.
+        """
         checks.choice("quantity", quantity, QUANTITIES)
         found = {
             size: [value for one in group if (value := one.value(quantity)) is not None]
@@ -158,7 +172,14 @@ class Scaling:
         return {size: values for size, values in found.items() if values}
 
     def law(self, quantity: str) -> PowerLaw:
-        """The power law of a quantity; a `RangeError` says why there is none."""
+        """The power law fitted to a quantity.
+
+        Args:
+            quantity: the name of a field of `CurvatureSummary`, such as "trace".
+
+        Returns:
+            The power law; raises `RangeError`, with the reason, if the quantity has none.
+        """
         checks.choice("quantity", quantity, QUANTITIES)
         if quantity in self.without:
             raise RangeError("quantity", f"{quantity} has no power law: {self.without[quantity]}")

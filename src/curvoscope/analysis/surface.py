@@ -239,5 +239,7 @@ def finite(losses: Tensor, argument: str, places: Tensor) -> Tensor:
     bad = ~torch.isfinite(losses)
     if bool(bad.any()):
         place = float(places.expand_as(losses)[bad][0])
-        raise NonFiniteError(argument, f"the loss is {float(losses[bad][0])} at distance {place:.3g}; stay nearer")
+        raise NonFiniteError(
+            argument, f"the loss is {float(losses[bad][0])} at distance {place:.3g}; use a smaller one"
+        )
     return losses

@@ -84,6 +84,13 @@ class Approximation(LinearOperator):
         return self._ends()[0]
 
     def quadratic(self, found: GradientFactors) -> Tensor:
-        """gamma^T A gamma for each gradient, (n,): its mean over samples is <H, A>."""
+        """gamma^T A gamma for each gradient; its mean over samples is <H, A>, if E[gamma gamma^T] = H.
+
+        Args:
+            found: n gradients of the shape (a, p) of the block.
+
+        Returns:
+            The values, (n,).
+        """
         formed = (some.gradients().flatten(1) for some in found.pieces())
         return torch.cat([(gradients * self._matmat(gradients.mT).mT).sum(1) for gradients in formed])

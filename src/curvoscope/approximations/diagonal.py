@@ -2,10 +2,10 @@
 
 from curvoscope.approximations.eigenbasis import EigenbasisForm
 from curvoscope.approximations.factors import total
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 
 
-def diagonal(H: Curvature, name: str | None = None) -> EigenbasisForm:
+def diagonal(H: CurvatureSource, name: str | None = None) -> EigenbasisForm:
     """A = diag(H): every weight on its own, as in Adam (arXiv 1412.6980), whose second moments estimate it.
 
     Assumes that the gradients of two weights are uncorrelated.

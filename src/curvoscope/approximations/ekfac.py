@@ -3,10 +3,10 @@
 from curvoscope.approximations.eigenbasis import EigenbasisForm
 from curvoscope.approximations.factors import total
 from curvoscope.approximations.product import eigenvectors
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 
 
-def ekfac(H: Curvature, name: str | None = None) -> EigenbasisForm:
+def ekfac(H: CurvatureSource, name: str | None = None) -> EigenbasisForm:
     """A = the diagonal of H in the eigenbasis of KFAC (George et al. 2018, arXiv 1806.03884).
 
     With Q_U and Q_V the eigenvectors of KFAC's factors, A = (Q_U (x) Q_V) diag(E[(Q_U^T gamma Q_V)²]) (Q_U (x) Q_V)^T,

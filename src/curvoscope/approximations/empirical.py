@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from curvoscope.approximations.roots import RootForm
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.errors import ModelError
 
 
-def empirical(H: Curvature, name: str | None = None) -> RootForm:
+def empirical(H: CurvatureSource, name: str | None = None) -> RootForm:
     """A = sum_n g_n g_n^T / M, with g_n the gradient of sequence n, summed over its terms, and M the number of terms.
 
     The Gauss-Newton part has the same form with labels that the model draws, so A is right if the model has learned the

@@ -83,8 +83,9 @@ def sampled(engine: Autodiff, block: Block, samples: int, seed: int = 0) -> Grad
     Each sample takes one micro-batch, drawn with its share of the loss as probability, as in a sweep.
     """
     _check_alone(engine)
+    seed %= 2**63
     weights = torch.tensor([weight for weight in engine.survey.weights if weight], dtype=torch.float64)
-    drawn = torch.multinomial(weights, samples, True, generator=torch.Generator().manual_seed(seed % 2**63))
+    drawn = torch.multinomial(weights, samples, True, generator=torch.Generator().manual_seed(seed))
     counts = iter(drawn.bincount(minlength=len(weights)).tolist())
     scale = float(weights.sum()) ** 0.5
     parts: list[GradientFactors] = []
@@ -100,7 +101,7 @@ def sampled(engine: Autodiff, block: Block, samples: int, seed: int = 0) -> Grad
 
 def _check_alone(engine: Autodiff) -> None:
     if engine.ranks.size > 1:
-        raise ModelError("process_group", "approximations are of one process; leave the group out")
+        raise ModelError("process_group", "approximations run in one process; omit process_group")
 
 
 class _Row:

@@ -65,7 +65,8 @@ def read_factors(
         parameter = next((name for name in weights if f".{name}".endswith(f".{module}.weight")), None)
         if parameter is None:
             raise ModelError(
-                "model", f"has no linear layer {module!r}, of which {folder} has factors: of another model?"
+                "model",
+                f"has no linear layer {module!r}, but {folder} has factors for it; are they from another model?",
             )
         layer.check(module, weights[parameter])
         for name, block in known.items():
@@ -89,7 +90,8 @@ class _FactorLayer:
         if sizes[0] != p or sizes[1] not in (a, a + 1):
             raise ShapeError(
                 "model",
-                f"layer {module!r} is {a} -> {p}, its factors are for {sizes[1]} -> {sizes[0]}: of another model?",
+                f"layer {module!r} is {a} -> {p}, but its factors are for {sizes[1]} -> {sizes[0]}; are they from "
+                "another model?",
             )
         if sizes[1] == a + 1 and self.values is not None:
             raise ModelError("kind", f"the eigenvalues of {module!r} include a bias; read the folder with kind='kfac'")

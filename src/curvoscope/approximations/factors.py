@@ -75,7 +75,15 @@ class GradientFactors:
                 yield replace(self, inputs=inputs, cotangents=cotangents)
 
     def turned(self, left: Tensor | None, right: Tensor | None) -> "GradientFactors":
-        """left^T gamma right; None for the identity."""
+        """left^T gamma right for each gradient.
+
+        Args:
+            left: (rows, k) for gradients (rows, columns), or None for the identity.
+            right: (columns, l), or None for the identity.
+
+        Returns:
+            Gradients of shape (k, l), in the same groups.
+        """
         first, second = (right, left) if self.flipped else (left, right)
         inputs, cotangents = self.inputs, self.cotangents
         if first is not None:
@@ -83,7 +91,15 @@ class GradientFactors:
         return replace(self, inputs=inputs, cotangents=cotangents if second is None else cotangents @ second)
 
     def quadratic(self, left: Tensor, right: Tensor) -> Tensor:
-        """<gamma, left gamma right> for each gradient, (g n,), with symmetric matrices."""
+        """<gamma, left gamma right> for each gradient.
+
+        Args:
+            left: a symmetric matrix, (rows, rows) for gradients (rows, columns).
+            right: a symmetric matrix, (columns, columns).
+
+        Returns:
+            The values, (g n,).
+        """
         found = self.compact
         of_inputs, of_outputs = (right, left) if self.flipped else (left, right)
         weighted = found.weighted(of_inputs)
@@ -91,7 +107,16 @@ class GradientFactors:
         return 2 * total((columns * weighted[..., here]).sum((2, 3)) for here, columns in halves).flatten()
 
     def part(self, axis: int, start: int, stop: int) -> "GradientFactors":
-        """Rows (axis 0) or columns (axis 1) `start` to `stop` of the block."""
+        """Some rows or columns of each gradient.
+
+        Args:
+            axis: 0 for rows, 1 for columns.
+            start: the first of them.
+            stop: the end of the range, not included.
+
+        Returns:
+            As many gradients, of the rows or columns `start` to `stop`.
+        """
         if (axis == 1) != self.flipped:
             found = replace(self, cotangents=self.cotangents[..., start:stop])
         elif self.inputs is None:
@@ -101,7 +126,14 @@ class GradientFactors:
         return self._formed_alike(found, lambda formed: formed.part(axis, start, stop))
 
     def chosen(self, places: Tensor) -> "GradientFactors":
-        """Some gradients of a single group."""
+        """Some gradients of a single group.
+
+        Args:
+            places: their indices in the group, (k,).
+
+        Returns:
+            The k gradients, in the order of `places`.
+        """
         found = replace(self, cotangents=self.cotangents[:, places])
         return self._formed_alike(found, lambda formed: formed.chosen(places))
 
@@ -121,7 +153,14 @@ class GradientFactors:
         return found
 
     def outward(self, matrix: Tensor | None = None) -> Tensor:
-        """sum gamma Y gamma^T = sum X^T (delta Y delta^T) X, (a, a); None for the identity."""
+        """sum gamma Y gamma^T = sum X^T (delta Y delta^T) X over all gradients, with gamma as (a, p) even if flipped.
+
+        Args:
+            matrix: Y (p, p), or None for the identity.
+
+        Returns:
+            The sum, (a, a).
+        """
         if matrix is None and self.inputs is None:
             return moment(self.cotangents.mT)
         turned = self.cotangents if matrix is None else self.cotangents @ matrix
@@ -131,14 +170,28 @@ class GradientFactors:
         return (self.inputs.mT @ middle @ self.inputs).sum(0)
 
     def outward_symmetric(self, matrix: Tensor) -> Tensor:
-        """`outward` of a symmetric matrix, in half of the time."""
+        """`outward` for a symmetric Y, with half of the multiplications.
+
+        Args:
+            matrix: Y (p, p), symmetric.
+
+        Returns:
+            The sum, (a, a).
+        """
         halves = _half_products(self.cotangents, matrix)
         half = total((columns @ self.cotangents[..., here].mT).sum(1) for here, columns in halves)
         middle = half + half.mT
         return middle.sum(0) if self.inputs is None else (self.inputs.mT @ middle @ self.inputs).sum(0)
 
     def weighted(self, matrix: Tensor | None = None) -> Tensor:
-        """(X Z X^T) delta, of the shape of delta; None for the identity."""
+        """(X Z X^T) delta; Z gamma if the gradients themselves are known.
+
+        Args:
+            matrix: Z (a, a), or None for the identity.
+
+        Returns:
+            A tensor of the shape of `cotangents`.
+        """
         X, middle = self.inputs, matrix
         if X is not None:
             middle = X @ X.mT if matrix is None else X @ matrix @ X.mT
@@ -146,7 +199,14 @@ class GradientFactors:
         return self.cotangents if middle is None else middle @ self.cotangents
 
     def inward(self, matrix: Tensor | None = None) -> Tensor:
-        """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta, (p, p); None for the identity."""
+        """sum gamma^T Z gamma = sum delta^T (X Z X^T) delta over all gradients, with gamma as (a, p) even if flipped.
+
+        Args:
+            matrix: Z (a, a), or None for the identity.
+
+        Returns:
+            The sum, (p, p).
+        """
         return self.cotangents.flatten(0, 2).mT @ self.weighted(matrix).flatten(0, 2)
 
 

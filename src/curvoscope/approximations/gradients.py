@@ -17,7 +17,7 @@ from curvoscope.approximations.factors import GradientFactors, moment, symmetric
 from curvoscope.errors import ModelError, RangeError
 from curvoscope.operators.base import Shape
 
-Side = TypeVar("Side")  # what belongs to one side of a weight
+OfSide = TypeVar("OfSide")  # what belongs to one side of a weight
 
 _FEW = 0.5  # tokens for each entry of x or delta, up to which their span is smaller than its space
 
@@ -84,7 +84,14 @@ class GradientSource:
         return 1.0 if self.exact else 1 / len(self)
 
     def share(self, part: GradientFactors) -> float:
-        """What the inputs of a group count: one, or the share of the samples that see them."""
+        """The weight of the inputs of one part in a sum over all inputs.
+
+        Args:
+            part: one of `parts`.
+
+        Returns:
+            1 for exact gradients; for samples, the part's share of them.
+        """
         return 1.0 if self.exact else part.each / len(self)
 
     @property
@@ -116,8 +123,16 @@ class GradientSource:
         """Whether the rows of the block are the outputs of its layer, not the inputs."""
         return self.parts[0].flipped
 
-    def ordered(self, of_inputs: Side, of_outputs: Side) -> tuple[Side, Side]:
-        """What belongs to the rows of the block and to its columns."""
+    def ordered(self, of_inputs: OfSide, of_outputs: OfSide) -> tuple[OfSide, OfSide]:
+        """The same two things, for the rows of the block and for its columns.
+
+        Args:
+            of_inputs: what belongs to the inputs of the layer.
+            of_outputs: what belongs to its outputs.
+
+        Returns:
+            The pair (of rows, of columns): exchanged if the block is `flipped`.
+        """
         return (of_outputs, of_inputs) if self.flipped else (of_inputs, of_outputs)
 
     @cached_property
@@ -155,19 +170,40 @@ class GradientSource:
         return tuple(part.compact for part in self.parts)
 
     def outward(self, matrix: Tensor | None = None) -> Tensor:
-        """E[gamma Y gamma^T] (a, a) for a symmetric Y over the outputs, or the identity; gamma as (a, p)."""
+        """E[gamma Y gamma^T], with gamma as (a, p) for a inputs and p outputs; the sum if the source is `exact`.
+
+        Args:
+            matrix: Y (p, p), symmetric, or None for the identity.
+
+        Returns:
+            A symmetric matrix (a, a).
+        """
         return symmetric(
             self.weight
             * total(part.outward() if matrix is None else part.outward_symmetric(matrix) for part in self.compact)
         )
 
     def outward_inverse(self, factor: Tensor) -> Tensor:
-        """E[gamma Y^-1 gamma^T] (a, a) for Y = L L^T over the outputs, by its Cholesky factor L."""
+        """E[gamma Y^-1 gamma^T] for Y = L L^T over the outputs; the sum if the source is `exact`.
+
+        Args:
+            factor: L (p, p), the lower Cholesky factor of Y.
+
+        Returns:
+            A symmetric matrix (a, a).
+        """
         parts = (replace(part, cotangents=_divided(part.cotangents, factor)) for part in self.compact)
         return symmetric(self.weight * total(part.outward() for part in parts))
 
     def inward_inverse(self, factor: Tensor) -> Tensor:
-        """E[gamma^T Z^-1 gamma] (p, p) for Z = L L^T over the inputs, by its Cholesky factor L."""
+        """E[gamma^T Z^-1 gamma] for Z = L L^T over the inputs; the sum if the source is `exact`.
+
+        Args:
+            factor: L (a, a), the lower Cholesky factor of Z.
+
+        Returns:
+            A symmetric matrix (p, p).
+        """
         parts = (
             replace(part, cotangents=torch.linalg.solve_triangular(factor, part.cotangents, upper=False))
             if part.inputs is None
@@ -177,7 +213,14 @@ class GradientSource:
         return self.weight * total(moment(part.cotangents, part.weighted()) for part in parts)
 
     def inward(self, matrix: Tensor | None = None) -> Tensor:
-        """E[gamma^T Z gamma] (p, p) for a symmetric Z over the inputs, or the identity; gamma as (a, p)."""
+        """E[gamma^T Z gamma], with gamma as (a, p) for a inputs and p outputs; the sum if the source is `exact`.
+
+        Args:
+            matrix: Z (a, a), symmetric, or None for the identity.
+
+        Returns:
+            A symmetric matrix (p, p).
+        """
         return self.weight * total(moment(part.cotangents, part.weighted(matrix)) for part in self.compact)
 
     @cached_property
@@ -203,7 +246,15 @@ class GradientSource:
         return replace(self, parts=parts, silent=silent, labelled=(), heads=heads, axis=axis)
 
     def head(self, number: int) -> "GradientSource":
-        """One head alone."""
+        """The gradients of one head alone.
+
+        Args:
+            number: of the head, from 0.
+
+        Returns:
+            The source of the head's rows or columns, named "Q.2" for head 2 of block "Q"; raises `RangeError` if
+            there is no such head.
+        """
         if self.heads is None or self.axis is None or not 0 <= number < self.heads:
             raise RangeError("block", f"{self.name!r} has no head {number}; take another block or approximation")
         width = self.shape[self.axis] // self.heads
@@ -259,7 +310,11 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
         True
     """
     if len({tuple(len(part) for part in source.parts) for source in sources}) != 1:
-        raise ModelError("blocks", f"{', '.join(source.name for source in sources)} were not seen by the same samples")
+        raise ModelError(
+            "blocks",
+            f"{', '.join(source.name for source in sources)} come from different samples; take them from one sweep, or "
+            "from one Hessian with the same samples and seed",
+        )
     name = " + ".join(source.name for source in sources)
     first = sources[0]
     columns = list(zip(*(source.parts for source in sources), strict=True))

@@ -2,11 +2,11 @@
 
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.roots import RootForm
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.errors import RangeError
 
 
-def heads(H: Curvature, name: str | None = None) -> RootForm:
+def heads(H: CurvatureSource, name: str | None = None) -> RootForm:
     """A = H without the entries that couple two attention heads.
 
     Assumes that heads do not interact; each block of a head is kept whole.

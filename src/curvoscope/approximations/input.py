@@ -3,10 +3,10 @@
 import torch
 
 from curvoscope.approximations.eigenbasis import EigenbasisForm
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 
 
-def input(H: Curvature, name: str | None = None) -> EigenbasisForm:
+def input(H: CurvatureSource, name: str | None = None) -> EigenbasisForm:
     """A = c sum x x^T (x) I: all outputs alike, as in GPTQ (arXiv 2210.17323) and SparseGPT (arXiv 2301.00774).
 
     They minimise the squared change of the layer's output, and never see the loss. The scale c, which does not matter

@@ -4,11 +4,11 @@ from curvoscope import checks
 from curvoscope.approximations.factors import moment, total
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.product import KroneckerProduct
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.errors import ModelError
 
 
-def kfac(H: Curvature, name: str | None = None, sharing: str = "expand") -> KroneckerProduct:
+def kfac(H: CurvatureSource, name: str | None = None, sharing: str = "expand") -> KroneckerProduct:
     """A = (1 / n) sum x x^T (x) sum delta delta^T over n tokens (Martens and Grosse 2015, arXiv 1503.05671).
 
     A weight that is shared by the tokens of a sequence has two forms (Eschenhagen et al. 2023, arXiv 2311.00636). With

@@ -5,7 +5,7 @@ import math
 import torch
 
 from curvoscope.approximations.product import KroneckerProduct
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.approximations.steps import remaining
 from curvoscope.errors import RangeError
 from curvoscope.magnitudes import norm
@@ -14,7 +14,7 @@ _STEPS = 200
 _CONVERGED = {torch.float64: 1e-13, torch.float32: 2e-2}  # relative error of a factor at which steps end
 
 
-def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> KroneckerProduct:
+def kl_shampoo(H: CurvatureSource, name: str | None = None, damping: float = 1e-3) -> KroneckerProduct:
     """A = U (x) V that minimises KL(N(0, H + kappa I) || N(0, A)) (Lin et al. 2025, arXiv 2509.03378).
 
     The factors fulfil U = (E[gamma V^-1 gamma^T] + kappa tr(V^-1) I) / p and V = (E[gamma^T U^-1 gamma] +
@@ -57,7 +57,7 @@ def kl_shampoo(H: Curvature, name: str | None = None, damping: float = 1e-3) -> 
         change, right = float((found - right).norm() / found.norm()), found
         if remaining(change, before) <= limit or step == _STEPS - 1:
             break
-        before = change if step else math.inf  # the first is no change by a step
+        before = change if step else math.inf  # the first is not a change by a step
         left = source.outward_inverse(torch.linalg.cholesky(right))
         inside = float((inverse.double() * left.double()).sum())
         # U in the directions that no gradient has: kappa tr V^-1, as tr V^-1 V = p; at least p² / tr V

@@ -13,7 +13,7 @@ from curvoscope.approximations.base import Approximation
 from curvoscope.approximations.factors import total
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.product import KroneckerProduct
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.approximations.steps import remaining
 from curvoscope.errors import NonFiniteError, RangeError
 from curvoscope.magnitudes import ScaledNumber, norm, power_of_two, root
@@ -26,7 +26,7 @@ _GAIN = 3e-3  # of the singular value, still to come when power iteration ends
 _RESIDUAL = 1e3  # units of rounding at which a solve ends
 
 
-def kronecker(H: Curvature, name: str | None = None, rank: int = 1) -> Approximation:
+def kronecker(H: CurvatureSource, name: str | None = None, rank: int = 1) -> Approximation:
     """The nearest A = sum_k U_k (x) V_k of `rank` terms in the Frobenius norm (Van Loan and Pitsianis 1993).
 
     Rearranged, a Kronecker product is a matrix of rank one: with R[(i, k), (j, l)] = H[(i, j), (k, l)], the best A is

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from curvoscope.approximations.gradients import GradientSource, joined
 from curvoscope.approximations.roots import RootForm
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.approximations.split import SplitForm
 from curvoscope.errors import ModelError
 
 
-def layers(H: Curvature, names: Sequence[str] | None = None) -> SplitForm:
+def layers(H: CurvatureSource, names: Sequence[str] | None = None) -> SplitForm:
     """A = H over several weights without the entries that couple two of them.
 
     Assumes that the weights do not interact; each block is kept whole. Vectors are those of `joined` weights: side by

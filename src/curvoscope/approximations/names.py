@@ -17,7 +17,7 @@ from curvoscope.approximations.layers import layers
 from curvoscope.approximations.neurons import neurons
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.shampoo import shampoo
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.approximations.split import SplitForm
 from curvoscope.approximations.tkfac import tkfac
 from curvoscope.errors import RangeError
@@ -44,7 +44,7 @@ _WITH_OPTION: dict[str, Callable[[GradientSource, str], Approximation]] = {
 NAMES = tuple(_PLAIN)
 
 
-def approximation(H: Curvature, text: str, name: str | None = None) -> Approximation:
+def approximation(H: CurvatureSource, text: str, name: str | None = None) -> Approximation:
     """An approximation by its name.
 
     Args:
@@ -95,4 +95,4 @@ def _made(source: GradientSource, text: str) -> Approximation:
     except ValueError as error:
         if hasattr(error, "argument"):
             raise
-        raise RangeError("approximations", f"got {text!r}, whose option {option!r} is no number") from None
+        raise RangeError("approximations", f"got {text!r}, whose option {option!r} is not a number") from None

@@ -2,10 +2,10 @@
 
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.approximations.roots import RootForm
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 
 
-def neurons(H: Curvature, name: str | None = None) -> RootForm:
+def neurons(H: CurvatureSource, name: str | None = None) -> RootForm:
     """A = H without the entries that couple the weights of two outputs: p blocks (a, a).
 
     Assumes that the outputs of a layer do not interact, as GPTQ and Optimal Brain Compression (arXiv 2208.11580) do for

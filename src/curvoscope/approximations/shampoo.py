@@ -7,13 +7,13 @@ import torch
 from curvoscope.approximations.base import Approximation
 from curvoscope.approximations.eigenbasis import EigenbasisForm
 from curvoscope.approximations.product import KroneckerProduct
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.errors import RangeError
 
 _POWERS = (0.5, 0.25)
 
 
-def shampoo(H: Curvature, name: str | None = None, power: float = 0.5) -> Approximation:
+def shampoo(H: CurvatureSource, name: str | None = None, power: float = 0.5) -> Approximation:
     """A from L = E[gamma gamma^T] (a, a) and R = E[gamma^T gamma] (p, p) (Gupta et al. 2018, arXiv 1802.09568).
 
     An update L^-power G R^-power stands for A^-1/2 G. With the power 1/4 of the first paper A = L^1/2 (x) R^1/2; with

@@ -12,12 +12,12 @@ from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.operators.kronecker import KroneckerSum
 from curvoscope.operators.terms import Single, Term
 
-Curvature = GivesGradients | BlockHessian | BlockMatrix | LinearOperator | GradientSource
+CurvatureSource = GivesGradients | BlockHessian | BlockMatrix | LinearOperator | GradientSource
 
 _NEGATIVE = 1e-10  # relative to the largest eigenvalue: a smaller one is rounding
 
 
-def source_of(curvature: Curvature, name: str | None = None) -> GradientSource:
+def source_of(curvature: CurvatureSource, name: str | None = None) -> GradientSource:
     """The gradients gamma of a block with sum gamma gamma^T = H, its outer part.
 
     From a model (`cv.hessian`) they belong to the layer's own inputs and outputs, exactly, by one backward pass for

@@ -4,10 +4,10 @@ from torch import Tensor
 
 from curvoscope.approximations.factors import GradientFactors, moment, total
 from curvoscope.approximations.product import KroneckerProduct
-from curvoscope.approximations.source import Curvature, source_of
+from curvoscope.approximations.source import CurvatureSource, source_of
 
 
-def tkfac(H: Curvature, name: str | None = None) -> KroneckerProduct:
+def tkfac(H: CurvatureSource, name: str | None = None) -> KroneckerProduct:
     """A = sum |delta|² x x^T (x) sum |x|² delta delta^T / sum |x|² |delta|² over tokens.
 
     Trace-restricted KFAC (Gao et al. 2020, arXiv 2011.10741): each factor is weighted by the size of the other, so

@@ -101,7 +101,7 @@ class Attention(_Tiled):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep the statistics too: they follow from q, k and the mask, and their derivatives are in the formulas."""
         _Tiled.setup_context(ctx, (*inputs, output[1]), output)
-        ctx.tensors.pop()  # the statistics are no input
+        ctx.tensors.pop()  # the statistics are not an input
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from curvoscope import checks, commands
 from curvoscope.analysis.attention_heads import HeadMoments, head_moments
 from curvoscope.analysis.entries import EntryHistogram, entry_histograms
-from curvoscope.analysis.heterogeneity import PARTS, BlockRow, block_table, headline, verdict
+from curvoscope.analysis.heterogeneity import BlockRow, block_table, headline, verdict
 from curvoscope.analysis.measurements import (
     Effort,
     Extremes,
@@ -43,6 +43,7 @@ from curvoscope.commands.subject import Request, Subject, select, subject_of
 from curvoscope.curvature import ModelHessian, blocks_of, hessian
 from curvoscope.estimate import Density
 from curvoscope.operators import BlockHessian
+from curvoscope.operators.block_matrix import PARTS
 from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 from curvoscope.report import answers, density_figures, depth_figures, entry_figures, head_figures, model_tables, tables
 from curvoscope.report.block_figures import norm_figure

@@ -1,4 +1,4 @@
-"""`curvoscope bench`: the benchmarks of a checkout, which are no part of the package."""
+"""`curvoscope bench`: the benchmarks of a checkout, which are not part of the package."""
 
 import subprocess
 import sys

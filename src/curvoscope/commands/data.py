@@ -304,7 +304,7 @@ def _texts(request: Request, loaded: Loaded, task: ModelTask, folder: Path | Non
         return Draft(SpanScores(model), inputs, Spans(rows, length), reader.of, reader.facts)
     config: Any = model.config
     if task is ModelTask.SEQUENCE_CLASSIFICATION and config.pad_token_id is None:
-        config.pad_token_id = -1  # a decoder looks for the last token that is no padding; all are none
+        config.pad_token_id = -1  # a decoder looks for the last token that is not padding: here every one
     shape = (rows,) if task is ModelTask.SEQUENCE_CLASSIFICATION else (rows, length)
     return Draft(model, inputs, _of_head(model, shape), reader.of, reader.facts)
 

@@ -41,7 +41,11 @@ def run(subject: Subject, request: Request, options: Any, out: Path, as_json: bo
     """
     chosen = select(subject.blocks, options.blocks)
     if options.matvecs is not None:
-        raise RangeError("matvecs", "is for products, and a large model is swept; give --tolerance, or --parts all")
+        raise RangeError(
+            "matvecs",
+            f"got {options.matvecs}, which applies to products only, and --parts outer is a sweep; give --tolerance, "
+            "or --parts all",
+        )
     commands.make_directory(out)
     console = Console(quiet=True) if as_json else commands.console()
     for line in subject.about:

@@ -45,7 +45,7 @@ class TargetForm(ABC):
         try:
             numbers = torch.tensor([[float(word) for word in line] for line in lines[:rows]], dtype=torch.float64)
         except ValueError as error:
-            raise RangeError("targets", f"{path} has something else than numbers: {error}") from error
+            raise RangeError("targets", f"{path} contains something other than numbers: {error}") from error
         return self.checked(numbers.view(self.shape))
 
 

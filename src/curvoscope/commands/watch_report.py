@@ -35,7 +35,7 @@ def completed(facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes
     incidents; question, answer, advice and what is missing are added to them.
     """
     records = records_of(facts["records"])
-    # the steps of another optimizer than SGD are not -η g: 2/λ_max is no cap of their rate
+    # the steps of another optimizer than SGD are not -η g: 2/λ_max does not cap their rate
     momentum = MOMENTUM if facts["configuration"].get("optimizer") == "sgd" else None
     added = {**answers.of_training(records, momentum), "missing": _missing(records)}
     return {**facts, **added}, _draw(records)

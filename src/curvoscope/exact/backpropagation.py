@@ -213,7 +213,16 @@ class OutputCurvature:
         return BlockHessian(first.outer, functional)
 
     def low_rank(self, k: int = 16, *, matvecs: int | None = None, seed: int = 0) -> LowRank:
-        """The largest eigenpairs of S, and the norm of the rest."""
+        """The eigenpairs of S of largest magnitude, and the Frobenius norm of the rest.
+
+        Args:
+            k: number of eigenpairs.
+            matvecs: the budget of products for Lanczos.
+            seed: of the random start and of the probes for the norm of the rest.
+
+        Returns:
+            A `LowRank`, which is an operator of the shape of S.
+        """
         return low_rank(self.S, k, matvecs=matvecs, seed=seed)
 
 

@@ -145,7 +145,8 @@ class _Pass:
         if bias in self.weights:
             result = result + self.weights[bias]
         if not bool(torch.isfinite(result).all()):
-            raise NonFiniteError("X", f"what {weight} makes of it overflows; scale the input or the weights down")
+            what = f"{'z' if weight == 'W2' else 'X'} @ {weight}" + (f" + {bias}" if bias in self.weights else "")
+            raise NonFiniteError("X", f"{what} overflows; scale the input or the weights down")
         return result
 
     def _put(self, row: str, column: str, values: Tensor | None) -> None:

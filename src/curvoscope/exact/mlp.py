@@ -124,7 +124,14 @@ class LinearMLP(Network):
         self.branches = [Branch(((f"W{i}", Linear(weight)),), False) for i, weight in enumerate(self.weights, 1)]
 
     def jacobian(self, X: Tensor) -> dict[str, Tensor]:
-        """dF/dW_i for each weight and dF/dX for "X": (N L d_D, size), rows in the order of F."""
+        """dF/dW_i for each weight, and dF/dX, as dense matrices.
+
+        Args:
+            X: (L, d_0) or (N, L, d_0).
+
+        Returns:
+            By name, for "W1", ..., "WD" and "X": (N L d_D, size), rows in the order of F.
+        """
         blocks = _Blocks(self.chain(X, lambda F: F.sum()), wrt_input=True)
         fits_jacobians(blocks.chain.output, {name: a * p for name, (a, p) in blocks.shapes.items()})
         return {name: blocks.factor(name).jacobian(blocks.width, name) for name in blocks.shapes}

@@ -16,7 +16,6 @@ from curvoscope.exact.attention.hessian import AttentionHessian
 from curvoscope.explorer.state import State, bounds
 from curvoscope.losses import LossAt
 
-PARTS = ("outer", "functional", "total")
 CURVES = (("Q", "Q", "outer"), ("Q", "Q", "functional"), ("Q", "K", "functional"), ("V", "V", "outer"))
 """The norms whose growth with σ is shown: four exponents."""
 SIGMAS = tuple(float(sigma) for sigma in 10 ** np.linspace(-2, 1, 7))

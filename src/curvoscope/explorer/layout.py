@@ -8,9 +8,10 @@ from typing import Any
 from dash import dcc, html
 
 from curvoscope.explorer import matrix_figures, spectrum_figures, tour
-from curvoscope.explorer.compute import PARTS, ExplorerSpectra, Matrices
+from curvoscope.explorer.compute import ExplorerSpectra, Matrices
 from curvoscope.explorer.pictures import MOST_CELLS, pooling
 from curvoscope.explorer.state import State, bounds, choices
+from curvoscope.operators.block_matrix import PARTS
 
 _WORDS = {
     "softmax": "softmax",

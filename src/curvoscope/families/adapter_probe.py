@@ -57,7 +57,7 @@ class AdapterProbe:
         try:
             with torch.no_grad():
                 found = functional_call(self._copy, {**self._tensors, **changed}, (x,))
-        except Exception:  # whatever a module that is no such layer says to such a call
+        except Exception:  # whatever a module that is not such a layer says to such a call
             return None
         return found if isinstance(found, Tensor) else None
 

@@ -1,7 +1,7 @@
 """Adapters on the weights of a model: LoRA by its structure, DoRA and IA3 by their names in PEFT.
 
 A module is a LoRA layer if it computes x W + b + s x A B, with matrices A (a, r) and B (r, p) whose rank r is below
-both widths of its own weight W (a, p). That is tried on random numbers, so that neither class nor names matter, and
+both widths of its own weight W (a, p). This is tested on random inputs, so that neither class nor names matter, and
 W may be quantised. Several pairs A, B may act on one weight.
 """
 
@@ -35,7 +35,7 @@ class Adapter:
     """An adapter on the weight of the module at `path`.
 
     `kind`: "lora" (x W + b + `scale` x A B), "dora", "ia3" or "other". `parts`: its parameters, as matrices, by the
-    names "A" (a, r), "B" (r, p), "magnitude" or "ia3". `base`: W in the model, None if it is no floating-point
+    names "A" (a, r), "B" (r, p), "magnitude" or "ia3". `base`: W in the model, None if it is not a floating-point
     parameter; `shape`: (a, p) of a "lora". `number`: of several on one weight, from 1.
     """
 
@@ -89,7 +89,7 @@ def with_adapters(blocks: Blocks, adapters: Sequence[Adapter]) -> Blocks:
     """The blocks with those of adapters behind the weight that they act on, by its name: "h.0.attn.Q.A".
 
     A weight that is cut into several blocks has one A, "h.0.attn.QKV.A", and a B for each of them. Blocks of weights
-    that are no parameters are left out.
+    that are not parameters are left out.
     """
     taken = {name for adapter in adapters for name in adapter.parameters}
     behind: dict[str, list[Block]] = {}
@@ -110,12 +110,12 @@ def with_adapters(blocks: Blocks, adapters: Sequence[Adapter]) -> Blocks:
 
 
 def stand_in(adapter: Adapter) -> str:
-    """The name under which the weight of an adapter is looked for if it is no parameter."""
+    """The name under which the weight of an adapter is looked for if it is not a parameter."""
     return f"{adapter.path}.weight".removeprefix(".")
 
 
 def stand_ins(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
-    """Tensors without numbers for weights that are no parameters, (p, a) as nn.Linear keeps them, by name."""
+    """Tensors without numbers for weights that are not parameters, (p, a) as nn.Linear keeps them, by name."""
     found = (adapter for adapter in adapters if adapter.base is None and adapter.kind == "lora")
     return {stand_in(one): torch.empty(one.shape[::-1], device="meta") for one in found}
 
@@ -205,7 +205,7 @@ def _holds_integers(module: nn.Module) -> bool:
 
 
 def _by_name(path: str, module: nn.Module) -> list[Adapter]:
-    """An adapter of PEFT that is no plain LoRA, alone on its weight."""
+    """An adapter of PEFT that is not a plain LoRA, alone on its weight."""
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     parts: dict[str, Piece] = {}
     for kept, part in _PEFT.items():

@@ -328,7 +328,7 @@ class Assembly:
         return next(i for name, i in self._position.items() if _within(name, path))
 
     def _ties(self, model: nn.Module) -> dict[str, list[str]]:
-        """Other names of each parameter. TransformerLens lists a module under many names: those are no ties."""
+        """Other names of each parameter. TransformerLens lists a module under many names: those are not ties."""
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)

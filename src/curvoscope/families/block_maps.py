@@ -47,7 +47,7 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
 
     An adapter is named after its weight: LoRA's x W + s x A B has "attn.Q.A" (d, r) and "attn.Q.B" (r, heads*d_k), with
     or without PEFT; on a fused weight "attn.QKV.A", "attn.Q.B", ...; DoRA adds "attn.Q.magnitude", IA3 has
-    "attn.K.ia3". A quantised weight below an adapter is no block.
+    "attn.K.ia3". A quantised weight below an adapter is not a block.
 
     Layers that mix tokens by a recurrence are known by the names of their parameters, with a batch or without. The
     parts of a state space (Mamba, Mamba-2, also in Jamba) are named after its equations, h' = exp(delta A) h + delta B

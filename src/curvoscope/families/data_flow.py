@@ -212,7 +212,7 @@ class DataFlow:
         return self._at.get(node, [])
 
     def is_plain(self, node: Node) -> bool:
-        """Whether a node is a batched product of two tensors that are no weights."""
+        """Whether a node is a batched product of two tensors that are not weights."""
         return node.name() in _BATCHED and node not in self.products and node not in self._chain
 
     def is_sum(self, node: Node) -> bool:

@@ -20,7 +20,7 @@ class LoadingError(CurvoscopeError, ValueError):
 
 
 class NotAModelError(LoadingError):
-    """A path that is no folder with a configuration and weights."""
+    """A path that is not a folder with a configuration and weights."""
 
 
 class CorruptFileError(LoadingError):
@@ -105,7 +105,7 @@ def _check_safetensors(file: Path) -> int:
     numbers = 0
     try:
         with safetensors.safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118  (it is no mapping)
+            for name in content.keys():  # noqa: SIM118  (it is not a mapping)
                 part = content.get_slice(name)
                 kind, size = part.get_dtype(), torch.Size(part.get_shape()).numel()
                 if kind not in _FLOATING and name.endswith("weight"):
@@ -121,7 +121,7 @@ def _check_pickle(file: Path) -> int:
     try:
         with warnings.catch_warnings(action="ignore"):
             tensors = torch.load(file, map_location="meta", weights_only=True)
-    except Exception as error:  # torch raises a dozen kinds for what is no checkpoint
+    except Exception as error:  # torch raises a dozen kinds for what is not a checkpoint
         raise CorruptFileError("model", message) from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise CorruptFileError("model", message)

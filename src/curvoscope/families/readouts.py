@@ -1,4 +1,4 @@
-"""Heads that are no classifiers, read as such: their outputs become logits, with cross-entropy as the loss."""
+"""Heads that are not classifiers, read as such: their outputs become logits, with cross-entropy as the loss."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def pooling_of(folder: Path) -> str:
         found = json.loads(file.read_text(encoding="utf-8"))
         asked = [key for key, value in found.items() if key.startswith("pooling_mode_") and value]
     except (ValueError, AttributeError) as error:
-        raise RangeError("model", f"{file} is no configuration of a pooling: {error}") from error
+        raise RangeError("model", f"{file} is not a pooling configuration: {error}") from error
     if len(asked) != 1 or asked[0] not in _POOLING:
         raise RangeError(
             "model", f"{file} asks for {', '.join(asked) or 'no pooling'}; expected one of {', '.join(_POOLING)}"

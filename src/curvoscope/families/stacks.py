@@ -46,7 +46,7 @@ class FeedForwardPath:
 class StackLayer:
     """A layer: its attention, cross-attention, feed-forward paths and routers. `front`: the name of its stack.
 
-    `post`: norms stand behind the sums. `pools`: it is no layer, but a head that reads a stack by attention.
+    `post`: norms stand behind the sums. `pools`: it is not a layer, but a head that reads a stack by attention.
     """
 
     number: int

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from curvoscope.analysis.heterogeneity import Part
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.blocks import layer_and_role
+from curvoscope.operators.block_matrix import Part
 from curvoscope.report import style
 from curvoscope.report.style import Axes, Figure
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from curvoscope.analysis.heterogeneity import PARTS, Part
 from curvoscope.analysis.measurements import Measurement
 from curvoscope.analysis.pair_norms import PairNorm
+from curvoscope.operators.block_matrix import PARTS, Part
 from curvoscope.report import style
 from curvoscope.report.block_figures import OUTSIDE, short, split_name
 from curvoscope.report.style import Figure

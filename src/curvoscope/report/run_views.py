@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from curvoscope.analysis.heterogeneity import PARTS
 from curvoscope.blocks import layer_and_role
 from curvoscope.estimate import Estimate
+from curvoscope.operators.block_matrix import PARTS
 from curvoscope.report.block_figures import OUTSIDE
 from curvoscope.report.documents import (
     AuditDocument,

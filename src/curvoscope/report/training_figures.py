@@ -16,7 +16,7 @@ _TEXT, _HEADING, _LARGE = 9, 10, 11
 ROUNDING = 1e-7  # of the largest norm: models are trained in float32
 _COLORS = (*style.COLOURS, style.GREY)
 
-Number = Callable[[Record], float | None]
+RecordNumber = Callable[[Record], float | None]
 
 
 def training_figure(records: Sequence[Record]) -> Figure:
@@ -63,7 +63,7 @@ def training_figure(records: Sequence[Record]) -> Figure:
 def _line(
     axes: Axes,
     records: Sequence[Record],
-    number: Number,
+    number: RecordNumber,
     label: str,
     color: str,
     stroke: object = "-",
@@ -93,7 +93,7 @@ def _of_rows(record: Record, layer: str, quantity: str) -> float | None:
     return found
 
 
-def _of_step(quantity: str) -> Number:
+def _of_step(quantity: str) -> RecordNumber:
     return lambda record: None if record.update is None else getattr(record.update, quantity)
 
 

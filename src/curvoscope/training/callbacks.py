@@ -63,7 +63,7 @@ def _trainer_callback(name: str, monitor_of: Callable[[nn.Module], CurvatureMoni
     except ImportError as error:
         raise MissingPackageError(name, "needs transformers: pip install 'curvoscope[hf]'") from error
 
-    class CurvatureCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Watches the Trainer's optimizer from the first step to the last."""
 
         monitor: CurvatureMonitor | None = None
@@ -82,7 +82,7 @@ def _trainer_callback(name: str, monitor_of: Callable[[nn.Module], CurvatureMoni
             assert self.monitor is not None
             self.monitor.close()
 
-    return CurvatureCallback()
+    return HuggingFaceCallback()
 
 
 def lightning_callback(monitor: CurvatureMonitor) -> Any:
@@ -112,7 +112,7 @@ def lightning_callback(monitor: CurvatureMonitor) -> Any:
             "lightning_callback", "needs lightning: pip install 'curvoscope[lightning]'"
         ) from error
 
-    class CurvatureCallback(Callback):  # type: ignore[misc,unused-ignore]
+    class LightningCallback(Callback):  # type: ignore[misc,unused-ignore]
         """Watches the first optimizer from the first batch to the last."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -131,7 +131,7 @@ def lightning_callback(monitor: CurvatureMonitor) -> Any:
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             monitor.close()
 
-    return CurvatureCallback()
+    return LightningCallback()
 
 
 def _inner(optimizer: Any) -> Any:

@@ -111,11 +111,15 @@ class GaussNewton(torch.optim.Optimizer):
         return self._scale
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, with settings of their own."""
+        """Add parameters of the model, with settings of their own.
+
+        Args:
+            param_group: "params", and any of "lr", "betas", "eps" and "weight_decay"; the others are the optimizer's.
+        """
         super().add_param_group(param_group)
         if any(id(p) not in self._names for p in self.param_groups[-1]["params"]):
             self.param_groups.pop()
-            raise ModelError("params", "has a tensor that is no parameter of the model")
+            raise ModelError("params", "has a tensor that is not a parameter of the model")
 
     def step(self, batch: Any) -> float:  # type: ignore[override]  # it needs the data, not only the gradients
         """One step.
@@ -159,7 +163,11 @@ class GaussNewton(torch.optim.Optimizer):
         return {**super().state_dict(), "gauss_newton": {"scale": self._scale, "steps": self._steps}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of the same model."""
+        """Continue from a state of the same model.
+
+        Args:
+            state_dict: from `state_dict` of a `GaussNewton` with the same parameter groups.
+        """
         own = state_dict.get("gauss_newton")
         if own is None:
             raise ModelError("state_dict", "has no 'gauss_newton': it belongs to another optimizer")

@@ -235,7 +235,12 @@ class CurvatureMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a monitor of the same model and probe. The time account starts afresh."""
+        """Continue from the state of a monitor of the same model and probe. The time account starts afresh.
+
+        Args:
+            state: from `state_dict`. It must be of blocks with the same names and shapes, and of a probe with the same
+                data.
+        """
         here, there = self._shape_of_model(), state["model"]
         if here != there:
             differing = sorted({*here, *there}, key=lambda name: (here.get(name) == there.get(name), name))

@@ -56,7 +56,7 @@ class Pace:
             raise RangeError("budget", f"got {budget}, expected a share of the time above 0 and at most 1")
         self.clock = clock
         self._budget = budget = _MARGIN * budget if budget < 1 else 1.0
-        # the whole budget is no bound at all: then its parts are none either
+        # the whole budget is not a bound at all, and neither are its parts
         shares = (_CHEAP * budget, (1 - _CHEAP) * budget) if budget < 1 else (1.0, 1.0)
         self.cheap, self.costly = (Account(share, every) for share in shares)
         self._start: float | None = None

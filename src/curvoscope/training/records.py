@@ -176,7 +176,14 @@ class Record:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> "Record":
-        """The inverse of `facts`."""
+        """A record from the JSON values that `facts` returned; `update` may be missing.
+
+        Args:
+            facts: the values by name.
+
+        Returns:
+            The record, with its Estimates.
+        """
         known: dict[str, Any] = dict(facts)
         known["largest_eigenvalue"] = _estimate(known["largest_eigenvalue"])
         known["critical_sharpness"] = _estimate(known["critical_sharpness"])

@@ -108,12 +108,12 @@ class StoredRun:
         return found
 
     def add(self, record: Record) -> None:
-        """Commit one record; it replaces a record of the same step."""
+        """Commit one record to the file; it replaces a record of the same step."""
         facts = _text(record.facts())
         self._store.write("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", self.name, record.step, facts)
 
     def note(self, incident: Incident) -> None:
-        """Commit one incident; repeating it changes nothing."""
+        """Commit one incident to the file; repeating it changes nothing."""
         values = (incident.step, incident.kind, incident.message)
         self._store.write("INSERT OR IGNORE INTO incidents VALUES (?, ?, ?, ?)", self.name, *values)
 

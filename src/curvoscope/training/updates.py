@@ -113,7 +113,14 @@ class Update:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> "Update":
-        """The inverse of `dataclasses.asdict`."""
+        """An update from the values that `dataclasses.asdict` made of one.
+
+        Args:
+            facts: "change", "blocks" and "heads".
+
+        Returns:
+            The update.
+        """
         read = {kind: {name: BlockUpdate(**one) for name, one in facts[kind].items()} for kind in ("blocks", "heads")}
         return cls(facts["change"], **read)
 

@@ -11,7 +11,7 @@ from curvoscope.analysis.recipes.rewriting import check_divides, rewritten
 from curvoscope.blocks import Block
 from curvoscope.errors import RangeError
 
-Group = int | str  # inputs that share a scale, or "channel", or "tensor"
+ScaleGroup = int | str  # inputs that share a scale, or "channel", or "tensor"
 _NF4 = (  # the sixteen levels of NormalFloat4 (Dettmers et al. 2023), quantiles of a normal distribution
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
@@ -44,7 +44,7 @@ class IntegerFormat(Protocol):
     """The recipe of an integer format."""
 
     def __call__(
-        self, model: nn.Module, group: Group = "channel", symmetric: bool = True, names: Sequence[str] = ()
+        self, model: nn.Module, group: ScaleGroup = "channel", symmetric: bool = True, names: Sequence[str] = ()
     ) -> dict[str, Tensor]:
         """The state dict with rounded weights."""
         ...
@@ -52,7 +52,7 @@ class IntegerFormat(Protocol):
 
 def _integers(bits: int) -> IntegerFormat:
     def recipe(
-        model: nn.Module, group: Group = "channel", symmetric: bool = True, names: Sequence[str] = ()
+        model: nn.Module, group: ScaleGroup = "channel", symmetric: bool = True, names: Sequence[str] = ()
     ) -> dict[str, Tensor]:
         return _rounded(model, partial(_integer, bits=bits, symmetric=symmetric), group, names)
 
@@ -64,7 +64,7 @@ def _integers(bits: int) -> IntegerFormat:
 int8, int4, int3 = _integers(8), _integers(4), _integers(3)
 
 
-def nf4(model: nn.Module, group: Group = 64, names: Sequence[str] = ()) -> dict[str, Tensor]:
+def nf4(model: nn.Module, group: ScaleGroup = 64, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """Round every weight to the nearest of the 16 levels of NormalFloat4, times max|w| of its group.
 
     Args:
@@ -88,7 +88,7 @@ def nf4(model: nn.Module, group: Group = 64, names: Sequence[str] = ()) -> dict[
     return _rounded(model, nearest, group, names)
 
 
-def fp8(model: nn.Module, group: Group = "channel", names: Sequence[str] = ()) -> dict[str, Tensor]:
+def fp8(model: nn.Module, group: ScaleGroup = "channel", names: Sequence[str] = ()) -> dict[str, Tensor]:
     """Round every weight to 8-bit floating point (e4m3), scaled so that max|w| of its group becomes 448.
 
     Args:
@@ -130,7 +130,7 @@ def _safe(scale: Tensor) -> Tensor:
 
 
 def _rounded(
-    model: nn.Module, nearest: Callable[[Tensor], Tensor], group: Group, names: Sequence[str]
+    model: nn.Module, nearest: Callable[[Tensor], Tensor], group: ScaleGroup, names: Sequence[str]
 ) -> dict[str, Tensor]:
     if group not in ("channel", "tensor") and (not isinstance(group, int) or group < 1):
         raise RangeError("group", f"got {group!r}, expected a number of inputs, 'channel' or 'tensor'")

@@ -57,7 +57,14 @@ class QueryKeyNorm:
         return self.at(projected).output
 
     def at(self, projected: Tensor) -> "NormAt":
-        """The norm at a projection (..., heads*d_k)."""
+        """The norm at one projection, with its derivatives there.
+
+        Args:
+            projected: the queries or keys, (..., heads*d_k).
+
+        Returns:
+            A `NormAt`: its `output` is y, of the shape of the projection.
+        """
         features = projected.shape[-1]
         if features % len(self.gamma):
             raise ShapeError("gamma", f"has {len(self.gamma)} entries, no divisor of {features} features")

@@ -27,7 +27,7 @@ from curvoscope.magnitudes import power_of_two, root
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.strips import upper
 
-Part = tuple[int, int]  # queries from one to another
+QueryRange = tuple[int, int]  # queries from one to another
 
 _PARTS, _LEAST_PART = 8, 16  # ranges of queries: each has matrix products of its own, with the keys that it sees
 _CANCELLED = 0.05  # of the sum, what must be left for single precision to give five digits
@@ -147,7 +147,7 @@ class RotaryKeys(LinearOperator):
         half = sequence.positions.back(found.view(length, width, width), sequence.number * length, length)
         return sequence.positions.back(half.mT, sequence.number * length, length)
 
-    def _weighted(self, sequence: KeySequence, part: Part) -> Tensor:
+    def _weighted(self, sequence: KeySequence, part: QueryRange) -> Tensor:
         """a_ij r_ij and p_ij r_ij of some queries i at the keys up to the last that one of them sees, (keys, k, 2, i).
 
         With the keys first, inner products of all vectors at the first keys are one matrix product.
@@ -158,12 +158,12 @@ class RotaryKeys(LinearOperator):
         rows = turned.new_empty(keys, turned.shape[2], 2, turned.shape[1])
         return torch.mul(turned.mT[:, :, None], weights[:, :, :keys].permute(2, 0, 1)[:, None], out=rows)
 
-    def _turned(self, sequence: KeySequence, part: Part, keys: int) -> Tensor:
+    def _turned(self, sequence: KeySequence, part: QueryRange, keys: int) -> Tensor:
         """r_ij of some queries i and the first keys j, (keys, i, k)."""
         queries = sequence.queries[slice(*part)].expand(keys, -1, -1)
         return sequence.positions.back(queries, sequence.number * len(sequence.X), len(sequence.X))
 
-    def _parts(self, sequence: KeySequence, width: int = 0) -> Iterator[Part]:
+    def _parts(self, sequence: KeySequence, width: int = 0) -> Iterator[QueryRange]:
         """Ranges of queries, of which turned ones and vectors of so many entries more fit into the memory at hand.
 
         Under a causal mask, short ranges see fewer keys.

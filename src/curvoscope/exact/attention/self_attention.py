@@ -65,7 +65,11 @@ class SelfAttention(AttentionLayer):
         Args:
             W_QK: (d, heads*d).
             W_V: (d, heads*d_v).
-            W_O: (heads*d_v, d_out), and the other options as in `SelfAttention`.
+            W_O: (heads*d_v, d_out), or None, as in `SelfAttention`.
+            heads, combine, activation, temperature, causal: as in `SelfAttention`.
+
+        Returns:
+            A layer without biases.
         """
         checks.floating("W_QK", W_QK)
         if W_QK.ndim != 2 or W_QK.shape[1] != heads * W_QK.shape[0]:
@@ -87,7 +91,16 @@ class SelfAttention(AttentionLayer):
         return layer
 
     def moments(self, X: Tensor, mask: Tensor | None = None) -> Moments:
-        """The attention moments M1, M2, M3 of Definition 3.1 at X."""
+        """The attention moments M1, M2, M3 of Definition 3.1 at X.
+
+        Args:
+            X: (L, d) or (N, L, d).
+            mask: as in `SelfAttention.hessian`.
+
+        Returns:
+            A `Moments`, which computes `M1`, `M2`, `M3` and `entropy` when asked: with a batch axis if X has one, and
+            before L a head axis if there are several heads.
+        """
         passed = self.forward_pass(X, mask)
         inputs, attention = passed.X, passed.A
         if self.heads == 1:
@@ -126,7 +139,15 @@ class SelfAttention(AttentionLayer):
         return AttentionHessian(self, passed, found, with_biases, per_head, wrt_input)
 
     def jacobian(self, X: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """dF/dW for each weight and for "X": (N L d_out, size), rows in the order of F."""
+        """dF/dW for each weight, and dF/dX, as dense matrices.
+
+        Args:
+            X: (L, d) or (N, L, d).
+            mask: as in `SelfAttention.hessian`.
+
+        Returns:
+            By name, for weights, biases (if they are blocks) and "X": (N L d_out, size), rows in the order of F.
+        """
         passed = self.forward_pass(X, mask)
         product = AttentionProduct(self, passed, None)
         shapes = {**self.shapes(self.biases), "X": (passed.X[..., 0].numel(), self.d)}

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from curvoscope.operators.block_matrix import PARTS
 from curvoscope.papers.experiments.figure import MeasuredValue, Point, Row
 from curvoscope.papers.experiments.fits import Growth
 from curvoscope.papers.experiments.lower_layers import lower_layer_norms
@@ -13,7 +14,6 @@ from curvoscope.papers.experiments.setting import Setting
 from curvoscope.papers.experiments.summaries import curve, select
 from curvoscope.papers.experiments.top_layer import top_layer_norms
 
-PARTS = ("outer", "functional", "total")
 _LONG = {"Q": "query", "V": "value", "W": "weight"}
 
 

@@ -26,7 +26,7 @@ OPTIMIZERS = ("sgd", "adam", "muon", "soap", "gauss-newton")
 TASKS = ("addition", "addition without norm", "text", "digits")
 _DATA_SEEDS = 1_000_000  # training batches of run s are drawn from (s + 1) times this on
 _SAMPLE = 900_001  # seed of the sample that the loss is measured on
-_OUTER = ("W_E", "W_pos", "W_U", "embed", "head")  # parameters that are no hidden matrices, which Muon is made for
+_OUTER = ("W_E", "W_pos", "W_U", "embed", "head")  # parameters that are not hidden matrices, which Muon is made for
 
 InputsAndTargets = tuple[Tensor, Tensor]
 

@@ -45,7 +45,7 @@ def measure(configuration: DivergenceConfiguration, point: Point, seed: int, dra
     """The loss above that of the minimum, over what it was at the start, after the runs from two kinds of start.
 
     "eigenvector": `short` steps from w* + κ v, v that of λ_max. "random": `long` steps from w* + κ ξ, ξ ~ N(0, I), each
-    run until its loss is `most` times that of its start, and then counted as that: further out L is no quadratic.
+    run until its loss is `most` times that of its start, and then counted as that: further out L is not quadratic.
     """
     c = configuration
     batch = c.probe()

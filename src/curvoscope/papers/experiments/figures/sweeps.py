@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from curvoscope.operators.block_matrix import PARTS
 from curvoscope.papers.experiments import fits, growth
 from curvoscope.papers.experiments.figure import Figure, Point, Row, Verdict
 from curvoscope.papers.experiments.figures.catalogue import declared
@@ -29,7 +30,7 @@ _ONE_BLOCK = (
     Growth("Q", "functional", 5),
     Growth("Q", "total", 5),
 )
-_PRE_NORM = [Growth(block, part, largest=10.0) for block in ("V", "Q") for part in growth.PARTS]
+_PRE_NORM = [Growth(block, part, largest=10.0) for block in ("V", "Q") for part in PARTS]
 _LINEAR_AXES = tuple(replace(one, largest=fits.SMALL, where={"grid": "up to 1"}, tolerance=0.3) for one in _ONE_BLOCK)
 _DEEP = (
     Growth("V", "outer", 2),

@@ -21,5 +21,5 @@ class Draw:
         return int(torch.randint(low, high + 1, (), generator=self.generator))
 
     def labels(self, count: int, classes: int) -> Tensor:
-        """Class labels, one a token."""
+        """Class labels, one per token."""
         return torch.randint(classes, (count,), generator=self.generator)
