@@ -34,7 +34,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
     (
         "Approximations against the curvature",
         "approximations of",
-        "Audit: the aim leaves all approximations of every block together the time of one more sweep.",
+        "Audit with few tokens: one product of a sample with a matrix as wide as the output of `mlp.up` takes longer "
+        "than the sample's backward pass through the layer.",
     ),
     (
         "Solving",

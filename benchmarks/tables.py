@@ -79,15 +79,15 @@ def one_layer(found: dict[str, Any]) -> Iterator[Row]:
 def audited(found: dict[str, Any]) -> Iterator[Row]:
     """The audit of all linear blocks, by samples and exact."""
     one = found.get("audit", {})
-    for sampled in (one[key] for key in ("sampled", "GPT-2 small") if key in one):
+    for sampled in filter(None, (some.get("sampled") for some in (one, found.get("audit_large", {})))):
         ratio, most = sampled["audit_over_sweep"], sampled["limits"]["audit_over_sweep"]
-        size = f"{sampled['parameters'] / 1e6:.3g} million parameters"
+        size = f"{sampled['parameters'] / 1e6:.3g} million parameters, {sampled['tokens']:,} tokens"
         task = f"{sampled['approximations']} approximations of {sampled['blocks']} blocks, {sampled['samples']} samples"
         took = _bold(f"{ratio:.2g} times as long", ratio > most)
         yield (
             f"{size}: {task}",
-            f"the sweep alone, {sampled['sweep_seconds']:.2g} s",
-            f"{took}, of which the audit is {ratio - 1:.2g}; peak {sampled['peak_gib']:.2g} GiB",
+            f"its sweep, {sampled['sweep_seconds']:,.0f} s",
+            f"{took}; peak {sampled['peak_gib']:.2g} GiB",
         )
     if exact := one.get("exact, d = 64"):
         count = f"{exact['approximations']} approximations of {exact['blocks']} blocks"
