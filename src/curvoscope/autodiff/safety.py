@@ -2,8 +2,8 @@
 
 What runs inside `undisturbed` changes neither the model nor any global setting. `WeightWatch` notices that weights
 which are shared with a model have changed, without a copy of them: torch counts the changes of a tensor in place. It
-does not count those through `.data`, so a hash of the bits of each tensor is remembered, which finds a change of any
-entry, and what the tensor gives for fixed random vectors, which finds entries that have moved or changed their signs.
+does not count those through `.data`, so a hash of the bits of each tensor is remembered, which finds a change of one
+entry, and its products with fixed random vectors, which find entries that have moved or changed their signs.
 """
 
 import random
