@@ -16,38 +16,29 @@ from curvoscope.errors import MemoryLimitError, RangeError
 from matrices import within
 from memory_cases import CASES, CHUNKED, ENVIRONMENT
 
-QUICK = ["dense_query_key", "dense_transformer_block", "trace_estimate", "hessian_product"]
-SLOW = [name for name in CASES if name not in QUICK]
 IDLE = 40 * 2**20  # bytes of resident memory that come and go with nothing
 
 
-def table(names):
-    """All in one process of their own, whose peak is reset from case to case."""
+def table():
+    """All cases in one process of their own, whose peak is reset from case to case."""
     if sys.platform != "linux":
         pytest.skip("the peak of resident memory is read and reset through /proc")
     here = Path(__file__).parent / "support"
     places = os.pathsep.join(filter(None, [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": places}
-    command = [sys.executable, str(here / "memory_cases.py"), *names]
+    command = [sys.executable, str(here / "memory_cases.py"), *CASES]
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
-def check(found):
+@pytest.mark.slow
+def test_predictions_within_a_factor_of_two():
+    found = table()
     off = {name: one for name, one in found.items() if not 0.5 <= one["predicted"] / one["taken"] <= 2}
     assert not off
     for name, one in found.items():
         assert one["taken"] > 64 * 2**20, name  # far above the noise of an allocator
         if CASES[name] not in CHUNKED:
             assert one["least"] == one["again"] <= one["predicted"] and one["by then"] < IDLE, name
-
-
-def test_predictions_within_a_factor_of_two():
-    check(table(QUICK))
-
-
-@pytest.mark.slow
-def test_the_other_predictions():
-    check(table(SLOW))
 
 
 @pytest.fixture

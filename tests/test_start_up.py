@@ -56,7 +56,7 @@ def test_every_public_name_is_found_and_listed():
         pytest.param(
             "from curvoscope.sweep import Sweep; from curvoscope.settings import current", marks=pytest.mark.slow
         ),
-        "cv.sweep; import curvoscope.sweep.run, curvoscope.settings",
+        pytest.param("cv.sweep; import curvoscope.sweep.run, curvoscope.settings", marks=pytest.mark.slow),
         pytest.param("cv.Sweep; cv.curvature", marks=pytest.mark.slow),
     ],
 )

@@ -49,7 +49,7 @@ def deviation(found, expected, scale):
     return abs(found["value"] - expected) / max(found["stderr"], 1e-9 * scale)
 
 
-@pytest.mark.parametrize("method", ["auto", "autodiff"])
+@pytest.mark.parametrize("method", ["auto", pytest.param("autodiff", marks=pytest.mark.slow)])
 def test_every_number_against_the_dense_hessian(document, tmp_path, method):
     model = saved(tmp_path / "model").double()
     tokens = characters(corpus(), 40)[:12].view(2, 6)

@@ -104,6 +104,7 @@ class TestRuns:
         assert code == 0 and "before and after, side by side" in page.text
         assert [cell[0] for cell in page.tables[0]["rows"][0]] == ["block", "part", "before", "after", "after / before"]
 
+    @pytest.mark.slow
     def test_documents_in_one_directory_stand_side_by_side(self, tmp_path):
         run_of("some blocks", tmp_path)
         run_of("spectrum", tmp_path)

@@ -18,6 +18,7 @@ FAST = ["--sequences", "3"]
 PROJECTIONS = ["attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down"]
 
 
+@pytest.mark.slow
 def test_the_papers_model_against_the_dense_hessian(call, undrawn, tmp_path):
     options = [*FAST, "--seed", "2", "--blocks", "h.0.attn.[QV]", "--blocks", "positions", "--out", tmp_path]
     code, stdout, stderr = call("spectrum", *options, "--json")

@@ -26,9 +26,9 @@ from sharded_workers import (
 
 PARTS = ("total", "outer", "functional")
 CASES = [  # rows of each rank, which modules are sharded, how products are made
-    ((7,), "layers", "autodiff"),
-    ((5, 2), "layers", "autodiff"),
+    pytest.param(((7,), "layers", "autodiff"), marks=pytest.mark.slow),
     pytest.param(((3, 0, 2, 2), "layers", "autodiff"), marks=pytest.mark.slow),
+    ((5, 2), "layers", "autodiff"),
     ((7, 0), "whole", "autodiff"),
     ((4, 3), "encoder", "autodiff"),
     pytest.param(((6, 1), "layers", "difference"), marks=pytest.mark.slow),
@@ -182,6 +182,7 @@ def _trapped(tmp_path_factory):
     return launch(traps, 2, tmp_path_factory.mktemp("traps"))
 
 
+@pytest.mark.slow
 class TestAModelThatFailsOnOneRank:
     """In the middle of a pass, where the others wait for its part of the parameters."""
 

@@ -166,6 +166,7 @@ def test_every_control_moves_every_figure_is_drawn_and_the_numbers_are_right(exp
     explorer.settle(**Explorer.fields(State()))
 
 
+@pytest.mark.slow
 def test_a_link_restores_the_state_also_between_the_steps_of_a_slider(browser, address):
     state = State(L=6, d=3, d_k=8, sigma=0.12345, temperature=1.7, mask="none", residual=0.333, seed=5)
     explorer = Explorer(browser, address, state.query())
@@ -194,6 +195,7 @@ def test_bad_links_get_a_message_and_scripts_stay_text(browser, address):
     explorer.page.close()
 
 
+@pytest.mark.slow
 def test_a_state_that_is_too_large_keeps_the_figures_and_says_so(explorer):
     before = explorer.numbers()
     explorer.move("d", 32)
@@ -210,6 +212,7 @@ def test_a_state_that_is_too_large_keeps_the_figures_and_says_so(explorer):
     assert explorer.page.text_content("#message") == ""
 
 
+@pytest.mark.slow
 def test_a_storm_of_moves_ends_in_the_right_state_without_a_queue(explorer):
     requests, under_way, most = [], set(), 0
 
@@ -308,7 +311,8 @@ def test_a_slider_answers_the_keyboard_and_says_its_value(explorer):
     assert explorer.page.evaluate("document.activeElement.id") == "sigma"
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.slow
 def test_nothing_serious_for_axe_and_no_sideways_scrolling(browser, address, scheme):
     explorer = Explorer(browser, address, "L=999&d=4&d_k=3", color_scheme=scheme)
     assert serious_violations(explorer.page) == []
@@ -317,6 +321,7 @@ def test_nothing_serious_for_axe_and_no_sideways_scrolling(browser, address, sch
     explorer.page.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_named(browser, address):
     explorer = Explorer(browser, address, SMALL.query())
     explorer.page.route("**/*", lambda route: route.abort())
@@ -325,6 +330,7 @@ def test_a_server_that_is_gone_is_named(browser, address):
     _goes_on(explorer, "**/*")
 
 
+@pytest.mark.slow
 def test_what_breaks_inside_is_told_and_the_next_move_tries_again(browser, address):
     explorer = Explorer(browser, address, SMALL.query())
     broken = {"status": 500, "json": {"error": "the server could not answer; nothing was changed"}}

@@ -12,7 +12,7 @@ from curvoscope.report.contents import report_of
 from report_cases import KINDS, run_of
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind if kind == "analyze" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def run(request, tmp_path):
     return run_of(request.param, tmp_path / "run")
 

@@ -141,6 +141,7 @@ class TestLightning:
         trainer.fit(module, loader)
         return module, monitor, torch.get_rng_state()
 
+    @pytest.mark.slow
     def test_the_same_to_the_bit(self, tmp_path):
         plain, _, state = self.trained(tmp_path, False)
         watched, monitor, after = self.trained(tmp_path, True)

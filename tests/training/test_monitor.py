@@ -195,7 +195,7 @@ class Time:
         return self.now
 
 
-@pytest.mark.parametrize("budget, seconds", [(0.05, 1.0), (0.3, 0.1)])
+@pytest.mark.parametrize("budget, seconds", [pytest.param(0.05, 1.0, marks=pytest.mark.slow), (0.3, 0.1)])
 def test_budget_with_a_clock_of_its_own(budget, seconds):
     time = Time()
     x, y = points()

@@ -126,6 +126,7 @@ def record_and_die(path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_loses_nothing_that_was_written(tmp_path):
     path = tmp_path / "s"
     process = preloaded().Process(target=record_and_die, args=(path,))

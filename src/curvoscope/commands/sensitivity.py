@@ -54,6 +54,7 @@ class SensitivityOptions:
 def run(request: Request, options: SensitivityOptions, out: Path, as_json: bool) -> None:
     """Make the ledger, print it; write figures, reports and sensitivity.json into `out`."""
     change, words = _change(options)
+    _check_budget(options)
     subject = subject_of(request)
     blocks = subject.blocks
     if options.drop_heads:
@@ -138,6 +139,18 @@ def _change(options: SensitivityOptions) -> tuple[Change, str]:
     return partial(known[name], **settings), f"{name}{f' in groups of {options.group}' if options.group else ''}"
 
 
+def _bits(options: SensitivityOptions) -> dict[str, float]:
+    """Bits per weight of the formats for a budget, with the scales of their groups."""
+    return {name: bits + _SCALE_BITS / (options.group or _GROUP) for name, bits in _BITS.items()}
+
+
+def _check_budget(options: SensitivityOptions) -> None:
+    """Raise if no format fits, before anything is measured."""
+    least = min(_bits(options).values())
+    if options.budget is not None and not options.budget >= least:
+        raise RangeError("budget", f"got {options.budget:g} bits, the smallest format has {least:g}")
+
+
 def _ranks(subject: Subject, change: Change, blocks: Blocks, ledger: Ledger) -> dict[str, Estimate]:
     """The rank correlation of each score with the measured change of each block alone."""
     rows = ledger.changed
@@ -162,7 +175,7 @@ class _Formats:
         self._budget = float(options.budget or 0)
         symmetric = not options.asymmetric
         changes = {name: partial(ROUNDING[name], group=group, symmetric=symmetric) for name in _BITS}
-        bits = {name: _BITS[name] + _SCALE_BITS / group for name in _BITS}
+        bits = _bits(options)
         data = [subject.batch]
         costs = menu(
             subject.model, subject.loss, data, {name: (changes[name], bits[name]) for name in _BITS}, blocks=None

@@ -54,6 +54,7 @@ def flat_loss(model, batch):
     return function, weights
 
 
+@pytest.mark.slow
 def test_the_point_is_a_strict_minimum_and_its_eigenvalues_those_of_the_dense_hessian(found):
     _, model, batch, values = found
     function, weights = flat_loss(model, batch)

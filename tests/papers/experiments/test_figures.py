@@ -42,7 +42,8 @@ def measured(name):
     ]
 
 
-LONGER = ("divergence", "optimizers", "heads", "phases", "gap-loss", "gap-entries", "fig6", "fig7", "fig8")
+LONGER = {"divergence", "optimizers", "heads", "phases", "gap-loss", "gap-entries", "gap-norms", "gap-gradient"}
+LONGER |= {"depth", "ggn", "fig6", "fig7", "fig8"}
 
 
 @pytest.mark.parametrize(

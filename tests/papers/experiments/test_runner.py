@@ -108,6 +108,7 @@ def _size(path):
         return 0
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent(tmp_path):
     process = subprocess.Popen([sys.executable, str(SCRIPT), str(tmp_path / "s"), "2"])
     children: list[int] = []
@@ -170,6 +171,7 @@ def test_one_thread_during_a_measurement_and_as_many_as_before_after_it(tmp_path
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_local_dask_cluster_makes_the_same_table(tmp_path):
     pytest.importorskip("distributed")
     figure = toy(seeds=2, configuration=Configuration(pause=0.0))

@@ -164,7 +164,14 @@ def test_wrong_formula_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch
         assert not result.holds
 
 
-@pytest.mark.parametrize("part", [("outer", "Q", "K"), ("functional", "K", "K"), ("logit", "Q", "K")])
+@pytest.mark.parametrize(
+    "part",
+    [
+        ("outer", "Q", "K"),
+        pytest.param(("functional", "K", "K"), marks=pytest.mark.slow),
+        pytest.param(("logit", "Q", "K"), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("scale", Degrees._fields)
 def test_wrong_degree_is_noticed(part: GrowthKey, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     degrees = DEGREES[part]
