@@ -33,8 +33,8 @@ class TextTable:
         from rich.text import Text
 
         table = Table()
-        for name in self.header:
-            table.add_column(name, justify="right" if name in self.right else "left")
+        for name in self.header:  # what is too long for a narrow terminal is broken, not cut off
+            table.add_column(name, justify="right" if name in self.right else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*map(Text, row))
         return Group(Text(self.title), table) if self.title else table

@@ -15,6 +15,16 @@ Standin = str | LinearOperator | Mapping[str, LinearOperator]
 """An approximation by its name, an operator, or operators by block."""
 
 _CHEAP = 4  # floats per weight that an optimizer may keep
+_MANY = 10**8  # floats that are shown rounded
+_MEASURED = {  # columns, without those that no row has
+    "error": "error",
+    "best scale": "best_scale_error",
+    "cosine": "cosine",
+    "trace": "trace_error",
+    "λ max": "eigenvalue_error",
+    "step": "step_error",
+    "decrease": "decrease",
+}
 
 
 class AuditRow(NamedTuple):
@@ -162,18 +172,12 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
                 return "-"
             return f"{number.value:.3g}" if number.exact else f"{number.value:.3g} ± {number.stderr:.1g}"
 
-        cells = [
-            (
-                row.block,
-                row.approximation,
-                *map(short, (row.error, row.best_scale_error, row.cosine, row.trace_error, row.step_error)),
-                short(row.decrease),
-                f"{row.floats:,}",
-            )
-            for row in self._rows
-        ]
-        header = ("block", "approximation", "error", "best scale", "cosine", "trace", "step", "decrease", "floats")
-        return TextTable(header, cells)
+        measured = {title: [getattr(row, field) for row in self._rows] for title, field in _MEASURED.items()}
+        known = {title: numbers for title, numbers in measured.items() if any(one is not None for one in numbers)}
+        names = [(row.block, row.approximation) for row in self._rows]
+        floats = [f"{row.floats:,}" if row.floats < _MANY else f"{row.floats:.3g}" for row in self._rows]
+        columns = [*zip(*names, strict=True), *(map(short, numbers) for numbers in known.values()), floats]
+        return TextTable(("block", "approximation", *known, "floats"), list(zip(*columns, strict=True)), right=("floats",))
 
     def __str__(self) -> str:
         return str(self._shown())
