@@ -67,7 +67,7 @@ def table_of(facts: Facts) -> AuditTable:
     for block, name, error, its_error, best, of_best, floats in facts["rows"]:
         method = "sweep" if of_best else "exact"
         found = (cv.Estimate(*pair, method=method) for pair in ((error, its_error), (best, of_best)))
-        rows.append(AuditRow(block, name, *found, nothing, nothing, None, None, None, floats))
+        rows.append(AuditRow(block, name, *found, nothing, nothing, None, None, None, floats, facts["sizes"][block]))
     return AuditTable(rows)
 
 
@@ -228,7 +228,7 @@ def write() -> None:
     for name, title in _MODELS.items():
         table = table_of(results[name])
         figures[f"{name}-depth"] = depth_figure(table)
-        figures[f"{name}-errors"] = error_figure(table, results[name]["sizes"], title)
+        figures[f"{name}-errors"] = error_figure(table, title)
     for name, figure in figures.items():
         figure.savefig(DOCS / "audit" / f"{name}.png", dpi=110, metadata={"Software": None})
     (DOCS / "audit.md").write_text(page(results))

@@ -12,6 +12,7 @@ from curvoscope.analysis import audit as module_of_audit
 from curvoscope.analysis.audit import DEFAULT
 from curvoscope.approximations import GradientFactors, GradientSource, source_of
 from curvoscope.approximations.names import approximation
+from curvoscope.errors import BlockNameError
 from curvoscope.operators import Single
 from reference import normal
 
@@ -158,6 +159,47 @@ def test_an_observer_has_the_same_rows(sweep):
     for row in kept:
         other = seen.row(NAME, row.approximation)
         assert other.error == pytest.approx(row.error) and other.error.stderr == pytest.approx(row.error.stderr)
+
+
+def test_an_observer_of_groups_has_the_rows_of_kept_samples():
+    groups = [("0.weight", "2.weight"), ("2.weight", "0.bias")]
+    wanted = ["diagonal", "layers"]
+    observer = cv.analysis.SampledAudit(wanted, groups=groups)
+    cv.sweep(MODEL, LOSS, DATA, samples=256, observe=observer)
+    kept = cv.analysis.audit(cv.sweep(MODEL, LOSS, DATA, samples=256, keep=["*"]), groups, wanted)
+    seen = observer.table()
+    assert {row[:2] for row in seen} == {row[:2] for row in kept} and len(seen.blocks) == 2
+    for row in kept:
+        other = seen.row(row.block, row.approximation)
+        assert other.error == pytest.approx(row.error) and other.size == row.size
+    lost = cv.analysis.SampledAudit(["diagonal"], groups=[("0.weight", "3.weight")])
+    cv.sweep(MODEL, LOSS, DATA, samples=64, observe=lost)
+    with pytest.raises(BlockNameError, match=r"^groups: the sweep has no samples of all of 0\.weight, 3\.weight"):
+        lost.table()
+
+
+class TestWhatATableSays:
+    def test_floats_per_weight_without_the_diagonal(self):
+        found = cv.analysis.audit(H, [NAME], ["kfac"])
+        a, p = H.shapes[NAME]
+        assert found[0].size == a * p
+        assert found.recommendation().startswith("Take kfac") and f"{(a * a + p * p) / (a * p):.2g} floats" in str(
+            found.recommendation()
+        )
+
+    def test_what_a_split_into_weights_gains(self):
+        both = ("0.weight", "2.weight")
+        found = cv.analysis.audit(H, [both], ["kronecker:1", "kronecker:1/layers"])
+        one, each = found
+        (said,) = found.splitting()
+        assert said.startswith("One kronecker:1 for each of weight and weight instead of one for all of them ")
+        assert f": {each.best_scale_error:.2f} against {one.best_scale_error:.2f}; " in said
+        assert said.endswith(f"damped steps have {each.step_error:.2f} against {one.step_error:.2f}.")
+
+    def test_columns_that_no_row_has_are_left_out(self, sweep):
+        exact, sampled = (str(cv.analysis.audit(one, [NAME], ["kfac"])).splitlines()[0] for one in (H, sweep))
+        assert "λ max" in exact and "step" in exact and "decrease" in exact
+        assert not {"λ max", "step", "decrease"} & set(sampled.split()) and "floats" in sampled
 
 
 def test_several_weights_as_one(sweep):

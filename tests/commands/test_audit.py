@@ -38,6 +38,22 @@ def test_exact(audit):
     assert json.loads((out / "audit.json").read_text()) == document
 
 
+@pytest.mark.parametrize("samples", [(), ("--samples", "32")], ids=["exact", "sampled"])
+def test_queries_keys_and_values_as_one_weight(audit, samples):
+    document, out = audit("--d", "4", "--sequences", "2", "--blocks", "h.0.attn.[QKV]", *TWO, *samples)
+    names = [(row["block"], row["approximation"]) for row in document["groups"]]
+    group = "h.0.attn.Q + h.0.attn.K + h.0.attn.V"
+    assert names == [(group, name) for name in ("kfac", "kfac/layers", "layers")]
+    assert "One kfac for each of Q, K and V instead of one for all of them" in document["answer"]
+    report = (out / "report.md").read_text()
+    assert "Q, K and V as one weight" in report and group in report
+    if not samples:
+        subject = subject_of(Request("addition", 0, sequences=2, d=4))
+        H = cv.hessian(subject.model, subject.loss, [subject.batch], subject.blocks.select("h.0.attn.[QKV]"))
+        error = cv.analysis.block_diagonal_error(H, H.names)
+        assert document["groups"][2]["error"]["value"] == pytest.approx(error)
+
+
 def test_sampled(audit):
     document, _ = audit(*SMALL, *TWO, "--samples", "32")
     assert document["samples"] == 32

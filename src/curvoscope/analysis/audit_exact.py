@@ -73,6 +73,7 @@ class DenseTruth:
             step,
             decrease,
             floats_of(A),
+            A.shape[0],
         )
 
     def _eigenvalue_error(self, A: LinearOperator) -> Estimate:
@@ -145,4 +146,5 @@ class FactoredTruth:
             None,
             None,
             floats_of(A),
+            A.shape[0],
         )

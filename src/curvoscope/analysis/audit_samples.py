@@ -6,7 +6,7 @@ the lengths of the samples if one direction dominates H. Values and error bars a
 Approximations that keep some entries of H and drop the others need no halves: see `approximations.projections`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, floats_of, standins
-from curvoscope.approximations import Approximation, GradientSource
+from curvoscope.approximations import Approximation, GradientSource, joined
 from curvoscope.approximations.factors import total
 from curvoscope.approximations.projections import kept_pairs, others
-from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
+from curvoscope.errors import BlockNameError, CurvoscopeError, EmptyError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
 from curvoscope.sweep.statistics import LEAST, jackknifed
@@ -33,7 +33,8 @@ class _Compared:
 
     `square`: |A|²; `trace`: tr A. Pairs of samples have numbers whose mean is <H, A>²: `products` (m,) are their sums
     over the others, for each sample, and `squares` (m,) those of <gamma_i, gamma_j>²; `lengths` (m,) are |gamma_i|². Of
-    an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself: `keeps`.
+    an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself: `keeps`. H has
+    `size` rows.
     """
 
     square: float
@@ -42,6 +43,7 @@ class _Compared:
     squares: Tensor
     lengths: Tensor
     floats: int
+    size: int
     keeps: bool = False
 
     def __len__(self) -> int:
@@ -57,6 +59,7 @@ class _BlockSamples:
 
     def __init__(self, source: GradientSource) -> None:
         self.source, self._spanned = source, source.spanned()
+        self._rows = source.shape[0] * source.shape[1]
 
     @cached_property
     def _gram(self) -> Tensor:
@@ -76,7 +79,8 @@ class _BlockSamples:
         """One approximation, made of the first half unless it is given."""
         kept = None if given else kept_pairs(self.source, name)
         if kept is not None:
-            return _Compared(0.0, 0.0, kept[0], others(self._gram.square()), self._gram.diagonal(), kept[1], keeps=True)
+            lengths = self._gram.diagonal()
+            return _Compared(0.0, 0.0, kept[0], others(self._gram.square()), lengths, kept[1], self._rows, keeps=True)
         if given:  # it has seen none of the samples
             return self._measured(make(self.source), self.source, torch.arange(len(self.source)))
         by_input = name.endswith("/heads") and self.source.axis != self.source.outputs_axis
@@ -91,8 +95,8 @@ class _BlockSamples:
             values = torch.cat([(some * A._matmat(some.mT).mT).sum(1) for some in formed])
         values, gram = values.double(), self._gram[places[:, None], places]
         products = values * (values.sum() - values)
-        size = float(A.frobenius_norm())
-        return _Compared(size**2, float(A.trace()), products, others(gram.square()), gram.diagonal(), floats_of(A))
+        square, lengths = float(A.frobenius_norm()) ** 2, gram.diagonal()
+        return _Compared(square, float(A.trace()), products, others(gram.square()), lengths, floats_of(A), self._rows)
 
 
 class SampledAudit:
@@ -105,6 +109,7 @@ class SampledAudit:
     Args:
         approximations: names, operators or dictionaries of operators, as for `audit`.
         strict: whether an approximation that a block cannot have is an error; otherwise it is left out.
+        groups: names of blocks that are audited as one weight, for each group; None: every block alone.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -118,13 +123,30 @@ class SampledAudit:
         (False, True)
     """
 
-    def __init__(self, approximations: Sequence[Standin], strict: bool = False) -> None:
-        self._wanted, self._strict = list(approximations), strict
+    def __init__(
+        self, approximations: Sequence[Standin], strict: bool = False, groups: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        self._wanted, self._strict, self._groups = list(approximations), strict, groups
+        self._waiting: dict[tuple[tuple[str, ...], int], dict[str, GradientSource]] = {}  # by group and chunk
         self._found: dict[str, dict[str, dict[int, _Compared]]] = {}
         self._samples: dict[str, int] = {}
 
     def __call__(self, chunk: int, source: GradientSource) -> None:
         """The samples of a block in one chunk."""
+        for one in [source] if self._groups is None else self._completed(chunk, source):
+            self._audit(chunk, one)
+
+    def _completed(self, chunk: int, source: GradientSource) -> Iterator[GradientSource]:
+        """The groups that a block is the last one of, as one weight."""
+        for group in map(tuple, self._groups or ()):
+            if source.name in group:
+                known = self._waiting.setdefault((group, chunk), {})
+                known[source.name] = source
+                if len(known) == len(group):
+                    yield joined([known[name] for name in group])
+                    del self._waiting[group, chunk]
+
+    def _audit(self, chunk: int, source: GradientSource) -> None:
         if len(source) < 2 * LEAST:
             raise RangeError("samples", f"got {len(source)} in a chunk, expected at least {2 * LEAST}: two halves")
         self._samples[source.name] = self._samples.get(source.name, 0) + len(source)
@@ -143,6 +165,9 @@ class SampledAudit:
 
     def table(self) -> AuditTable:
         """The rows so far."""
+        missing = next((group for group in self._groups or () if " + ".join(group) not in self._found), None)
+        if missing is not None:
+            raise BlockNameError("groups", f"the sweep has no samples of all of {', '.join(missing)}")
         fewest = min(self._samples.values(), default=FEWEST)
         if fewest < FEWEST:
             raise RangeError("samples", f"got {fewest}, expected at least {FEWEST}: error bars from fewer do not hold")
@@ -184,6 +209,7 @@ def _row(block: str, name: str, found: Sequence[_Compared]) -> AuditRow:
         None,
         None,
         found[0].floats,
+        found[0].size,
     )
 
 

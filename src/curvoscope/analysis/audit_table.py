@@ -1,6 +1,5 @@
 """The rows of an audit, the table that they make, and what they say."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -15,6 +14,7 @@ Standin = str | LinearOperator | Mapping[str, LinearOperator]
 """An approximation by its name, an operator, or operators by block."""
 
 _CHEAP = 4  # floats per weight that an optimizer may keep
+SPLIT = ("kronecker:1", "kfac")  # structures that are compared with one of them per head, or per weight of a group
 _MANY = 10**8  # floats that are shown rounded
 _MEASURED = {  # columns, without those that no row has
     "error": "error",
@@ -42,6 +42,7 @@ class AuditRow(NamedTuple):
             gradients g with covariance H; None if the block is large or sampled, or A + damping not positive definite.
         decrease: of the quadratic model g.s - s.(H + damping) s / 2 with the step s_A, as a share of that with s_H.
         floats: that A stores.
+        size: of the block, entries of its weight.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -62,6 +63,7 @@ class AuditRow(NamedTuple):
     step_error: Estimate | None
     decrease: Estimate | None
     floats: int
+    size: int
 
 
 class AuditTable(ShownAsTable, Sequence[AuditRow]):
@@ -148,23 +150,37 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         ]
         if "diagonal" in known and best != "diagonal":
             said.append(f"The diagonal, as in Adam, has {known['diagonal']:.2f}.")
-        said += [sentence for name in ("kronecker:1", "kfac") if (sentence := self._splitting(name)) is not None]
-        return " ".join(said)
+        return " ".join([*said, *self.splitting()])
 
-    def _floats(self, name: str, blocks: Sequence[str] | None = None) -> float:
-        """Floats per weight, over all blocks that have the approximation, or over some."""
-        rows = [row for row in self._rows if row.approximation == name and (blocks is None or row.block in blocks)]
-        sizes = {row.block: row.floats for row in self._rows if row.approximation == "diagonal"}
-        weights = sum(sizes.get(row.block, 0) for row in rows)
-        return sum(row.floats for row in rows) / weights if weights else math.inf
+    def splitting(self) -> list[str]:
+        """What one approximation per head gains over one per weight, and one per weight over one for a group.
 
-    def _splitting(self, name: str) -> str | None:
-        blocks = [row.block for row in self._rows if row.approximation == f"{name}/heads"]
-        split, whole = self.median_error(f"{name}/heads"), self.median_error(name, blocks)
-        if split is None or whole is None or self._floats(f"{name}/heads") == self._floats(name, blocks):
+        Returns:
+            A sentence for each structure that was measured both ways.
+        """
+        found = (self._splitting(name, part) for part in ("heads", "layers") for name in SPLIT)
+        return [sentence for sentence in found if sentence is not None]
+
+    def _floats(self, name: str) -> float:
+        """Floats per weight, over all blocks that have the approximation."""
+        rows = [row for row in self._rows if row.approximation == name]
+        return sum(row.floats for row in rows) / sum(row.size for row in rows)
+
+    def _splitting(self, name: str, part: str) -> str | None:
+        several = [row for row in self._rows if row.approximation == f"{name}/{part}"]
+        blocks = [row.block for row in several]
+        ones = [row for row in self._rows if row.approximation == name and row.block in blocks]
+        if not ones or sum(row.floats for row in several) == sum(row.floats for row in ones):
             return None  # there is one head
+        split, whole = (statistics.median(row.best_scale_error for row in rows) for rows in (several, ones))
         gains = "helps" if split < whole - 0.005 else "costs" if split > whole + 0.005 else "changes nothing"
-        return f"One {name} per head instead of one per weight {gains}: {split:.2f} against {whole:.2f}."
+        heads, members = "per head instead of one per weight", _members(blocks[0])
+        instead = heads if part == "heads" else f"for each of {members} instead of one for all of them"
+        said = f"One {name} {instead} {gains}: {split:.2f} against {whole:.2f}"
+        steps = [[row.step_error for row in rows if row.step_error is not None] for rows in (several, ones)]
+        if all(steps):
+            said += f"; damped steps have {statistics.median(steps[0]):.2f} against {statistics.median(steps[1]):.2f}"
+        return f"{said}."
 
     def _shown(self) -> TextTable:
         def short(number: Estimate | None) -> str:
@@ -174,15 +190,32 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
 
         measured = {title: [getattr(row, field) for row in self._rows] for title, field in _MEASURED.items()}
         known = {title: numbers for title, numbers in measured.items() if any(one is not None for one in numbers)}
-        names = [(row.block, row.approximation) for row in self._rows]
+        names = [(_group(row.block), row.approximation) for row in self._rows]
         floats = [f"{row.floats:,}" if row.floats < _MANY else f"{row.floats:.3g}" for row in self._rows]
         columns = [*zip(*names, strict=True), *(map(short, numbers) for numbers in known.values()), floats]
-        return TextTable(("block", "approximation", *known, "floats"), list(zip(*columns, strict=True)), right=("floats",))
+        return TextTable(
+            ("block", "approximation", *known, "floats"), list(zip(*columns, strict=True)), right=("floats",)
+        )
 
     def __str__(self) -> str:
         return str(self._shown())
 
     __repr__ = __str__
+
+
+def _group(block: str) -> str:
+    """A shorter name for several weights of one layer: "h.0.attn.Q+K+V"."""
+    first, *others = block.split(" + ")
+    layer = first.rpartition(".")[0]
+    if not layer or any(name.rpartition(".")[0] != layer for name in others):
+        return block
+    return "+".join([first, *(name.rpartition(".")[2] for name in others)])
+
+
+def _members(group: str) -> str:
+    """The roles of the weights of a group, in words: "Q, K and V"."""
+    *roles, last = (name.rpartition(".")[2] for name in group.split(" + "))
+    return f"{', '.join(roles)} and {last}"
 
 
 def standins(block: str, wanted: Sequence[Standin]) -> Iterator[tuple[str, Callable[[GradientSource], LinearOperator]]]:

@@ -1,6 +1,7 @@
 """`curvoscope audit [MODEL]`: approximations of the blocks of a model against the blocks themselves."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from curvoscope import commands
 from curvoscope.analysis.audit import DEFAULT, audit
 from curvoscope.analysis.audit_samples import FEWEST, SampledAudit
-from curvoscope.analysis.audit_table import AuditTable
+from curvoscope.analysis.audit_table import SPLIT, AuditTable
 from curvoscope.analysis.block_diagonal import block_diagonal_error
+from curvoscope.approximations import GradientSource
 from curvoscope.blocks import Blocks
 from curvoscope.commands.document import as_estimate, common_facts, pictures, show_files, show_subject, write_run
 from curvoscope.commands.progress import work
@@ -40,7 +42,10 @@ class AuditOptions:
 
 @dataclasses.dataclass(frozen=True)
 class _Audited:
+    """`groups`: Q, K and V of each layer as one weight, if all three are audited."""
+
     table: AuditTable
+    groups: AuditTable | None
     outside: Estimate | None
     loss: float
     samples: int | None
@@ -60,7 +65,7 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
         found = (_exact if exact else _sampled)(subject, chosen, wanted, request, options)
         step("the figures")
         answer = _answer(found)
-        figures = pictures("audit_errors", error_figure(found.table, chosen.sizes, answer.partition(". ")[0] + "."))
+        figures = pictures("audit_errors", error_figure(found.table, answer.partition(". ")[0] + "."))
         if len(layers_of_blocks(found.table.blocks)) > 1:
             figures |= pictures("audit_depth", depth_figure(found.table))
     facts = common_facts("audit", subject, request, options, found.loss) | {
@@ -70,6 +75,7 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
         "samples": found.samples,
         "rounding": 0.0 if found.samples else _EPSILONS * torch.finfo(DTYPES[subject.facts["dtype"]]).eps,
         "rows": [_facts(row._asdict()) for row in found.table],
+        "groups": [_facts(row._asdict()) for row in found.groups or ()],
         "outside_diagonal_blocks": as_estimate(found.outside),
         "missing": _missing(found),
     }
@@ -80,6 +86,8 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
     console = commands.console()
     show_subject(console, subject, found.loss)
     console.print(found.table)
+    if found.groups is not None:
+        console.print(found.groups)
     console.print(answer + "\n", soft_wrap=True)
     show_files(out, figures, DOCUMENT)
 
@@ -109,13 +117,22 @@ def _directions(subject: Subject) -> int:
 def _exact(subject: Subject, chosen: Blocks, wanted: Any, request: Request, options: AuditOptions) -> _Audited:
     H = hessian(subject.model, subject.loss, [subject.batch], chosen)
     table = audit(H, chosen.names if options.blocks else None, wanted if options.approximations else None)
+    groups, split = _groups(chosen), _split(wanted)
+    together = audit(H, groups, split) if groups and split else None
     outside = block_diagonal_error(H, table.blocks) if len(table.blocks) > 1 else None
-    return _Audited(table, outside, H.loss, None)
+    return _Audited(table, together, outside, H.loss, None)
 
 
 def _sampled(subject: Subject, chosen: Blocks, wanted: Any, request: Request, options: AuditOptions) -> _Audited:
     strict = bool(options.blocks and options.approximations)
-    observer = SampledAudit(wanted, strict=strict)
+    observer, groups, split = SampledAudit(wanted, strict=strict), _groups(chosen), _split(wanted)
+    together = SampledAudit(split, groups=groups) if groups and split else None
+
+    def observe(chunk: int, source: GradientSource) -> None:
+        observer(chunk, source)
+        if together is not None:
+            together(chunk, source)
+
     samples = options.samples or _SAMPLES
     batches = [subject.batch]
     found = sweep(
@@ -126,15 +143,27 @@ def _sampled(subject: Subject, chosen: Blocks, wanted: Any, request: Request, op
         samples=samples,
         seed=request.seed,
         micro_batch=1,
-        observe=observer,
+        observe=observe,
     )
     table = observer.table()
     outside = block_diagonal_error(found, table.blocks) if len(table.blocks) > 1 else None
-    return _Audited(table, outside, found.loss, found.samples)
+    return _Audited(table, None if together is None else together.table(), outside, found.loss, found.samples)
+
+
+def _groups(chosen: Blocks) -> list[tuple[str, ...]]:
+    """Q, K and V of each layer."""
+    several = [tuple(f"{name[:-1]}{role}" for role in "QKV") for name in chosen.names if name.endswith(".attn.Q")]
+    return [group for group in several if all(name in chosen.names for name in group)]
+
+
+def _split(wanted: Sequence[str]) -> list[str]:
+    """What groups are audited with: structures for all of the group, and for each of its weights."""
+    found = [f"{name}{part}" for name in SPLIT if name in wanted for part in ("", "/layers")]
+    return [*found, "layers"] if found else []
 
 
 def _answer(found: _Audited) -> str:
-    said = found.table.recommendation()
+    said = " ".join([found.table.recommendation(), *(found.groups.splitting() if found.groups else ())])
     if found.outside is None:
         return said
     error = (

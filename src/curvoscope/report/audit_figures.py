@@ -1,7 +1,7 @@
 """Figures of an audit: error against stored floats, one panel per kind of block; error through the depth."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from curvoscope.analysis.audit_table import AuditTable
@@ -24,7 +24,7 @@ def role_of(block: str) -> str:
     return block if where is None else where[1]
 
 
-def error_figure(found: AuditTable, sizes: Mapping[str, int], title: str) -> "matplotlib.figure.Figure":
+def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
     """The error at the best scale against floats per weight: medians over the layers, bars from least to most."""
     roles: dict[str, list[str]] = {}
     for block in found.blocks:
@@ -42,7 +42,7 @@ def error_figure(found: AuditTable, sizes: Mapping[str, int], title: str) -> "ma
             middle = statistics.median(errors)
             style = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
             bars = [[middle - min(errors)], [max(errors) - middle]]
-            floats = statistics.median(row.floats / sizes[row.block] for row in known)
+            floats = statistics.median(row.floats / row.size for row in known)
             axes.errorbar([floats], [middle], bars, label=plain(name), markersize=4.5, linestyle="", **style)
         axes.set_xscale("log")
         axes.set_ylim(0, 1.05)

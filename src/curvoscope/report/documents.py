@@ -151,13 +151,17 @@ class SweepDocument(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditDocument(Common):
-    """`curvoscope audit`; `samples` is None if all numbers are exact, up to `rounding`."""
+    """`curvoscope audit`; `samples` is None if all numbers are exact, up to `rounding`.
+
+    `groups`: several weights as one.
+    """
 
     kind: Literal["audit"]
     samples: int | None
     rows: list[AuditRow]
     outside_diagonal_blocks: Estimate | None
     rounding: float = 0.0
+    groups: list[AuditRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

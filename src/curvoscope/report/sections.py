@@ -180,6 +180,12 @@ def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
         "g with covariance H, and the decrease is that of the quadratic model with this step, as a share of the best."
     )
     yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"), explored=True)
+    text = (
+        "Q, K and V of a layer as one weight H. kfac and kronecker:1 are one product for all three, kfac/layers and "
+        "kronecker:1/layers one for each. layers keeps the three blocks whole and drops what couples them."
+    )
+    table = Table(f"Approximations of groups of weights, {how}", columns, 2, [line(one) for one in found.groups])
+    yield Section("Q, K and V as one weight", text, [table] if found.groups else [])
     if found.outside_diagonal_blocks is not None:
         row = (Cell("|H - blockdiag(H)| / |H|"), cells.measured(found.outside_diagonal_blocks))
         table = Table("What all diagonal blocks together miss", ("number", "value"), 1, [row])
