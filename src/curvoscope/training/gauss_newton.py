@@ -1,4 +1,4 @@
-"""`GaussNewton`: Adam in the eigenbasis of the Gauss-Newton matrix, as KFAC approximates it."""
+"""`GaussNewton`: Adam with Nesterov's momentum in the eigenbasis of the Gauss-Newton matrix, as KFAC approximates it."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,12 +21,13 @@ Evaluate = Callable[[], tuple[Any, Any]]  # outputs and targets
 
 
 class GaussNewton(torch.optim.Optimizer):
-    """Adam in the eigenbasis U_0 (x) U_1 of KFAC's approximation of each weight's Gauss-Newton block.
+    """Adam with Nesterov's momentum in the eigenbasis U_0 (x) U_1 of KFAC's approximation of each Gauss-Newton block.
 
     For the gradient G of a weight, entry by entry in that basis:
 
         g = U_0^T G U_1,    m = mean of g,    v = mean of g^2                running means, as in Adam
-        step = -scale lr m / sqrt((v + c D) / 2),    c = sum v / sum D       turned back: U_0 step U_1^T
+        n = beta_1 m + (1 - beta_1) g                                        Nesterov's momentum, as in NAdam
+        step = -scale lr n / sqrt((v + c D) / 2),    c = sum v / sum D       turned back: U_0 step U_1^T
 
     D is the diagonal of the Gauss-Newton block in the basis. The noise of gradients is about proportional to it, so
     c D is a second estimate of v, with less noise. The steps divide by a root of the curvature, not by the curvature:
@@ -214,7 +215,7 @@ class GaussNewton(torch.optim.Optimizer):
                 torch.addcmul(square, A.values, c).div_(2 * (1 - second ** state["count"])).sqrt_().add_(group["eps"])
             )
             rate = self._scale * group["lr"]
-            s = (mean / root).mul_(rate / (1 - first ** state["count"]))
+            s = mean.lerp(g, 1 - first).div_(root).mul_(rate / (1 - first ** (state["count"] + 1)))
             if measured:
                 predicted += float((s.square() * A.values / 2 - s * g).sum())
             if group["weight_decay"]:

@@ -53,13 +53,13 @@ class OptimizerStudy(BaseModel):
     goals: dict[str, float] = {"addition": 0.1, "addition without norm": 0.1, "text": 2.0, "digits": 0.5}
     looks: int = 5
     rates: dict[str, tuple[float, ...]] = {
-        "sgd": (0.01, 0.02, 0.05, 0.1, 0.2),
-        "adam": (0.001, 0.002, 0.005, 0.01, 0.02),
-        "muon": (0.002, 0.005, 0.01, 0.02, 0.05),
-        "soap": (0.002, 0.005, 0.01, 0.02, 0.05),
-        "gauss-newton": (0.002, 0.005, 0.01, 0.02, 0.05),
+        "sgd": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+        "adam": (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+        "muon": (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2),
+        "soap": (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2),
+        "gauss-newton": (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2),
     }
-    search_seeds: tuple[int, ...] = (100,)
+    search_seeds: tuple[int, ...] = (100, 101, 102)
 
 
 def search(c: OptimizerStudy, task: str, optimizer: str, rate: float) -> list[MeasuredValue]:
