@@ -46,7 +46,7 @@ def test_queries_keys_and_values_as_one_weight(audit, samples):
     assert names == [(group, name) for name in ("kfac", "kfac/layers", "layers")]
     assert "One kfac for each of Q, K and V instead of one for all of them" in document["answer"]
     report = (out / "report.md").read_text()
-    assert "Q, K and V as one weight" in report and group in report
+    assert "Q, K and V as one weight" in report and "h.0.attn.Q+K+V" in report
     if not samples:
         subject = subject_of(Request("addition", 0, sequences=2, d=4))
         H = cv.hessian(subject.model, subject.loss, [subject.batch], subject.blocks.select("h.0.attn.[QKV]"))

@@ -190,7 +190,7 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
 
         measured = {title: [getattr(row, field) for row in self._rows] for title, field in _MEASURED.items()}
         known = {title: numbers for title, numbers in measured.items() if any(one is not None for one in numbers)}
-        names = [(_group(row.block), row.approximation) for row in self._rows]
+        names = [(named(row.block), row.approximation) for row in self._rows]
         floats = [f"{row.floats:,}" if row.floats < _MANY else f"{row.floats:.3g}" for row in self._rows]
         columns = [*zip(*names, strict=True), *(map(short, numbers) for numbers in known.values()), floats]
         return TextTable(
@@ -203,7 +203,7 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
     __repr__ = __str__
 
 
-def _group(block: str) -> str:
+def named(block: str) -> str:
     """A shorter name for several weights of one layer: "h.0.attn.Q+K+V"."""
     first, *others = block.split(" + ")
     layer = first.rpartition(".")[0]

@@ -145,9 +145,13 @@ def _sampled(subject: Subject, chosen: Blocks, wanted: Any, request: Request, op
         micro_batch=1,
         observe=observe,
     )
-    table = observer.table()
+
+    def in_order(rows: AuditTable) -> AuditTable:  # the sweep begins with the last layer
+        return AuditTable(sorted(rows, key=lambda row: chosen.names.index(row.block.partition(" + ")[0])))
+
+    table, joint = in_order(observer.table()), None if together is None else in_order(together.table())
     outside = block_diagonal_error(found, table.blocks) if len(table.blocks) > 1 else None
-    return _Audited(table, None if together is None else together.table(), outside, found.loss, found.samples)
+    return _Audited(table, joint, outside, found.loss, found.samples)
 
 
 def _groups(chosen: Blocks) -> list[tuple[str, ...]]:

@@ -54,7 +54,7 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
     figure.supxlabel("stored floats per weight", size=_HEADING)
     figure.supylabel("|H - sA| / |H|", size=_HEADING)
     labels = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside right upper", fontsize=_TEXT, frameon=False)
+    figure.legend(labels.values(), labels.keys(), loc="outside right lower", fontsize=_TEXT, frameon=False)
     entitle(figure, title, _HEADING, letters=10)
     return figure
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from curvoscope.analysis.audit_table import AuditRow
+from curvoscope.analysis.audit_table import AuditRow, named
 from curvoscope.report import cells
 from curvoscope.report.captions import CAPTIONS
 from curvoscope.report.contents import Cell, ReportFigure, Section, Table
@@ -148,43 +148,47 @@ def _swept(found: SweepDocument, figures: FigureSource) -> Iterator[Section]:
 # ---- audit
 
 
-def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
-    def line(one: AuditRow) -> tuple[Cell, ...]:
-        numbers = (one.error, one.best_scale_error, one.cosine, one.trace_error)
-        steps = (one.eigenvalue_error, one.step_error, one.decrease)
-        return (
-            Cell(one.block),
-            Cell(one.approximation),
-            *(cells.measured(number, found.rounding) for number in (*numbers, *steps)),
-            cells.count(one.floats),
-        )
+_AUDITED = {
+    "error": "error",
+    "at best scale": "best_scale_error",
+    "cosine": "cosine",
+    "trace": "trace_error",
+    "λ max": "eigenvalue_error",
+    "step": "step_error",
+    "decrease": "decrease",
+}
 
+
+def _approximated(caption: str, rows: Sequence[AuditRow], rounding: float) -> Table:
+    """One row per block and approximation, without columns that no row has."""
+    known = {title: field for title, field in _AUDITED.items() if any(getattr(one, field) is not None for one in rows)}
+
+    def line(one: AuditRow) -> tuple[Cell, ...]:
+        numbers = (cells.measured(getattr(one, field), rounding) for field in known.values())
+        return Cell(named(one.block)), Cell(one.approximation), *numbers, cells.count(one.floats)
+
+    return Table(caption, ("block", "approximation", *known, "floats"), 2, list(map(line, rows)))
+
+
+def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
     sampled = f"from {found.samples} samples, ± standard error in percent"
     how = "exact, ~0 up to rounding" if found.samples is None else sampled
-    columns = (
-        "block",
-        "approximation",
-        "error",
-        "at best scale",
-        "cosine",
-        "trace",
-        "λ max",
-        "step",
-        "decrease",
-        "floats",
-    )
-    table = Table(f"Approximations A of the blocks H, {how}", columns, 2, [line(one) for one in found.rows])
-    text = (
-        "The error is |H - A| / |H| in the Frobenius norm, at best scale |H - sA| / |H| for the best number s. Trace "
-        "and λ max are relative errors. The step is the relative error of (A + d)⁻¹g against (H + d)⁻¹g for gradients "
-        "g with covariance H, and the decrease is that of the quadratic model with this step, as a share of the best."
-    )
+    text = "The error is |H - A| / |H| in the Frobenius norm, at best scale |H - sA| / |H| for the best number s. "
+    if found.samples is None:
+        text += (
+            "Trace and λ max are relative errors. The step is the relative error of (A + d)⁻¹g against (H + d)⁻¹g for "
+            "gradients g with covariance H, and the decrease is that of the quadratic model with this step, as a share "
+            "of the best."
+        )
+    else:
+        text += "Trace is its relative error."
+    table = _approximated(f"Approximations A of the blocks H, {how}", found.rows, found.rounding)
     yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"), explored=True)
     text = (
         "Q, K and V of a layer as one weight H. kfac and kronecker:1 are one product for all three, kfac/layers and "
         "kronecker:1/layers one for each. layers keeps the three blocks whole and drops what couples them."
     )
-    table = Table(f"Approximations of groups of weights, {how}", columns, 2, [line(one) for one in found.groups])
+    table = _approximated(f"Approximations of groups of weights, {how}", found.groups, found.rounding)
     yield Section("Q, K and V as one weight", text, [table] if found.groups else [])
     if found.outside_diagonal_blocks is not None:
         row = (Cell("|H - blockdiag(H)| / |H|"), cells.measured(found.outside_diagonal_blocks))

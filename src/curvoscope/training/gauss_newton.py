@@ -1,4 +1,4 @@
-"""`GaussNewton`: Adam with Nesterov's momentum in the eigenbasis of the Gauss-Newton matrix, as KFAC approximates it."""
+"""`GaussNewton`: Adam with Nesterov's momentum in the eigenbasis of the Gauss-Newton matrix, as KFAC has it."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

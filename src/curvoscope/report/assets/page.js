@@ -574,7 +574,7 @@
       });
     });
     const values = all.flatMap(({ points }) => points.filter((point) => !point.zero).map((point) => point.y));
-    const logarithmic = values.length > 0 && Math.min(...values) > 0;
+    const logarithmic = values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 10 * Math.min(...values);
     // What is zero to rounding has no place on a logarithmic axis.
     if (logarithmic) for (const one of all) one.points = one.points.filter((point) => !point.zero);
     const wide = (profile.clientWidth - 64) / Math.max(places.length, 1), every = Math.ceil((deep ? 34 : 13) / wide);
