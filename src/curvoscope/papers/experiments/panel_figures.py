@@ -14,6 +14,7 @@ _MARKERS = ("o", "s", "^", "D", "v")
 GREY = "#666666"
 _WIDTH, _HEIGHT = 3.3, 2.9  # inches per panel; the text is large enough for print at half of it
 _TEXT, _HEADING = 12, 13
+_LONG_LEGEND = 4  # names, above which a legend has two columns
 
 
 def draw(title: str, panels: Sequence[Panel], columns: int) -> Figure:
@@ -65,10 +66,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
             _few_ticks(axis)
     if panel.x_names:
         axes.set_xticks(range(1, len(panel.x_names) + 1), panel.x_names)
+        axes.set_xlim(0.5, len(panel.x_names) + 0.5)  # a name without a point has its place too
     if panel.note:
         axes.text(0.5, 0.5, panel.note, transform=axes.transAxes, ha="center", va="center", fontsize=_TEXT)
-    if any(series.label for series in panel.series):
-        axes.legend(fontsize=_TEXT - 3, frameon=False, handlelength=2.2)
+    if labelled := sum(bool(series.label) for series in panel.series):
+        columns = 2 if labelled > _LONG_LEGEND else 1
+        axes.legend(fontsize=_TEXT - 3, frameon=False, handlelength=2.2, ncols=columns, columnspacing=1.0)
 
 
 def _few_ticks(axis: Any) -> None:

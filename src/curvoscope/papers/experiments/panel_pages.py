@@ -138,7 +138,9 @@ def _add_curves(figure: Any, panel: Panel, place: dict[str, int], legend: str) -
         scale = {"type": "log", "nticks": ticks} if is_log else {"type": "linear"}
         update(title=label, exponentformat="power", **scale, **place)
     if panel.x_names:
-        figure.update_xaxes(tickvals=list(range(1, len(panel.x_names) + 1)), ticktext=list(panel.x_names), **place)
+        ends = [0.5, len(panel.x_names) + 0.5]
+        names = {"tickvals": list(range(1, len(panel.x_names) + 1)), "ticktext": list(panel.x_names)}
+        figure.update_xaxes(range=ends, **names, **place)
     shown = panel.y_range()
     if shown is not None:
         figure.update_yaxes(range=[math.log10(y) for y in shown] if panel.y_log else list(shown), **place)

@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float
 
+_LEAST_MARGIN, _MARGIN = 1.5, 4.0  # above and below curves on a logarithmic axis; a legend has room in a third of it
+
 
 @dataclass(frozen=True)
 class Series:
@@ -81,6 +83,7 @@ class Panel:
         if low > high:
             return None
         if self.y_log:
-            return max(low / 4, self.y_floor), high * 4
+            margin = min(_MARGIN, max(high / low, _LEAST_MARGIN))
+            return max(low / margin, self.y_floor), high * margin
         pad = 0.08 * (high - min(low, 0.0)) or 1.0
         return (low - pad if low < 0 else 0.0), high + pad

@@ -11,6 +11,7 @@ from curvoscope.papers.experiments.panels import Panel, Series
 from curvoscope.papers.experiments.summaries import by, curve, select
 
 _CONFIGURATION = OptimizerStudy()
+_SHOWN = dict(zip(OPTIMIZERS, ("SGD", "Adam", "Muon", "SOAP", "GaussNewton"), strict=True))
 _QUANTITIES = {"steps": "", "processor time": "seconds", "wall-clock time": "wall"}
 _SHARES = 5  # seeds that share the rates of a search
 _HALF = 0.5  # of Adam's steps: what a second-order method is asked to save
@@ -170,7 +171,7 @@ def _loss_curve(rows: Sequence[Row], optimizer: str) -> Series:
     """Mean and standard error over seeds, at the steps before any of them reaches its goal or diverges."""
     chosen, seeds = select(rows, quantity="loss"), len({row.seed for row in rows})
     whole = {at for at, group in by(chosen, "at").items() if len(group) == seeds}
-    return curve([row for row in chosen if row.found.at in whole], "at", optimizer, OPTIMIZERS.index(optimizer))
+    return curve([row for row in chosen if row.found.at in whole], "at", _SHOWN[optimizer], OPTIMIZERS.index(optimizer))
 
 
 def _over_seconds(runs: dict[str, list[Row]], curves: dict[str, Series]) -> list[Series]:
@@ -191,7 +192,7 @@ def _steps_panel(task: str, runs: dict[str, list[Row]]) -> Panel:
     for i, optimizer in enumerate(OPTIMIZERS):
         steps = [step for step in reached(runs.get(optimizer, ()), goal).values() if math.isfinite(step)]
         series += [Series("", [i + 1.0] * len(steps), steps, colour=i, stroke=i)] if steps else []
-    note, names = "" if series else "not reached", ("SGD", "Adam", "Muon", "SOAP", "GN")
+    note, names = "" if series else "not reached", [*list(_SHOWN.values())[:-1], "GN"]
     return Panel(task, "", f"steps to {goal:g}", x_log=False, y_log=False, series=series, x_names=names, note=note)
 
 
