@@ -321,8 +321,7 @@ class Blocks(ShownAsTable, Mapping[str, Block]):
         return self if self._whole is None else self._whole
 
     def __getitem__(self, name: str) -> Block:
-        if name not in self._blocks:
-            raise BlockNameError("blocks", f"there is no {name!r} among {checks.listed(name, self.names)}")
+        checks.block_named("blocks", name, self._blocks)
         return self._blocks[name]
 
     def __iter__(self) -> Iterator[str]:

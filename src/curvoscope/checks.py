@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.errors import (
+    BlockNameError,
     DeviceError,
     DtypeError,
     EmptyError,
@@ -101,6 +102,12 @@ def listed(name: object, known: Collection[str]) -> str:
         return f"{len(known)} names; nearest: {nearest(name, known)}"
     near = nearest(name, known, cutoff=0.3)
     return (", ".join(known) or "none") + (f"; nearest: {near}" if near else "")
+
+
+def block_named(argument: str, name: object, known: Collection[str], hint: str = "") -> None:
+    """Raise `BlockNameError` unless the name is known; the error lists the known names and ends with the hint."""
+    if name not in known:
+        raise BlockNameError(argument, f"there is no {name!r} among {listed(name, known)}{hint}")
 
 
 def nearest(name: object, known: Collection[str], cutoff: float = 0.0) -> str:

@@ -32,7 +32,7 @@ from curvoscope.distributed.mesh import Mesh, sharded_ranks
 from curvoscope.distributed.ranks import RankError, mesh_of, ranks_of
 from curvoscope.distributed.sharded import Aligned, Sharded, ShardedDifferences
 from curvoscope.distributed.sharded_operators import ShardedMatrix, ShardedParts
-from curvoscope.errors import BlockNameError, CompileWarning, ModelError
+from curvoscope.errors import CompileWarning, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import adapters_of
 from curvoscope.families.block_maps import blocks_of, trainable
@@ -82,7 +82,6 @@ class ModelHessian(BlockHessian):
     """
 
     def __init__(self, engine: Autodiff, closed: ClosedForms | None = None, why: str = "method='autodiff'") -> None:
-        """`closed`: the blocks in closed form; `why`: there are none."""
         known = None if closed is None else closed.block
         self._stand_ins = cache(lambda: ModelStandIns(engine))
         self.outer, self.functional, self.total = (
@@ -134,8 +133,7 @@ class ModelHessian(BlockHessian):
             The method.
         """
         checks.choice("part", part, PARTS)
-        if name not in self._blocks:
-            raise BlockNameError("block", f"there is no {name!r} among {checks.listed(name, self._blocks)}")
+        checks.block_named("block", name, self._blocks)
         exact = self._closed is not None and self._closed.reason(self._blocks[name], part) is None
         return "exact" if exact else self._engine.method
 
@@ -161,9 +159,8 @@ class ModelHessian(BlockHessian):
             (16, 2)
         """
         names = [column] if rows is None else list(rows)
-        missing = next((name for name in [column, *names] if name not in self._blocks), None)
-        if missing is not None:
-            raise BlockNameError("block", f"there is no {missing!r} among {checks.listed(missing, self._blocks)}")
+        for name in [column, *names]:
+            checks.block_named("block", name, self._blocks)
         several, engine = [self._blocks[name] for name in names], self._engine
         if isinstance(engine, Sharded):
             return ShardedParts(engine, several, self._blocks[column])
@@ -211,12 +208,11 @@ class ModelHessian(BlockHessian):
         return enumerated(self._engine, block) if samples is None else sampled(self._engine, block, samples, seed)
 
     def _block(self, name: str) -> Block:
-        if name in self._blocks:
-            return self._blocks[name]
         whole, _, number = name.rpartition(".")
-        if whole in self._blocks and number.isdecimal() and self._blocks[whole].heads is not None:
+        if name not in self._blocks and whole in self._blocks and number.isdecimal() and self._blocks[whole].heads:
             return self._blocks[whole].head(int(number))
-        raise BlockNameError("block", f"there is no {name!r} among {checks.listed(name, self._blocks)}")
+        checks.block_named("block", name, self._blocks)
+        return self._blocks[name]
 
     def gauge(self) -> Gauge:
         """The directions along which low-rank adapters move and the model does not: (A, B) -> (A S, S^-1 B).
@@ -342,8 +338,7 @@ def hessian(
     """
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
-    if recompute is not None:
-        checks.choice("recompute", recompute, ("layer",))
+    checks.choice("recompute", recompute or "layer", ("layer",))
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
     mesh = mesh_of(model)
@@ -358,19 +353,10 @@ def hessian(
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)
         products_only = mesh is not None or hvp == "difference"
-        if method == "exact" and products_only:
-            raise ModelError("method", "got 'exact', but sharded models and differences have products only")
+        coupled = objective is not None and objective.couples_rows and micro_batch is not None
+        _check_together(method, recompute, compile, products_only, coupled)
     walked = Aligned(found, ranks) if isinstance(ranks, Mesh) else found
     arguments = model, objective, walked, blocks, split, device, budget, layers.sites, ranks, copy, recompute
-    if recompute is not None and products_only:
-        raise ModelError("recompute", "got 'layer', but sharded models and differences have their own; leave it out")
-    if compile and (products_only or recompute is not None):
-        raise ModelError("compile", "got True, but sharded models, differences and recompute are not compiled")
-    coupled = objective is not None and objective.couples_rows and micro_batch is not None
-    if coupled and compile:
-        raise ModelError("compile", "got True, but the loss compares rows; give whole batches, without micro_batch")
-    if coupled and products_only:
-        raise ModelError("micro_batch", "the loss compares rows: sharded models and differences need whole batches")
     exact, by_gradients = (Sharded, ShardedDifferences) if isinstance(ranks, Mesh) else (Autodiff, Differences)
     exact = Coupled if coupled else Compiled if compile else exact
     make = by_gradients if hvp == "difference" else exact
@@ -381,19 +367,38 @@ def hessian(
         if compile:
             said = "compile: got True, but products are differences of gradients, which are not compiled"
             warnings.warn(said, CompileWarning, stacklevel=2)
-    beside = coupled or engine.objective.reads_parameters  # no closed form sees the loss through one layer's output
-    said = f"{type(engine.objective).__name__} has products only"
-    if method == "exact" and beside:
-        raise ModelError("method", f"got 'exact', but {said}; use 'auto'")
-    if mesh is not None:
-        return ModelHessian(engine, why="the model is sharded")
-    if engine.method == "difference":
-        return ModelHessian(engine, why="products are differences of gradients")
-    if beside:
-        return ModelHessian(engine, why=said)
-    if method == "autodiff":
-        return ModelHessian(engine)
+    why = _products_alone(engine, mesh is not None, coupled)
+    if why is not None and method == "exact":
+        raise ModelError("method", f"got 'exact', but {why}; use 'auto'")
+    if why is not None or method == "autodiff":
+        return ModelHessian(engine) if why is None else ModelHessian(engine, why=why)
     closed = ClosedForms(engine, layers, limited=method == "auto")
     if method == "exact":
         closed.require(blocks)
     return ModelHessian(engine, closed)
+
+
+def _products_alone(engine: Autodiff, sharded: bool, coupled: bool) -> str | None:
+    """Why there is no closed form, whatever the layers; None if there may be one."""
+    if sharded:
+        return "the model is sharded"
+    if engine.method == "difference":
+        return "products are differences of gradients"
+    if coupled or engine.objective.reads_parameters:  # no closed form sees the loss through one layer's output
+        return f"{type(engine.objective).__name__} has products only"
+    return None
+
+
+def _check_together(method: str, recompute: str | None, compile: bool, products_only: bool, coupled: bool) -> None:
+    """Options of `hessian` that exclude each other."""
+    others = "sharded models and differences"
+    for argument, is_wrong, message in (
+        ("method", method == "exact" and products_only, f"got 'exact', but {others} have products only"),
+        ("recompute", recompute and products_only, f"got 'layer', but {others} have their own; leave it out"),
+        ("compile", compile and products_only, f"got True, but {others} are not compiled"),
+        ("compile", compile and recompute, "got True, but products with recompute are not compiled"),
+        ("compile", compile and coupled, "got True, but the loss compares rows; leave micro_batch out"),
+        ("micro_batch", coupled and products_only, f"the loss compares rows: {others} need whole batches"),
+    ):
+        if is_wrong:
+            raise ModelError(argument, message)

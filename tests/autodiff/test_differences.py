@@ -262,6 +262,10 @@ class TestWithoutSecondDerivatives:
         assert relative(H @ v, _five_points(model(), v)) < 1e-7
         assert H.method_of(H.names[0]) == "difference" and 0 < H.difference_error < 1e-7
 
+    def test_exact_blocks_are_refused(self, model):
+        with pytest.raises(ModelError, match="method: got 'exact', but products are differences of gradients"):
+            hessian(model(), MeanSquaredError(), [points()], method="exact", hvp="auto")
+
 
 def _five_points(model, v):
     """The Hessian times v by a fourth-order difference of gradients, its step by hand."""

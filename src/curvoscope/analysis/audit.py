@@ -15,7 +15,7 @@ from curvoscope.analysis.audit_samples import SampledAudit
 from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, standins
 from curvoscope.approximations import GradientSource, joined, source_of
 from curvoscope.approximations.source import CurvatureSource
-from curvoscope.errors import BlockNameError, CurvoscopeError, DtypeError, EmptyError, RangeError
+from curvoscope.errors import CurvoscopeError, DtypeError, EmptyError, RangeError
 from curvoscope.operators import BlockHessian
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import PARTS, BlockMatrix
@@ -137,8 +137,8 @@ def _chosen(names: Sequence[str], wanted: Wanted | None) -> list[tuple[str, ...]
             some = some or [(entry,)]
         else:
             some, missing = [tuple(entry)], [name for name in entry if name not in names]
-        if missing:
-            raise BlockNameError("blocks", f"there is no {missing[0]!r} among {checks.listed(missing[0], names)}")
+        for name in missing:
+            checks.block_named("blocks", name, names)
         found |= dict.fromkeys(some)
     return list(found)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import BlockNameError, EmptyError, RangeError
+from curvoscope.errors import EmptyError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.text_table import ShownAsTable, TextTable
 
@@ -141,9 +141,8 @@ class Interactions(Mapping[tuple[str, str], Estimate]):
         self._units = units
 
     def __getitem__(self, pair: tuple[str, str]) -> Estimate:
-        missing = next((name for name in pair if name not in self._places), None)
-        if missing is not None:
-            raise BlockNameError("pairs", f"there is no {missing!r} among {checks.listed(missing, self._places)}")
+        for name in pair:
+            checks.block_named("pairs", name, self._places)
         assert self._units.pairs is not None
         row, column = (self._places[name] for name in pair)
         return self._units.mean(self._units.pairs[:, row, column])

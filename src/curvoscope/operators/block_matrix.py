@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import BlockNameError
 from curvoscope.estimate import Density, DiagonalEstimate, Estimate
 from curvoscope.operators.base import LinearOperator, Multiplication, ProductPair, Shape, summed
 from curvoscope.operators.strips import write_transposed
@@ -161,8 +160,7 @@ class BlockMatrix(LinearOperator):
     def __getitem__(self, key: str | tuple[str, str]) -> LinearOperator:
         row, column = (self.aliases.get(name, name) for name in ((key, key) if isinstance(key, str) else key))
         for name in (row, column):
-            if name not in self.shapes:
-                raise BlockNameError("block", f"there is no {name!r} among {checks.listed(name, self.names)}")
+            checks.block_named("block", name, self.shapes)
         if self.names.index(row) > self.names.index(column):
             return self[column, row].T
         if (row, column) not in self._made:

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.approximations.gradients import GradientSource
 from curvoscope.blocks import Blocks
-from curvoscope.errors import BlockNameError, EmptyError, ModelError, RangeError
+from curvoscope.errors import EmptyError, ModelError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.sweep import statistics
 from curvoscope.sweep.statistics import Bracket
@@ -220,8 +220,8 @@ class Sweep(ShownAsTable):
         is_head = name not in self.blocks and number.isdecimal() and whole in self.blocks
         found = [chunk[whole if is_head else name] for chunk in self.kept if (whole if is_head else name) in chunk]
         if not found:
-            if not is_head and name not in self.blocks:
-                raise BlockNameError("name", f"there is no {name!r} among {checks.listed(name, self.names)}")
+            if not is_head:
+                checks.block_named("name", name, self.blocks)
             held = checks.listed(name, sorted({known for chunk in self.kept for known in chunk}))
             raise ModelError(
                 "name",
@@ -301,12 +301,7 @@ class Sweep(ShownAsTable):
         """The rows that make up a block or a head."""
         if self.chunks and name in self.chunks[0]:
             return [name]
-        if name not in self.names:
-            raise BlockNameError(
-                "name",
-                f"there is no {name!r} among {checks.listed(name, self.names)}; a head is its block and a number, as "
-                "in 'h.0.attn.Q.2'",
-            )
+        checks.block_named("name", name, self.names, "; a head is its block and a number, as in 'h.0.attn.Q.2'")
         return self.heads(name)
 
     def _sum(self, name: str, rows: Sequence[str], chunk: int) -> Tensor:

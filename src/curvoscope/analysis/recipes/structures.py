@@ -77,8 +77,7 @@ def drop_heads(model: nn.Module, heads: Mapping[str, Sequence[int]] | None = Non
     """
     outputs = {name.rpartition(".")[0]: block for name, block in _with_role(model, ("attn.O", "cross.O")).items()}
     for layer, numbers in (heads or {}).items():
-        if layer not in outputs:
-            raise BlockNameError("heads", f"there is no {layer!r} among {checks.listed(layer, outputs)}")
+        checks.block_named("heads", layer, outputs)
         count = outputs[layer].heads
         if count is None or any(not 0 <= number < count for number in numbers):
             raise RangeError("heads", f"{layer!r} has {count or 'no'} heads, got {list(numbers)}")
