@@ -185,6 +185,15 @@ class TestRandomGradients:
         )
         assert scores.made_of == "8 random gradients"
 
+    def test_several_products_where_a_vector_has_one(self):
+        """A bias is a single Kronecker product, whatever the number of terms of the weights."""
+        outer = network().outer
+        b, unit = normal(6)(outer.shape[0]), torch.eye(outer.shape[0]).double()
+        found = outer.solve(b, 0.5, 1e-8, method="cg", preconditioner="kronecker:2")
+        truth = torch.linalg.solve(outer.dense() + 0.5 * unit, b)
+        assert found.converged and (found.value - truth).norm() <= found.error_bound
+        assert found.preconditioner == "kronecker:2"
+
 
 @pytest.mark.parametrize("flipped", [False, True])
 def test_few_tokens(flipped):

@@ -1,5 +1,6 @@
 """Influence functions: what leaving out a training row does to the loss of a test row."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from curvoscope.solve.preconditioning import StandIns
 _Solve = Callable[[Tensor], tuple[Tensor, Solution | None]]  # columns -> (H + damping)^-1 columns, its certificate
 
 _PARTS = ("outer", "total")
+_SAME = {"losses": "are all equal", "subsets": "all have the same sum of scores"}
 _AGREE = 10  # times sqrt(epsilon), between the loss and the mean of those of the rows
 
 
@@ -101,20 +103,25 @@ class Influence:
             losses: (k, test rows), the losses of the models trained on these subsets.
 
         Returns:
-            The mean over the test rows, with its standard error.
+            The mean over the test rows, with its standard error, which is unknown (infinite) for a single one.
         """
         rows = self.scores.shape
         if subsets.ndim != 2 or subsets.shape[1] != rows[1] or len(subsets) < 3:
             raise ShapeError("subsets", f"got {tuple(subsets.shape)}, expected (k, {rows[1]}) with k at least 3")
         if losses.shape != (len(subsets), rows[0]):
             raise ShapeError("losses", f"got {tuple(losses.shape)}, expected ({len(subsets)}, {rows[0]})")
+        checks.floating("losses", losses)
         predicted = (~subsets.bool()).double() @ self.scores.T
+        for name, values in (("losses", losses), ("subsets", predicted)):
+            if bool((equal := (values == values[0]).all(0)).any()):
+                which = int(equal.int().argmax())
+                raise RangeError(name, f"{_SAME[name]} for test row {which}, which leaves nothing to rank")
         ranks = [
             float(scipy.stats.spearmanr(predicted[:, j].numpy(), losses[:, j].double().numpy()).statistic)
             for j in range(rows[0])
         ]
         found = checks.finite("datamodeling_score", torch.tensor(ranks, dtype=torch.float64))
-        stderr = float(found.std() / len(found) ** 0.5) if len(found) > 1 else 0.0
+        stderr = float(found.std() / len(found) ** 0.5) if len(found) > 1 else math.inf
         return Estimate(float(found.mean()), stderr, 0, "retraining", max(1.0, len(found) - 1.0))
 
 
