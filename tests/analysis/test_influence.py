@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvoscope as cv
-from curvoscope.errors import LossError, RangeError, ShapeError
+from curvoscope.errors import DtypeError, LossError, RangeError, ShapeError
 from reference import normal
 
 DECAY = 0.1
@@ -118,6 +118,13 @@ def test_bad_input(case):
 
 
 class TestDamping:
+    def test_bad_input(self, case):
+        H = cv.hessian(case[3], nn.CrossEntropyLoss(), [case[2]])
+        with pytest.raises(DtypeError, match=r"approximation: expected an operator, .*, got str"):
+            cv.analysis.damping(H, approximation="kfac")
+        with pytest.raises(DtypeError, match=r"H: expected an operator, .*, got Tensor"):
+            cv.analysis.damping(torch.eye(3).double())
+
     def test_a_negative_end(self):
         values = torch.cat([torch.linspace(-0.2, 0.01, 30), torch.tensor([5.0])]).double()
         matrix = values.diag()

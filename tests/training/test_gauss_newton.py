@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import curvoscope as cv
-from curvoscope.errors import ModelError, NonFiniteError, RangeError
+from curvoscope.autodiff.batches import BatchError
+from curvoscope.errors import DtypeError, LossError, ModelError, NonFiniteError, RangeError
 from curvoscope.losses import objective_of
 from curvoscope.training import GaussNewton
 from curvoscope.training.factors import ParameterCurvature, sampled_gradients
@@ -382,6 +383,13 @@ def test_bad_input():
             GaussNewton(model, nn.CrossEntropyLoss(), **options)
     with pytest.raises(ModelError, match="loss_fn"):
         GaussNewton(model, None)
+    penalised = cv.losses.Regularised(nn.CrossEntropyLoss(), lambda weights: weights["0.weight"].square().sum())
+    with pytest.raises(LossError, match=r"loss_fn: has a penalty on the weights.*weight_decay"):
+        GaussNewton(model, penalised)
+    with pytest.raises(DtypeError, match=r"params: 'weight' is torch\.bfloat16"):
+        GaussNewton(nn.Linear(2, 2).bfloat16(), nn.MSELoss())
+    with pytest.raises(BatchError, match=r"batch: the function returned a Tensor; return \(outputs, targets\)"):
+        GaussNewton(model, nn.CrossEntropyLoss()).step(lambda: torch.zeros(()))
     with pytest.raises(ModelError, match="is not a parameter of the model"):
         GaussNewton(model, nn.CrossEntropyLoss(), [nn.Parameter(torch.zeros(2))])
     with pytest.raises(ModelError, match="gauss_newton"):
