@@ -95,3 +95,19 @@ def test_an_indefinite_approximation_is_solved_all_the_same():
         found = A.solve(b, damping, 1e-9, method=method)
         assert found.converged and bool(((found.value - truth).norm(dim=0) <= found.error_bounds).all())
         assert (found.value - truth).norm() <= 1e-6 * truth.norm()
+
+
+def test_the_bound_holds_if_the_preconditioner_leaves_one_step():
+    """Rounding is that of the whole matrix; the one vector of such a run sees its smallest eigenvalue alone."""
+    factor = normal(43)(4, 3)
+    matrix, null = factor @ factor.T, torch.linalg.svd(factor).U[:, 3]
+
+    class Inverse:
+        def damped_solve(self, v, damping):
+            return torch.linalg.solve(matrix + damping * torch.eye(4).double(), v)
+
+    found = positive(matrix).solve(null, 1e-6, 1e-8, method="cg", preconditioner=Inverse())
+    norm = float(torch.linalg.matrix_norm(matrix, 2))
+    assert found.iterations < 3
+    rounding = torch.finfo(torch.float64).eps * norm * float(found.value.norm())  # of one product, at the least
+    assert found.error_bound >= rounding / found.margin

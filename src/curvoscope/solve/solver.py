@@ -216,7 +216,7 @@ class Solver:
     def _scale(self, run: KrylovIterations) -> float:
         """|B + damping|, as far as it is known."""
         if self.method != "direct":
-            return run.scale
+            return run.norm()
         if self._structured:
             return float(self.operator.spectral_norm()) + self.damping  # type: ignore[attr-defined]
         assert self.basis is not None
