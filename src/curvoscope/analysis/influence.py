@@ -34,13 +34,13 @@ class Influence:
         scores[j, i] = w_i g_j^T (H + damping)^-1 g_i
 
     is the change of the loss of test row j, to first order, if training row i is left out: g are gradients of single
-    rows, H is the curvature of the mean training loss, and w_i the share of row i in it, 1/n for rows alike. Exactly so
-    if the weights minimise training loss + damping/2 |w|². A positive score: the row helps.
+    rows, H is the curvature of the mean training loss, and w_i the share of row i in it, 1/n if all rows have equally
+    many terms. This assumes that the weights minimise training loss + damping/2 |w|². A positive score: the row helps.
 
     Args:
         scores: (test rows, training rows), in float64.
-        bounds: |error of a score| is at most this, from the solve's certificate; infinite if it has none, 0 for the
-            methods that are no solve with H itself.
+        bounds: what a solve with a finite tolerance can have changed in each score, from its certificate; infinite if
+            it has none, 0 for methods that do not solve with H itself.
         method: "exact", "identity", or the name of an approximation.
         damping: that of the inverse.
         solutions: the solves with their certificates, one for each chunk of test rows; none for other methods.

@@ -1,4 +1,4 @@
-"""`GaussNewton`: Adam with Nesterov's momentum in the eigenbasis of the Gauss-Newton matrix, as KFAC has it."""
+"""`GaussNewton`: Adam with Nesterov's momentum in the eigenbasis of KFAC's approximation of the curvature."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,8 +35,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     Curvature comes from random cotangents delta_t at the tokens t of a weight, whose covariance is the loss Hessian at
     the outputs: no labels are needed, and each sample costs one backward pass. U_0 and U_1 follow the eigenvectors of
-    KFAC's factors sum_t x_t x_t^T and sum_t delta_t delta_t^T, running means over the samples. Parameters that are no
-    matrices of a product (biases, norms) have U_0 = U_1 = 1; embeddings are matrices of a product with unit vectors.
+    KFAC's factors sum_t x_t x_t^T and sum_t delta_t delta_t^T, running means over the samples. Parameters that multiply
+    no tokens as a matrix (biases, norms) have U_0 = U_1 = 1; embeddings are matrices of a product with unit vectors.
 
     Samples are taken at steps 0, 1, 2, 4, ... and then every `every` steps; the bases are improved likewise every
     `bases` steps. Every `adapt` steps one more forward pass gives the ratio of the actual to the predicted change of
@@ -148,7 +148,8 @@ class GaussNewton(torch.optim.Optimizer):
             loss = self._objective(outputs, targets)
             value = float(loss.detach())
             if not math.isfinite(value):
-                raise NonFiniteError("loss", f"is {value} at step {self._steps}; lower lr")
+                cure = "lower lr" if self._steps else "check the weights and the batch"
+                raise NonFiniteError("loss", f"is {value} at step {self._steps}; {cure}")
             if _is_due(self._steps, self._every):
                 samples = sampled_gradients(self._objective, outputs, targets, trained, (self._seed, self._steps))
             gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
