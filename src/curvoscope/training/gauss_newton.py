@@ -244,6 +244,8 @@ class GaussNewton(torch.optim.Optimizer):
         if not math.isfinite(after):
             for p, old in zip(weights, before, strict=True):
                 p.copy_(old)
+        elif not predicted:  # no step, as at a minimum, says nothing about its length
+            return
         ratio = (after - loss) / predicted if predicted < 0 and math.isfinite(after) else 0.0
         if ratio < _BAD:
             self._scale *= _FALL**self._adapt
