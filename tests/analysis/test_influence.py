@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvoscope as cv
-from curvoscope.errors import LossError, RangeError, ShapeError
+from curvoscope.errors import DtypeError, LossError, RangeError, ShapeError
 from reference import normal
 
 DECAY = 0.1
@@ -88,8 +88,17 @@ def test_subsets(case):
     measured = torch.stack([losses(trained(X, y, subset.double() / 80), test) for subset in subsets])
     score = found.datamodeling_score(subsets, measured)
     assert score > 0.9 and 0 <= score.stderr < 0.1
+    alone = cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X, y)], [(test[0][:1], test[1][:1])], DECAY)
+    one = alone.datamodeling_score(subsets, measured[:, :1])
+    assert one > 0.9 and one.stderr == float("inf")  # a single test row has no spread
     with pytest.raises(ShapeError, match="subsets"):
         found.datamodeling_score(subsets[:, :3], measured)
+    constant = measured.clone()
+    constant[:, 2] = 1.0
+    with pytest.raises(RangeError, match="losses: are all equal for test row 2"):
+        found.datamodeling_score(subsets, constant)
+    with pytest.raises(RangeError, match="subsets: all have the same sum of scores for test row 0"):
+        found.datamodeling_score(subsets[:1].expand(12, -1), measured)
 
 
 def test_bad_input(case):
@@ -100,11 +109,22 @@ def test_bad_input(case):
         cv.analysis.influence(head, nn.CrossEntropyLoss(), [(X, y)], [test], 0.1, "magic")
     with pytest.raises(LossError, match="as the mean over single rows"):
         cv.analysis.influence(head, nn.CrossEntropyLoss(reduction="sum"), [(X, y)], [test], 0.1)
-    with pytest.raises(LossError, match="loss_fn"):
+    with pytest.raises(LossError, match="loss_fn: is a sum; here it must be a mean"):
+        cv.analysis.influence(
+            head, nn.CrossEntropyLoss(reduction="sum"), [(X[:50], y[:50]), (X[50:], y[50:])], [test], 0.1
+        )
+    with pytest.raises(LossError, match="loss_fn: compares rows"):
         cv.analysis.influence(head, cv.losses.Contrastive(nn.functional.cross_entropy), [(X, y)], [test], 0.1)
 
 
 class TestDamping:
+    def test_bad_input(self, case):
+        H = cv.hessian(case[3], nn.CrossEntropyLoss(), [case[2]])
+        with pytest.raises(DtypeError, match=r"approximation: expected an operator, .*, got str"):
+            cv.analysis.damping(H, approximation="kfac")
+        with pytest.raises(DtypeError, match=r"H: expected an operator, .*, got Tensor"):
+            cv.analysis.damping(torch.eye(3).double())
+
     def test_a_negative_end(self):
         values = torch.cat([torch.linspace(-0.2, 0.01, 30), torch.tensor([5.0])]).double()
         matrix = values.diag()

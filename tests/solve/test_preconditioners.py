@@ -8,7 +8,7 @@ import curvoscope as cv
 from curvoscope.approximations import kfac, stand_ins
 from curvoscope.approximations.enumeration import sampled
 from curvoscope.approximations.gradients import GradientFactors, GradientSource
-from curvoscope.errors import ModelError
+from curvoscope.errors import ModelError, RangeError
 from curvoscope.solve import Solver
 from curvoscope.solve.choice import PreconditionerChoice
 from curvoscope.solve.preconditioning import Candidate, Diagonal
@@ -184,6 +184,32 @@ class TestRandomGradients:
             H._engine.model, nn.CrossEntropyLoss(), *[[(normal(4)(4, 5), torch.arange(4) % 3)]] * 2, 0.1, "ekfac"
         )
         assert scores.made_of == "8 random gradients"
+
+    @pytest.mark.parametrize("kind", ["kfac", "kronecker:1", "diagonal"])
+    def test_blocks_in_closed_form_have_them_too(self, kind):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double()
+        H = cv.hessian(model, nn.CrossEntropyLoss(), [(normal(8)(7, 3, 4), torch.arange(7) % 3)])
+        name = next(name for name in H.names if name.endswith("attn.V"))
+        block, b = H.outer[name], normal(9)(16)
+        assert H.method_of(name, "outer") == "exact"
+        truth = torch.linalg.solve(block.dense() + 0.01 * torch.eye(16).double(), b)
+        found = block.solve(b, 0.01, 1e-9, method="cg", preconditioner=kind)
+        assert found.converged and (found.value - truth).norm() <= found.error_bound
+        assert found.preconditioner == kind
+        assert torch.allclose(block.inverse(0.01, 1e-9, method="cg", preconditioner=kind) @ b, truth, rtol=1e-6)
+        with pytest.raises(RangeError, match="got 'magic', expected a name such as diagonal"):
+            block.solve(b, 0.01, method="cg", preconditioner="magic")
+
+    def test_several_products_where_a_vector_has_one(self):
+        """A bias is a single Kronecker product, whatever the number of terms of the weights."""
+        outer = network().outer
+        b, unit = normal(6)(outer.shape[0]), torch.eye(outer.shape[0]).double()
+        found = outer.solve(b, 0.5, 1e-8, method="cg", preconditioner="kronecker:2")
+        truth = torch.linalg.solve(outer.dense() + 0.5 * unit, b)
+        assert found.converged and (found.value - truth).norm() <= found.error_bound
+        assert found.preconditioner == "kronecker:2"
 
 
 @pytest.mark.parametrize("flipped", [False, True])

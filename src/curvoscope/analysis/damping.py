@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from curvoscope import checks
-from curvoscope.errors import RangeError, ShapeError
+from curvoscope.errors import DtypeError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
 from curvoscope.operators import BlockHessian, LinearOperator
 from curvoscope.solve.certificate import SURE
@@ -86,6 +86,11 @@ def damping(
         dict_keys(['negative end', 'bulk edge', 'precision'])
     """
     operator = H.total if isinstance(H, BlockHessian) else H
+    for name, given in (("H", operator), ("approximation", operator if approximation is None else approximation)):
+        if not isinstance(given, LinearOperator):
+            raise DtypeError(
+                name, f"expected an operator, such as a Hessian or a block of it, got {type(given).__name__}"
+            )
     if not operator.symmetric:
         raise ShapeError("H", "is not symmetric; give a diagonal block or a whole Hessian")
     if matvecs < 8:

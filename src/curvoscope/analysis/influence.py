@@ -1,5 +1,6 @@
 """Influence functions: what leaving out a training row does to the loss of a test row."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from curvoscope.solve.preconditioning import StandIns
 _Solve = Callable[[Tensor], tuple[Tensor, Solution | None]]  # columns -> (H + damping)^-1 columns, its certificate
 
 _PARTS = ("outer", "total")
+_SAME = {"losses": "are all equal", "subsets": "all have the same sum of scores"}
 _AGREE = 10  # times sqrt(epsilon), between the loss and the mean of those of the rows
 
 
@@ -32,13 +34,13 @@ class Influence:
         scores[j, i] = w_i g_j^T (H + damping)^-1 g_i
 
     is the change of the loss of test row j, to first order, if training row i is left out: g are gradients of single
-    rows, H is the curvature of the mean training loss, and w_i the share of row i in it, 1/n for rows alike. Exactly so
-    if the weights minimise training loss + damping/2 |w|². A positive score: the row helps.
+    rows, H is the curvature of the mean training loss, and w_i the share of row i in it, 1/n if all rows have equally
+    many terms. This assumes that the weights minimise training loss + damping/2 |w|². A positive score: the row helps.
 
     Args:
         scores: (test rows, training rows), in float64.
-        bounds: |error of a score| is at most this, from the solve's certificate; infinite if it has none, 0 for the
-            methods that are no solve with H itself.
+        bounds: what a solve with a finite tolerance can have changed in each score, from its certificate; infinite if
+            it has none, 0 for methods that do not solve with H itself.
         method: "exact", "identity", or the name of an approximation.
         damping: that of the inverse.
         solutions: the solves with their certificates, one for each chunk of test rows; none for other methods.
@@ -101,20 +103,25 @@ class Influence:
             losses: (k, test rows), the losses of the models trained on these subsets.
 
         Returns:
-            The mean over the test rows, with its standard error.
+            The mean over the test rows, with its standard error, which is unknown (infinite) for a single one.
         """
         rows = self.scores.shape
         if subsets.ndim != 2 or subsets.shape[1] != rows[1] or len(subsets) < 3:
             raise ShapeError("subsets", f"got {tuple(subsets.shape)}, expected (k, {rows[1]}) with k at least 3")
         if losses.shape != (len(subsets), rows[0]):
             raise ShapeError("losses", f"got {tuple(losses.shape)}, expected ({len(subsets)}, {rows[0]})")
+        checks.floating("losses", losses)
         predicted = (~subsets.bool()).double() @ self.scores.T
+        for name, values in (("losses", losses), ("subsets", predicted)):
+            if bool((equal := (values == values[0]).all(0)).any()):
+                which = int(equal.int().argmax())
+                raise RangeError(name, f"{_SAME[name]} for test row {which}, which leaves nothing to rank")
         ranks = [
             float(scipy.stats.spearmanr(predicted[:, j].numpy(), losses[:, j].double().numpy()).statistic)
             for j in range(rows[0])
         ]
         found = checks.finite("datamodeling_score", torch.tensor(ranks, dtype=torch.float64))
-        stderr = float(found.std() / len(found) ** 0.5) if len(found) > 1 else 0.0
+        stderr = float(found.std() / len(found) ** 0.5) if len(found) > 1 else math.inf
         return Estimate(float(found.mean()), stderr, 0, "retraining", max(1.0, len(found) - 1.0))
 
 

@@ -72,10 +72,8 @@ class Surface:
         """The objective, for functions that ask for the loss of single rows."""
         objective = self.engine.objective
         if objective.summed or objective.couples_rows or objective.reads_parameters:
-            name = type(objective).__name__
-            raise LossError(
-                "loss_fn", f"is {name}, here it must be a mean over terms of single rows, without a penalty"
-            )
+            found = "is a sum" if objective.summed else "compares rows" if objective.couples_rows else "has a penalty"
+            raise LossError("loss_fn", f"{found}; here it must be a mean over terms of single rows, without a penalty")
         return objective
 
     # ---- values and gradients

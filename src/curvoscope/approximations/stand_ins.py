@@ -41,7 +41,8 @@ class ModelStandIns:
         """The block-diagonal approximation of a kind, such as "kfac" or "kronecker:2", not made yet.
 
         A kind that needs the inputs of a linear layer is replaced in blocks that have none: by the block itself if it
-        is a vector, such as a bias, which a nearest Kronecker product is, and otherwise by its diagonal.
+        is a vector, such as a bias, which a nearest Kronecker product is, and otherwise by its diagonal. A nearest sum
+        of Kronecker products has no more terms in a block than make it exact: one for a vector.
         """
         check_name(kind)
         directions = self._engine.survey.outputs  # backward passes for all gradients of a block
@@ -56,6 +57,9 @@ class ModelStandIns:
     def _one(self, kind: str, name: str, exact: bool) -> Approximation:
         block = self._engine.blocks[name]
         source = enumerated(self._engine, block) if exact else sampled(self._engine, block, _SAMPLES)
+        base, _, rank = kind.partition(":")
+        if base == "kronecker" and rank.isdecimal():
+            kind = f"kronecker:{min(int(rank), min(source.shape) ** 2)}"
         try:
             return approximation(source, kind)
         except ModelError:

@@ -14,7 +14,7 @@ from curvoscope.blocks import Block, Blocks
 from curvoscope.operators.base import LinearOperator, Shape
 from curvoscope.operators.block_matrix import BlockMatrix
 from curvoscope.operators.compositions import MatrixFree
-from curvoscope.solve import Eigenbasis
+from curvoscope.solve import Eigenbasis, Solver
 from curvoscope.solve.preconditioning import Candidate, StandIns
 
 
@@ -73,7 +73,7 @@ class LazyBlock(LinearOperator):
     """A block whose shape is known now, and whose operator is chosen and made when it is first computed with.
 
     What a `LinearOperator` is asked is answered by `resolved`, the operator itself; transposes, sums and multiples are
-    lazy as well.
+    lazy as well. `named` gives the preconditioner of a name, which a closed form by itself does not know.
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class LazyBlock(LinearOperator):
         column_shape: Shape,
         like: Tensor,
         symmetric: bool = False,
+        named: Callable[[str], Candidate] | None = None,
     ) -> None:
         super().__init__(row_shape, column_shape, like, symmetric)
-        self._make = make
+        self._make, self._named = make, named
 
     @functools.cached_property
     def resolved(self) -> LinearOperator:
@@ -101,6 +102,18 @@ class LazyBlock(LinearOperator):
     def eigenbasis(self) -> Eigenbasis | None:
         """Of the operator itself."""
         return self.resolved.eigenbasis
+
+    def _stand_in(self, name: str) -> Candidate:
+        if self._named is None or name == "diagonal":  # that of a closed form is its own
+            return self.resolved._stand_in(name)
+        return self._named(name)
+
+    def _solver(self, *arguments: Any) -> Solver:
+        damping, tolerance, method, preconditioner, matvecs, seed = arguments
+        if not isinstance(preconditioner, str) or preconditioner == "auto":
+            return self.resolved._solver(*arguments)
+        candidates = (self._stand_in(preconditioner),)
+        return Solver(self.resolved, damping, tolerance, method, candidates, False, matvecs, seed)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         return self.resolved._matmat(columns)
@@ -127,7 +140,7 @@ def _delegate(name: str, method: Callable[..., Any]) -> None:
 
 
 # Every other method is the operator's own, also what it overrides: a new question needs no line here.
-_OWN = {*vars(LazyBlock), "__rmul__", "__neg__", "__sub__", "__repr__", "adjoint"}
+_OWN = {*vars(LazyBlock), "__rmul__", "__neg__", "__sub__", "__repr__", "adjoint", "solve", "inverse"}
 for _name, _method in inspect.getmembers(LinearOperator, inspect.isfunction):
     if _name not in _OWN:
         _delegate(_name, _method)
@@ -165,7 +178,9 @@ class AutodiffMatrix(MatrixFree, BlockMatrix):
 
         if known is None:
             return choose()
-        return LazyBlock(choose, first.shape, second.shape, self.like, first == second)
+        make, symmetric = self._stand_ins, first == second
+        named = None if make is None or not symmetric else lambda kind: make().candidate(kind, [row])
+        return LazyBlock(choose, first.shape, second.shape, self.like, symmetric, named)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         blocks = list(self._blocks.values())

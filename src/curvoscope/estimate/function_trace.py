@@ -22,6 +22,7 @@ from curvoscope.estimate.result import Estimate
 
 SpectralFunction = Callable[[Tensor], Tensor]  # of eigenvalues, entry by entry
 
+_ROUNDING = 16  # units of rounding of the largest eigenvalue, below which another one is 0
 _SURE = 10.0  # error bars of an end of a spectrum that hold it with a probability of 99.99 %
 
 
@@ -66,7 +67,11 @@ def function_trace(
     with Products(operator, "trace of a function", budget) as products:
         if steps is None and size <= min(MOST_EXACT, budget or LEAST_PROBES * DEFAULT_STEPS):
             values = all_eigenvalues(products)
-            _above_pole(float(values.min()), pole)
+            least, rounding = float(values.min()), _ROUNDING * products.epsilon * float(values.abs().max())
+            if least - pole <= rounding:
+                zero = ", 0 to rounding" if abs(least) <= rounding else ""
+                told = f"got {-pole:.3g}, but the smallest eigenvalue is {least:.3g}{zero}"
+                raise RangeError("damping", f"{told}; give more than {max(0.0, -least) + rounding:.3g}")
             return Estimate(float(function(values.clamp_min(floor)).sum()))
         steps = steps or min(size, DEFAULT_STEPS, max(1, (budget or DENSITY_MATVECS) // LEAST_PROBES))
         most = max(2, (budget or MOST) // steps)

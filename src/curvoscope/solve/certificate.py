@@ -32,23 +32,27 @@ def margin_from_eigenvalues(basis: Eigenbasis, damping: float, epsilon: float) -
     smallest = float((values + damping).abs().min())
     if smallest <= rounding:
         value, direction = basis.direction(-damping)
-        raise SingularError("damping", _singular(value, damping, abs(value + damping), direction), direction)
+        raise SingularError("damping", _singular(value, damping, abs(value + damping), rounding, direction), direction)
     return Margin(smallest - rounding, "eigenvalues")
 
 
-def _singular(value: float, damping: float, length: float, direction: Tensor) -> str:
+def _singular(value: float, damping: float, length: float, rounding: float, direction: Tensor) -> str:
     place = int(direction.abs().argmax())
     entry = f"its largest entry is {float(direction[place]):.2g} at {place}, all are in error.direction"
     found = f"|(B + damping) d| = {length:.1g} for a unit direction d ({entry})"
-    cure = f"other than {damping:.3g}, which cancels the eigenvalue {value:.3g}" if damping else "above 0"
+    cancelled = f"other than {damping:.3g}, which cancels the eigenvalue {value:.3g}"
+    cure = cancelled if value < -rounding else f"above {max(damping, rounding):.1g}"
     return f"the matrix is singular to rounding: {found}; give a damping {cure}"
 
 
 def check_null_direction(direction: Tensor, product: Tensor, damping: float, norm: float) -> None:
     """Raise `SingularError` if (B + damping) maps a unit direction to nearly 0: MINRES leaves no other residual."""
     length = float(product.double().norm())
-    if length <= torch.finfo(product.dtype).eps ** 0.5 * norm:
-        raise SingularError("damping", _singular(-damping, damping, length, direction), direction)
+    epsilon = torch.finfo(product.dtype).eps
+    if length <= epsilon**0.5 * norm:
+        value = float(direction.double() @ product.double()) - damping
+        message = _singular(value, damping, length, _ROUNDING * epsilon * norm, direction)
+        raise SingularError("damping", message, direction)
 
 
 def margin_from_products(operator: Matrix, damping: float, matvecs: int, seed: int | None = None) -> Margin:

@@ -78,6 +78,21 @@ class KrylovIterations:
         product = products(x)
         return b.to(x) - (product * products.unit + self._damping * x)
 
+    def norm(self) -> float:
+        """|B + damping|, as far as seen. The few vectors of a well preconditioned run have little of the large
+        eigenvalues: then a random vector tells, by one product."""
+        if self.interrupted or self._choice.used == "none" or not 0 < self.steps < RACE:
+            return self.scale
+        products = self._products
+        vector = torch.randn(products.space.length, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        vector = vector.to(products.device, products.dtype)
+        try:
+            image = self.residual(torch.zeros_like(vector), vector)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return self.scale
+        return max(self.scale, float(self._lengths(image) / self._lengths(vector)))
+
     def candidate(self, residual: Tensor) -> Tensor:
         """M^-1 r (n, 1) of unit length: an eigenvector with eigenvalue -damping if MINRES cannot reduce r (n, 1)."""
         preconditioner = self._choice.get(self._choice.used)

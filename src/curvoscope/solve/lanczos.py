@@ -62,7 +62,8 @@ class LanczosProcess:
         """Make q the next vector: its length (c,) in the norm of M^-1, 0 if it is not a new direction."""
         v = q if self._inverse is None else self._inverse(q)
         square = self.dot(v, q)
-        if bool((square < 0).any()):
+        first = self._inverse is not None and not self._count
+        if bool((square < 0).any()) or (first and bool(((square == 0) & (self.row_lengths(q) > 0)).any())):
             raise RangeError("preconditioner", f"is not positive definite: <b, A^-1 b> = {float(square.min()):.3g}")
         floor = (_ROUNDING * self._products.epsilon * self._size).square() if self._count else 0 * square
         beta = torch.where(square > floor, square, 0.0).sqrt()

@@ -7,6 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvoscope import checks
+from curvoscope.errors import NonFiniteError, ShapeError
+
 
 @runtime_checkable
 class Preconditioner(Protocol):
@@ -80,4 +83,9 @@ class StandIns(Protocol):
 
 def applied(preconditioner: Preconditioner, rows: Tensor, damping: float, unit: float, like: Tensor) -> Tensor:
     """(M / unit)^-1 of rows (c, n), in their own precision; the preconditioner gets columns that are like `like`."""
-    return (preconditioner.damped_solve(rows.T.to(like), damping).T * unit).to(rows)
+    found = preconditioner.damped_solve(rows.T.to(like), damping)
+    if found.shape != rows.T.shape:
+        raise ShapeError("preconditioner", f"gave shape {tuple(found.shape)}, expected {tuple(rows.T.shape)}")
+    if not checks.all_finite(found):
+        raise NonFiniteError("preconditioner", "gave NaN or infinity; give a larger damping, or another preconditioner")
+    return (found.T * unit).to(rows)

@@ -75,7 +75,7 @@ class Solution:
 
     @property
     def error_bound(self) -> float:
-        """The largest bound on |x - x*| of all columns; infinite if there is no honest one."""
+        """The largest bound on |x - x*| of all columns; infinite if none is known."""
         return float(self.error_bounds.max())
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import RangeError, ShapeError
+from curvoscope.errors import RangeError, ShapeError, SingularError
 from curvoscope.estimate.products import Matrix, Products, check_symmetric
 from curvoscope.solve.certificate import Margin, check_null_direction, margin_from_eigenvalues, margin_from_products
 from curvoscope.solve.choice import PreconditionerChoice
@@ -87,7 +87,8 @@ class Solver:
     @cached_property
     def _structured(self) -> bool:
         """Whether the operator solves in its own structure."""
-        return self._asked in ("auto", "direct") and getattr(self.operator, "structured", False)
+        structured: bool = getattr(self.operator, "structured", False)  # for positive definite systems
+        return structured and (self._asked == "direct" or (self._asked == "auto" and self._definite))
 
     @cached_property
     def _floor(self) -> float:
@@ -101,7 +102,12 @@ class Solver:
             return self._asked
         if self._structured or self.basis is not None:
             return "direct"
-        return "cg" if self._floor + self.damping > 0 else "minres"
+        return "cg" if self._definite else "minres"
+
+    @property
+    def _definite(self) -> bool:
+        """Whether B + damping is known to be positive definite."""
+        return self._floor + self.damping > 0
 
     def __call__(self, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve for b (n,), or for the columns of b (n, c).
@@ -118,6 +124,8 @@ class Solver:
             first = None if start is None else self._checked("start", start, products)
             if start is not None and start.shape != b.shape:
                 raise ShapeError("start", f"got {tuple(start.shape)}, expected the shape {tuple(b.shape)} of b")
+            if first is not None:  # no start is as good as the exact solution 0
+                first = torch.where(products.space.norm(columns, 0) > 0, first, 0.0)
             limit = self._matvecs or max(_LEAST, min(_MOST, 10 * self.operator.shape[0]))
             recurrence = self.method if self.method != "direct" else "minres"
             run = KrylovIterations(products, self.damping, recurrence, self._choice, self.tolerance, limit)
@@ -142,7 +150,11 @@ class Solver:
             solved: Tensor = self.operator.damped_solve(columns, self.damping)  # type: ignore[attr-defined]
             return solved
         assert self.basis is not None
-        self.check_regular()
+        try:
+            self.check_regular()
+        except SingularError:
+            if not self._definite:
+                raise
         found = self.basis.apply(lambda values: 1 / (values + self.damping), columns.double())
         return checks.finite("solve", found.to(columns.dtype))
 
@@ -168,7 +180,8 @@ class Solver:
         residuals, sizes, lengths = (space.norm(part, 0).double().cpu() for part in (residual, b, x))
         converged = bool((residuals <= self.tolerance * sizes).all())
         scale = self._scale(run)
-        if not (converged or run.interrupted) and self.method == "minres" and space.length == size:
+        stuck = not (converged or run.interrupted or self._definite)
+        if stuck and self.method == "minres" and space.length == size:
             worst = int((residuals / sizes.clamp_min(1e-300)).argmax())
             direction = run.candidate(residual[:, worst : worst + 1])
             image = run.residual(torch.zeros_like(direction), direction)
@@ -180,7 +193,7 @@ class Solver:
         bounds = torch.full_like(residuals, math.inf)
         if margin.value > 0:
             rounding = (_ROUNDING + size**0.5) * products.epsilon * (scale * lengths + sizes)
-            bounds = (residuals + rounding) / margin.value
+            bounds = ((residuals + rounding) / margin.value).nan_to_num(nan=math.inf, posinf=math.inf)
         self.matvecs += products.matvecs + margin.matvecs
         return Solution(
             checks.finite("solve", x if ndim == 2 else x[:, 0]),
@@ -203,7 +216,7 @@ class Solver:
     def _scale(self, run: KrylovIterations) -> float:
         """|B + damping|, as far as it is known."""
         if self.method != "direct":
-            return run.scale
+            return run.norm()
         if self._structured:
             return float(self.operator.spectral_norm()) + self.damping  # type: ignore[attr-defined]
         assert self.basis is not None

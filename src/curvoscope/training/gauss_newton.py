@@ -1,4 +1,4 @@
-"""`GaussNewton`: Adam with Nesterov's momentum in the eigenbasis of the Gauss-Newton matrix, as KFAC has it."""
+"""`GaussNewton`: Adam with Nesterov's momentum in the eigenbasis of KFAC's approximation of the curvature."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from curvoscope import checks
-from curvoscope.autodiff.batches import batch_of
-from curvoscope.errors import ModelError, NonFiniteError, RangeError
+from curvoscope.autodiff.batches import BatchError, batch_of
+from curvoscope.errors import DtypeError, LossError, ModelError, NonFiniteError, RangeError
 from curvoscope.losses import LossFunction, objective_of
 from curvoscope.settings import chosen_seed
 from curvoscope.training.factors import ParameterCurvature, SampledGradient, sampled_gradients
@@ -35,8 +35,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     Curvature comes from random cotangents delta_t at the tokens t of a weight, whose covariance is the loss Hessian at
     the outputs: no labels are needed, and each sample costs one backward pass. U_0 and U_1 follow the eigenvectors of
-    KFAC's factors sum_t x_t x_t^T and sum_t delta_t delta_t^T, running means over the samples. Parameters that are no
-    matrices of a product (biases, norms) have U_0 = U_1 = 1; embeddings are matrices of a product with unit vectors.
+    KFAC's factors sum_t x_t x_t^T and sum_t delta_t delta_t^T, running means over the samples. Parameters that multiply
+    no tokens as a matrix (biases, norms) have U_0 = U_1 = 1; embeddings are matrices of a product with unit vectors.
 
     Samples are taken at steps 0, 1, 2, 4, ... and then every `every` steps; the bases are improved likewise every
     `bases` steps. Every `adapt` steps one more forward pass gives the ratio of the actual to the predicted change of
@@ -99,6 +99,8 @@ class GaussNewton(torch.optim.Optimizer):
         objective = objective_of(loss_fn)
         if objective is None:
             raise ModelError("loss_fn", "is None; give the loss as a function of outputs and targets")
+        if objective.reads_parameters:
+            raise LossError("loss_fn", "has a penalty on the weights; give the loss alone, and weight_decay")
         self._model, self._objective = model, objective
         self._every, self._bases, self._adapt, self._decay = every, bases, adapt, decay
         self._seed, self._steps, self._scale = chosen_seed(seed), 0, 1.0
@@ -121,6 +123,10 @@ class GaussNewton(torch.optim.Optimizer):
         if any(id(p) not in self._names for p in self.param_groups[-1]["params"]):
             self.param_groups.pop()
             raise ModelError("params", "has a tensor that is not a parameter of the model")
+        for p in self.param_groups[-1]["params"]:
+            if p.dtype not in (torch.float32, torch.float64):
+                self.param_groups.pop()
+                raise DtypeError("params", f"{self._names[id(p)]!r} is {p.dtype}; convert the model with .float()")
 
     def step(self, batch: Any) -> float:  # type: ignore[override]  # it needs the data, not only the gradients
         """One step.
@@ -138,11 +144,12 @@ class GaussNewton(torch.optim.Optimizer):
             raise ModelError("params", "are all frozen; unfreeze some with requires_grad_()")
         weights, samples = list(trained.values()), dict[str, SampledGradient | Tensor]()
         with torch.enable_grad():
-            outputs, targets = evaluate()
+            outputs, targets = self._ran(evaluate())
             loss = self._objective(outputs, targets)
             value = float(loss.detach())
             if not math.isfinite(value):
-                raise NonFiniteError("loss", f"is {value} at step {self._steps}; lower lr")
+                cure = "lower lr" if self._steps else "check the weights and the batch"
+                raise NonFiniteError("loss", f"is {value} at step {self._steps}; {cure}")
             if _is_due(self._steps, self._every):
                 samples = sampled_gradients(self._objective, outputs, targets, trained, (self._seed, self._steps))
             gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
@@ -174,6 +181,13 @@ class GaussNewton(torch.optim.Optimizer):
             raise ModelError("state_dict", "has no 'gauss_newton': it belongs to another optimizer")
         super().load_state_dict(state_dict)
         self._scale, self._steps = own["scale"], own["steps"]
+
+    @staticmethod
+    def _ran(found: Any) -> tuple[Any, Any]:
+        if not (isinstance(found, tuple | list) and len(found) == 2):
+            kind = type(found).__name__
+            raise BatchError("batch", f"the function returned a {kind}; return (outputs, targets), not the loss")
+        return found[0], found[1]
 
     def _evaluation(self, batch: Any) -> Evaluate:
         found = batch_of(batch)
@@ -230,6 +244,8 @@ class GaussNewton(torch.optim.Optimizer):
         if not math.isfinite(after):
             for p, old in zip(weights, before, strict=True):
                 p.copy_(old)
+        elif not predicted:  # no step, as at a minimum, says nothing about its length
+            return
         ratio = (after - loss) / predicted if predicted < 0 and math.isfinite(after) else 0.0
         if ratio < _BAD:
             self._scale *= _FALL**self._adapt

@@ -1,0 +1,113 @@
+"""Solves at the edge of what can be solved: zero right-hand sides, damping near rounding, unusable preconditioners."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvoscope as cv
+from curvoscope.errors import NonFiniteError, RangeError, ShapeError, SingularError
+from reference import normal
+from solve_cases import conditioned, positive, product
+
+
+def low_rank(n, rank, dtype):
+    """A positive semidefinite matrix with n - rank zero eigenvalues."""
+    r = normal(30)
+    factor = r(n, rank).to(dtype)
+    return factor @ factor.T
+
+
+class TestZeroRightHandSide:
+    @pytest.mark.parametrize("method", ["direct", "cg", "minres"])
+    def test_a_start_is_not_kept(self, method):
+        matrix, b = conditioned(21, 50.0, n=30)
+        alone = positive(matrix).solve(0 * b, 0.1, method=method, start=b)
+        assert alone.converged and alone.iterations == 0 and not bool(alone.value.any())
+        both = positive(matrix).solve(torch.stack([b, 0 * b], 1), 0.1, method=method, start=torch.stack([b, b], 1))
+        truth = torch.linalg.solve(matrix + 0.1 * torch.eye(30).double(), b)
+        assert both.converged and not bool(both.value[:, 1].any())
+        assert float((both.value[:, 0] - truth).norm()) <= both.error_bound
+
+
+class TestDampingNearRounding:
+    @pytest.mark.parametrize("method", ["direct", "minres"])
+    def test_a_positive_definite_system_in_single_precision_is_not_called_singular(self, method):
+        """Its damping is 16 units of rounding of the largest eigenvalue or less, but it bounds the error."""
+        matrix = low_rank(40, 10, torch.float32)
+        damping = 4e-7 * float(torch.linalg.eigvalsh(matrix).max())
+        b = normal(31)(40).float()
+        found = positive(matrix).solve(b, damping, 1e-4, method=method)
+        exact = matrix.double() + damping * torch.eye(40).double()
+        error = float((found.value.double() - torch.linalg.solve(exact, b.double())).norm())
+        assert found.certificate == "lower bound" and error <= found.error_bound < float("inf")
+
+    def test_the_cure_is_a_larger_damping_if_no_negative_eigenvalue_is_cancelled(self):
+        matrix = low_rank(40, 10, torch.float64)
+        for method in ("direct", "minres"):
+            with pytest.raises(SingularError, match=r"give a damping above [1-9]e-1\d$"):
+                product(matrix).solve(normal(32)(40), 1e-16, method=method)
+
+    @pytest.mark.parametrize("question", ["logdet", "effective_dimension"])
+    @pytest.mark.parametrize("options", [{}, {"matvecs": 64}])
+    def test_traces_of_a_singular_matrix(self, question, options):
+        matrix = low_rank(40, 39, torch.float64)
+        with pytest.raises((SingularError, RangeError), match=r"damping: .*(singular|0) to rounding"):
+            getattr(positive(matrix), question)(0.0, **options)
+
+    def test_a_bound_is_a_number(self):
+        matrix, b = conditioned(22, 50.0, n=30)
+        found = positive(matrix).solve(b, 1e300, method="cg")
+        assert found.error_bound >= float((found.value - b / 1e300).norm())
+
+
+class TestUnusablePreconditioners:
+    @pytest.mark.parametrize("method", ["cg", "minres"])
+    @pytest.mark.parametrize(
+        ("solve", "error", "message"),
+        [
+            (lambda b: b[:3], ShapeError, r"preconditioner: gave shape \(3, 1\), expected \(30, 1\)"),
+            (lambda b: b * float("nan"), NonFiniteError, "preconditioner: gave NaN or infinity"),
+            (lambda b: 0 * b, RangeError, "preconditioner: is not positive definite"),
+        ],
+    )
+    def test_it_is_said(self, method, solve, error, message):
+        matrix, b = conditioned(23, 50.0, n=30)
+
+        class Given:
+            def damped_solve(self, b, damping):
+                return solve(b)
+
+        with pytest.raises(error, match=message):
+            positive(matrix).solve(b, 0.1, method=method, preconditioner=Given())
+
+
+def test_an_indefinite_approximation_is_solved_all_the_same():
+    """A nearest sum of Kronecker products can have negative eigenvalues: no Cholesky factor, but eigenvectors."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    H = cv.hessian(model, nn.CrossEntropyLoss(), [(normal(33)(6, 9), torch.arange(6) % 5)])
+    A = cv.approximations.kronecker(H, "0.weight", rank=3)
+    dense, b = A.dense(), normal(34)(72, 2)
+    damping = -float(torch.linalg.eigvalsh(dense).min()) / 3
+    assert damping > 1e-6
+    truth = torch.linalg.solve(dense + damping * torch.eye(72).double(), b)
+    for method in ("auto", "minres"):
+        found = A.solve(b, damping, 1e-9, method=method)
+        assert found.converged and bool(((found.value - truth).norm(dim=0) <= found.error_bounds).all())
+        assert (found.value - truth).norm() <= 1e-6 * truth.norm()
+
+
+def test_the_bound_holds_if_the_preconditioner_leaves_one_step():
+    """Rounding is that of the whole matrix; the one vector of such a run sees its smallest eigenvalue alone."""
+    factor = normal(43)(4, 3)
+    matrix, null = factor @ factor.T, torch.linalg.svd(factor).U[:, 3]
+
+    class Inverse:
+        def damped_solve(self, v, damping):
+            return torch.linalg.solve(matrix + damping * torch.eye(4).double(), v)
+
+    found = positive(matrix).solve(null, 1e-6, 1e-8, method="cg", preconditioner=Inverse())
+    norm = float(torch.linalg.matrix_norm(matrix, 2))
+    assert found.iterations < 3
+    rounding = torch.finfo(torch.float64).eps * norm * float(found.value.norm())  # of one product, at the least
+    assert found.error_bound >= rounding / found.margin
