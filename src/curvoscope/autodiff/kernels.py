@@ -42,9 +42,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook as _hooked_globally
 from torch.overrides import TorchFunctionMode
 
+from curvoscope import checks
 from curvoscope.attention.dot_product import sdpa
 from curvoscope.autodiff.graph import tangents_alone
 
@@ -365,11 +365,6 @@ def not_rescaled(model: nn.Module) -> Iterator[None]:
 # ---- in a model
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module is the `forward` of its class alone: hooks may change what goes in and out."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or _hooked_globally())
-
-
 @contextmanager
 def kept_derivatives(model: nn.Module) -> Iterator[None]:
     """Inside, activations and layer norms have derivatives of ours; their outputs are the same to the bit."""
@@ -388,7 +383,7 @@ def kept_derivatives(model: nn.Module) -> Iterator[None]:
             running.discard(module)
 
     alike = (module for module in model.modules() if _is_pointwise(module) or _is_layer_norm(module))
-    chosen = [module for module in alike if _is_plain(module)]
+    chosen = [module for module in alike if checks.is_plain(module)]
     handles = [module.register_forward_hook(replace) for module in chosen]
     try:
         yield
