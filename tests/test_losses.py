@@ -182,3 +182,25 @@ class TestOneVocabulary:
         S = loss.curvature(Y).between(None, None, 0, N * L)
         root = loss.curvature(Y).root().flatten(0, 1)
         assert relative(root @ root.mT, S) < 1e-12
+
+
+@pytest.mark.parametrize("alter", ["a hook", "a forward of its own"])
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.MSELoss])
+def test_a_torch_loss_that_is_altered_is_the_function_that_it_computes(kind, alter):
+    """Three times the loss, written out: its Hessian is three times that of the loss of torch."""
+    draw, loss, own = normal(0), kind(), kind()
+    if alter == "a hook":
+        loss.register_forward_hook(lambda module, inputs, value: 3 * value)
+    else:
+        loss.forward = lambda F, Y: 3 * own(F, Y)
+    model, inputs = nn.Linear(3, 2, bias=False).double(), draw(5, 3)
+    targets = torch.tensor([0, 1, 1, 0, 1]) if kind is nn.CrossEntropyLoss else draw(5, 2)
+    p = (inputs @ model.weight.detach().T).softmax(-1)
+    S = (
+        torch.diag_embed(p) - p[:, :, None] * p[:, None]
+        if kind is nn.CrossEntropyLoss
+        else torch.eye(2).expand(5, 2, 2)
+    )
+    expected = 3 / 5 * torch.einsum("nij,na,nb->iajb", S.double(), inputs, inputs).reshape(6, 6)
+    batches = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
+    assert relative(cv.hessian(model, loss, batches).dense(), expected) < 1e-12

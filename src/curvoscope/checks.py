@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as _hooked_globally
 
 from curvoscope.errors import (
     BlockNameError,
@@ -87,6 +88,11 @@ def commensurate(factors: Mapping[str, Tensor]) -> None:
             f"has entries up to {sizes[least]:.1g}, {most} up to {sizes[most]:.1g}: products of both vanish in "
             f"{dtype}; move the scale from one to the other, or convert to float64",
         )
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is the `forward` of its class alone: hooks may change what goes in and out."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or _hooked_globally())
 
 
 def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:

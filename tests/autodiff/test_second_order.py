@@ -1,6 +1,7 @@
 """Modules whose second derivative torch gets wrong, or which a model writes into."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -127,3 +128,45 @@ def test_a_pass_for_tangents_has_no_derivatives_in_activations():
         alone = torch.autograd.grad(gx, [g, x], data(4, 3))
     assert torch.equal(alone[0], both[0]) and both[1].any() and not alone[1].any()
     assert not tangents_alone()
+
+
+class Centred(nn.GELU):
+    """A GELU in which the entries of a row meet."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(-1, keepdim=True)
+
+
+def _patched(module):
+    own = module.forward
+    module.forward = lambda x: own(x) * x.sum(-1, keepdim=True)
+
+
+ALTERED = {
+    "output of a norm": lambda model: model[1].register_forward_hook(lambda module, inputs, y: 2 * y**2),
+    "input of an activation": lambda model: model[3].register_forward_pre_hook(lambda module, inputs: inputs[0] ** 2),
+    "output of an activation": lambda model: model[3].register_forward_hook(lambda module, inputs, y: y - y.mean()),
+    "forward of a norm": lambda model: _patched(model[1]),
+    "forward of an activation": lambda model: _patched(model[3]),
+    "class of an activation": lambda model: model.__setitem__(3, Centred()),
+    "every module": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_norms_and_activations_that_hooks_or_subclasses_change(case):
+    """The derivatives of a plain norm or activation are not those of a changed one."""
+    model = settled(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)))
+    x, y = data(3, 3), data(3, 2)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    ALTERED[case](model)
+
+    def doubled(module, inputs, output):
+        return output * output.mean() if isinstance(module, nn.GELU) else None
+
+    with nn.modules.module.register_module_forward_hook(doubled) if case == "every module" else nullcontext():
+        expected = dense_hessian(lambda p: functional_call(model, p, (x,)), weights, lambda F: (F - y).square().mean())
+        H = cv.hessian(model, mse_loss, [(x, y)])
+        for part in ("outer", "functional", "total"):
+            assert relative(getattr(H, part).dense(), getattr(expected, part), expected.total) < 1e-12, part

@@ -34,6 +34,7 @@ class Batch:
     index: int
     labelled: bool = False  # whether the targets are the "labels" of a dict
     start: int = 0  # the row of the whole batch at which a micro-batch begins
+    position: int = 0  # among all micro-batches
 
     @property
     def rows(self) -> int:
@@ -41,13 +42,12 @@ class Batch:
         return _rows((self.arguments, self.keywords))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """The batch on `device`, its floating-point tensors in `dtype`."""
+        """A copy of the batch on `device`, its floating-point tensors in `dtype`: a loader may use its memory again."""
 
         def moved(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            leaf = leaf.clone() if leaf.is_inference() else leaf.detach()
-            return leaf.to(device, dtype if leaf.is_floating_point() else None)
+            return leaf.detach().to(device, dtype if leaf.is_floating_point() else None, copy=True)
 
         arguments, keywords, targets = tree_map(moved, (self.arguments, self.keywords, self.targets))
         return replace(self, arguments=arguments, keywords=keywords, targets=targets)
@@ -113,8 +113,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches, each with the index of its batch."""
-        for batch in self._walk():
-            yield from batch.split(self._micro_batch)
+        parts = (part for batch in self._walk() for part in batch.split(self._micro_batch))
+        return (replace(part, position=position) for position, part in enumerate(parts))
 
     @property
     def generators(self) -> list[torch.Generator]:

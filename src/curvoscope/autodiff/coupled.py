@@ -48,7 +48,7 @@ class Coupled(Autodiff):
                 outputs = self._outputs(micro)
                 value = losses.add(outputs, outputs, whole)
                 if not self._losses:
-                    check_same(value, losses.again(self._outputs(micro), whole), self.dtype)
+                    check_same(value, losses.again(self._outputs(micro, again=True), whole), self.dtype)
                 self._losses[index] = _LossOfBatch(self.objective, outputs, whole.targets)
                 self._rows += [(index, slice(part.start, part.start + part.rows)) for part in micro]
         _, values, counts = losses.conclude(self.ranks)
@@ -56,9 +56,12 @@ class Coupled(Autodiff):
         terms = dict(zip(self._losses, found.terms, strict=True))
         return replace(found, terms=tuple(terms[index] for index, _ in self._rows))
 
-    def _outputs(self, parts: Sequence[Batch]) -> Any:
-        """The model's outputs for all rows of a batch."""
-        return joined([evaluate(self.snapshot, self.objective, part)[0] for part in parts])
+    def _outputs(self, parts: Sequence[Batch], again: bool = False) -> Any:
+        """The model's outputs for all rows of a batch; `again`: see `evaluate`."""
+        return joined([evaluate(self.snapshot, self.objective, part, again)[0] for part in parts])
+
+    def check_loss(self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch) -> None:
+        """Nothing: a micro-batch has no loss of its own."""
 
     def _gradient(
         self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch

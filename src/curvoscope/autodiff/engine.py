@@ -24,6 +24,7 @@ from curvoscope.autodiff.safety import check_mode, undisturbed
 from curvoscope.autodiff.snapshot import (
     LossSummary,
     Snapshot,
+    check_unchanged,
     decodes_labels,
     device_of,
     objective_of_model,
@@ -331,6 +332,7 @@ class Autodiff(GraphProducts):
         weights, leaves = self.snapshot.leaves(sorted(names))
         with kept_derivatives(self.model), ActivationHook(self.model, layer) as tap:
             outputs = self.snapshot(weights, batch)
+        self.check_loss(weights, outputs, batch)
         cut, gradient = self._gradient(weights, outputs, batch)
         if not tap.tensor.requires_grad:
             said = f"acts nowhere on the {layer.side} of {layer.path!r}; use split='model'"
@@ -347,7 +349,16 @@ class Autodiff(GraphProducts):
         by_layer = nullcontext() if self._recomputed is None else self._recomputed.by_layer()
         with kept_derivatives(self.model), by_layer:
             outputs = self.snapshot(weights, batch)
+        self.check_loss(weights, outputs, batch)
         return leaves, *self._gradient(weights, outputs, batch)
+
+    def check_loss(self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch) -> None:
+        """Raise if the loss of a micro-batch is no longer that of the survey."""
+        with torch.no_grad():
+            value = float(
+                self.objective(self.objective.seen(outputs, self.snapshot.parameters(weights)), batch.targets)
+            )
+        check_unchanged(self.snapshot, self.objective, batch, value, self.survey.losses[batch.position])
 
     def _gradient(
         self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch

@@ -44,6 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from curvoscope import checks
 from curvoscope.attention.dot_product import sdpa
 from curvoscope.autodiff.graph import tangents_alone
 
@@ -194,7 +195,7 @@ def pointwise(function: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _is_pointwise(module: nn.Module) -> bool:
     """Whether the module is a smooth function of each entry alone."""
-    known = isinstance(module, _KINDS) or type(module).__module__ == _LIBRARY
+    known = type(module) in _KINDS or type(module).__module__ == _LIBRARY
     return known and not getattr(module, "inplace", False) and not any(module.parameters())
 
 
@@ -381,7 +382,8 @@ def kept_derivatives(model: nn.Module) -> Iterator[None]:
         finally:
             running.discard(module)
 
-    chosen = [module for module in model.modules() if _is_pointwise(module) or _is_layer_norm(module)]
+    alike = (module for module in model.modules() if _is_pointwise(module) or _is_layer_norm(module))
+    chosen = [module for module in alike if checks.is_plain(module)]
     handles = [module.register_forward_hook(replace) for module in chosen]
     try:
         yield

@@ -7,7 +7,7 @@ entry, and its products with fixed random vectors, which find entries that have 
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from curvoscope.autodiff.kernels import REPLACED, attached, long_attention, not_rescaled, rescales, torch_recurrences
+from curvoscope.autodiff.uses import nodes_below
 from curvoscope.errors import ChangedWeightsError, ModelError
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
@@ -93,6 +94,19 @@ def same_randomness(generators: Iterable[torch.Generator] = ()) -> Iterator[None
             generator.set_state(state)
 
 
+@contextmanager
+def in_modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Inside, modules are in training mode (True) or in evaluation mode, whatever they have been switched to."""
+    switched = [(module, module.training) for module, mode in modes.items() if module.training is not mode]
+    try:
+        for module, _ in switched:
+            module.training = modes[module]
+        yield
+    finally:
+        for module, mode in switched:
+            module.training = mode
+
+
 def check_mode(model: nn.Module) -> None:
     """Raise if the loss is random or depends on how the data is batched, or if the next run changes the weights."""
     for path, module in model.named_modules():
@@ -111,6 +125,21 @@ def check_mode(model: nn.Module) -> None:
         dropout = getattr(module, "dropout", None)
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0:
             raise ModelError("model", f"dropout is active in {name}: the loss is random. Call model.eval() first")
+
+
+def check_reads(model: nn.Module, outputs: Sequence[Tensor]) -> None:
+    """Raise if outputs of a run at other weights depend on the model's own: these are read from somewhere else than
+    the modules that hold them, and the derivatives in them would be missing."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    nodes = nodes_below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+    leaves = [*outputs, *(node.variable for node in nodes if hasattr(node, "variable"))]
+    name = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
+    if name is not None:
+        raise ModelError(
+            name,
+            "acts on the outputs through another reference than the attribute of its module (a list, a closure, or a "
+            "tensor made of it in an earlier pass): its derivatives cannot be taken. Read the attribute in `forward`",
+        )
 
 
 def _restore(buffers: BufferCopies) -> None:

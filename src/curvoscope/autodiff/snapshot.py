@@ -15,14 +15,14 @@ from torch.func import functional_call
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
 from curvoscope.autodiff.hooks import Written
-from curvoscope.autodiff.safety import WeightWatch, can_be_watched, rewritten_by
+from curvoscope.autodiff.safety import WeightWatch, can_be_watched, check_reads, in_modes, rewritten_by
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
 from curvoscope.errors import CurvoscopeError, DeviceError, EmptyError, LossError, ModelError, NonFiniteError
 from curvoscope.losses import MSE, CrossEntropy
 from curvoscope.losses.counting import ROWS, SUM, conclude
 from curvoscope.losses.objectives import BinaryCrossEntropy, Objective, logits_of
-from curvoscope.losses.outputs import flatten
+from curvoscope.losses.outputs import change, flatten
 
 _SAME_LOSS = 1e-5  # relative: models may add up in another order, and in float32
 _ROUNDING = 64  # times epsilon: what two identical calls may differ by, with threads adding in different orders
@@ -52,6 +52,7 @@ class Snapshot:
         self.weights = {path: t.detach() if path in shared else self._copy(t) for path, t in structural}
         self._watch = WeightWatch({path: self.weights[path] for path in sorted(shared)})
         self._buffers = {path: self._copy(tensor) for path, tensor in nn.Module.named_buffers(model)}
+        self._modes = {module: module.training for module in model.modules()}
 
     def check(self) -> None:
         """Raise if the model has changed weights that are shared with it."""
@@ -102,10 +103,19 @@ class Snapshot:
         """The outputs of the model at the weights that it has at this moment."""
         return self._explaining(batch, lambda arguments, keywords: self._model(*arguments, **keywords))
 
+    def detached(self, outputs: Any) -> Any:
+        """Outputs without a graph. Raise if the model's own parameters are in it, not the weights in their place."""
+        derived = [leaf for leaf in flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not derived:
+            return outputs
+        check_reads(self._model, derived)
+        return change(outputs, Tensor.detach)
+
     def _explaining(self, batch: Batch, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         keywords = {**batch.keywords, "labels": batch.targets} if self._labelled else batch.keywords
         try:
-            return run(batch.arguments, keywords)
+            with in_modes(self._modes):
+                return run(batch.arguments, keywords)
         except (RuntimeError, TypeError, ValueError) as error:
             explained = _explained(error, self._model, keywords)
             if explained is None:
@@ -281,16 +291,17 @@ def survey(
             value = losses.add(outputs, seen, batch)
             written.begin()
             if position == 0:
-                check_same(value, losses.again(evaluate(model, objective, batch)[1], batch), model.dtype)
+                check_same(value, losses.again(evaluate(model, objective, batch, again=True)[1], batch), model.dtype)
             del outputs, seen
     objective, values, counts = losses.conclude(ranks)
     return summary(objective, values, counts, ranks, losses, written), objective
 
 
-def evaluate(model: Snapshot, objective: Objective, batch: Batch) -> tuple[Any, Any]:
-    """The outputs for a batch, without a graph, and what the loss reads of them."""
-    with torch.no_grad():
-        outputs = model(model.weights, batch)
+def evaluate(model: Snapshot, objective: Objective, batch: Batch, again: bool = False) -> tuple[Any, Any]:
+    """The outputs for a batch, without a graph, and what the loss reads of them. `again`: the batch has been seen; this
+    time parameters that the model does not read from its modules are looked for."""
+    with torch.set_grad_enabled(again):
+        outputs = model.detached(model(model.weights, batch))
     return outputs, objective.seen(outputs, model.parameters(model.weights))
 
 
@@ -301,6 +312,20 @@ def check_same(value: float, again: float, dtype: torch.dtype) -> None:
             "model",
             f"two identical calls gave the losses {value:.8g} and {again:.8g}; call model.eval(), and remove any "
             "randomness",
+        )
+
+
+def check_unchanged(model: Snapshot, objective: Objective, batch: Batch, value: float, known: float) -> None:
+    """Raise if the loss of a micro-batch is no longer the `known` one: model or loss have become other functions."""
+    epsilon = torch.finfo(model.dtype).eps
+    if abs(value - known) <= epsilon**0.5 * abs(known):
+        return
+    again = float(objective(evaluate(model, objective, batch)[1], batch.targets))  # rounded as it was then
+    if not abs(again - known) <= _ROUNDING * epsilon * abs(known):
+        raise ModelError(
+            "model",
+            f"its loss on batch {batch.index} is {again:.8g}, and was {known:.8g} when the Hessian was made, at the "
+            "same weights: a module, a hook, a setting or the loss function has changed. Make a new Hessian",
         )
 
 

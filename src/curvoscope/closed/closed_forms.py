@@ -227,6 +227,9 @@ class ClosedForms:
             found = rebuilt_on(layer, weights, snapshot.paths, passes)
             if found[0] is not None and layer.kind == "attn" and passes.reason is None:
                 found = self._rebuilt_from_graph(layer, weights, passes)
+            if found[0] is None and found[1]:
+                bent = found[1][0].bent(passes.slopes, passes.passes[0].own.size)
+                found = found if bent is None else (bent, [])
             self._batches[layer.name] = found
         return self._batches[layer.name]
 

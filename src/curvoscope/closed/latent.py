@@ -10,7 +10,7 @@ so that the blocks of W_Q, W_K and W_V are those of self-attention, contracted w
 u, c and b stand before norms; they are not part of this layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,14 @@ class LatentRebuilt(Rebuilt):
         """For a loss known by its G and S at F, over the weights of latent attention."""
         whole = super().hessian(loss, per_head)
         return BlockHessian(self._moved(whole.outer), self._moved(whole.functional))
+
+    def gradients(self, names: Sequence[str], cotangent: Tensor) -> list[Tensor]:
+        """Those of <cotangent, F> in the weights of latent attention."""
+        found = super().gradients(names, cotangent)
+        for i, name in enumerate(names):
+            for side in (self.moves or {}).get(name, ()):
+                found[i] = found[i] @ side.matrix if side.axis else side.matrix.T @ found[i]
+        return found
 
     def _moved(self, matrix: BlockMatrix) -> BlockMatrix:
         sides = {name: self._sides(name) for name in matrix.names}

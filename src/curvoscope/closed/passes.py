@@ -142,10 +142,16 @@ class LayerPass:
 
 @dataclass
 class LayerPasses:
-    """All micro-batches at a layer, or a reason why the layer cannot be cut out of the model."""
+    """All micro-batches at a layer, or a reason why the layer cannot be cut out of the model.
+
+    `slopes`: of <R, F> in each weight of the layer by its name in closed form, on the first micro-batch, R being
+    `random_cotangent`: torch's gradient is that of the function, unless something in the layer is detached or a hook
+    changes it.
+    """
 
     reason: str | None = None
     passes: list[LayerPass] = field(default_factory=list)
+    slopes: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def passes_of(engine: Autodiff, layers: Sequence[ModelLayer]) -> dict[str, LayerPasses]:
@@ -204,6 +210,7 @@ def _add_passes(
     layers = [layer for layer in layers if layer.name in own]
     if not layers:
         return
+    engine.check_loss(weights, outputs, batch)
     value = weight * float(engine.objective(outputs, batch.targets).detach())
     ends = list(zip(*engine.objective.gradient(outputs, batch.targets), strict=True))
     cut, back = [F for F, _ in ends if F.requires_grad], [G.detach() for F, G in ends if F.requires_grad]
@@ -224,7 +231,22 @@ def _add_passes(
                 check_gradients(layer.output, names, *both)
             except ModelError as problem:
                 at.reason = str(problem)
+            R = recorder.unbatched(random_cotangent(own[layer.name].F))
+            found_through = torch.autograd.grad(F, its, R, retain_graph=True, materialize_grads=True)
+            through = dict(zip(layer.parameters, found_through, strict=True))
+            at.slopes = slopes_of({layer.exact_name(role): b.matrix(through) for role, b in layer.blocks.items()})
         at.passes.append(LayerPass(own[layer.name], moved.get(layer.name), value, weight * recorder.batched(G)))
+
+
+def random_cotangent(F: Tensor) -> Tensor:
+    """R, shaped like F, always the same."""
+    return torch.randn(F.shape, generator=torch.Generator().manual_seed(0), dtype=F.dtype).to(F.device)
+
+
+def slopes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each gradient (a, p) or (p,) times a vector (p,), always the same: little to keep, and different for others."""
+    matrices = {name: one.reshape(-1, one.shape[-1]) for name, one in gradients.items()}
+    return {name: matrix @ random_cotangent(matrix[0]) for name, matrix in matrices.items()}
 
 
 def shaken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -248,6 +270,7 @@ class DownstreamLoss:
         weights, _ = engine.snapshot.leaves(layer.parameters)
         with kept_derivatives(engine.model), LayerRecorder(engine.model, layer) as self._record:
             outputs = engine.snapshot(weights, batch)
+        engine.check_loss(weights, outputs, batch)
         cut, gradient = engine.objective.gradient(outputs, batch.targets)
         F = self._record.written
         slope = torch.autograd.grad(cut, F, gradient, materialize_grads=True, retain_graph=True)

@@ -9,7 +9,7 @@ Attention that is in none of these ways is read off the graph of a forward pass:
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvoscope.closed.crossing import cross_mask, joined, mask_of, with_memory
 from curvoscope.closed.layers import ModelLayer
-from curvoscope.closed.passes import LayerPasses, LayerRecord, shaken
+from curvoscope.closed.passes import LayerPasses, LayerRecord, random_cotangent, shaken, slopes_of
 from curvoscope.errors import CurvoscopeError
 from curvoscope.exact.activations import ACTIVATIONS
 from curvoscope.exact.attention.hessian import AttentionHessian
@@ -70,16 +70,20 @@ class Rebuilt:
             return self.layer(self.X)
         return self.forward_pass(self.layer).F[:, : self.queries]
 
-    def with_leaf(self, name: str) -> tuple["Rebuilt", Tensor]:
-        """The same with a weight that has derivatives, and that weight."""
-        layer = copy.copy(self.layer)
-        if isinstance(layer, TokenwiseLayer):
-            W = layer.weights[name].detach().requires_grad_()
-            layer.weights = {**layer.weights, name: W}
-        else:
-            W = getattr(layer, f"W_{name}").detach().requires_grad_()
-            setattr(layer, f"W_{name}", W)
-        return replace(self, layer=layer), W
+    def gradients(self, names: Sequence[str], cotangent: Tensor) -> list[Tensor]:
+        """Those of <cotangent, F> in weights (a, p) and biases (p,)."""
+        layer, leaves = copy.copy(self.layer), list[Tensor]()
+        with torch.inference_mode(False), torch.enable_grad():
+            for name in names:
+                if isinstance(layer, TokenwiseLayer):
+                    leaves.append(layer.weights[name].clone().requires_grad_())
+                    layer.weights = {**layer.weights, name: leaves[-1]}
+                else:
+                    attribute = name if name.startswith("b_") else f"W_{name}"
+                    leaves.append(getattr(layer, attribute).clone().requires_grad_())
+                    setattr(layer, attribute, leaves[-1])
+            F = replace(self, layer=layer).output()
+            return list(torch.autograd.grad(F, leaves, cotangent, materialize_grads=True))
 
     def hessian(self, loss: LossAt, per_head: bool) -> BlockHessian:
         """For a loss known by its G and S at F."""
@@ -292,8 +296,20 @@ class LayerAtBatch:
 
     def weight_gradient(self, name: str) -> Tensor:
         """dl/dW (a, p) of a weight, by its name in closed form, from G at the output."""
-        at, W = self.rebuilt.with_leaf(name)
-        return torch.autograd.grad(at.output(), W, self.gradient)[0]
+        return self.rebuilt.gradients([name], self.gradient)[0]
+
+    def bent(self, slopes: Mapping[str, Tensor], size: float) -> str | None:
+        """Why the layer has other derivatives than its function: tensors in it are detached, or hooks change gradients.
+        `slopes`: see `LayerPasses`; `size`: of F. Biases of keys have no gradient, only rounding."""
+        R = random_cotangent(self.gradient)
+        found = slopes_of(dict(zip(slopes, self.rebuilt.gradients(list(slopes), R), strict=True)))
+        epsilon = torch.finfo(R.dtype).eps
+        rounding = ROUNDING * epsilon * size * R.numel() ** 0.5
+        for name, expected in slopes.items():
+            off = float((found[name] - expected).abs().max())
+            if off > epsilon**0.5 * float(expected.abs().max()) + rounding:
+                return f"torch's gradient at {name} is not that of its function: something in it is detached, or hooked"
+        return None
 
 
 def rebuilt_on(

@@ -234,6 +234,9 @@ class Sharded(Autodiff):
     def _examine(self, *arguments: Any) -> None:
         """Nothing: differences of the loss would need passes of all ranks."""
 
+    def check_loss(self, *arguments: Any) -> None:
+        """Nothing: a second look would need a pass of all ranks."""
+
     def _visit(self, names: frozenset[str], layer: Site | None, visit: Callable[[int, Graph], None]) -> None:
         """As in `Autodiff`; all ranks keep the graphs of the same batches."""
         self.snapshot.room = max(0, self._budget - self._used()) // 2  # the rest is for graphs

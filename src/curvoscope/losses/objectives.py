@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn import functional
 
+from curvoscope import checks
 from curvoscope.errors import LossError
 from curvoscope.losses.counting import SUM, Count, Inquiry, number_of_terms
 from curvoscope.losses.curvatures import Curvature, LossAt
@@ -262,7 +263,9 @@ def objective_of(loss_fn: LossFunction | None) -> Objective | None:
     reduction = getattr(loss_fn, "reduction", "mean")
     if reduction not in _REDUCTIONS:
         raise LossError("loss_fn", f"has reduction={reduction!r}; expected {' or '.join(map(repr, _REDUCTIONS))}")
-    known = (kind.of_torch(loss_fn) for kind in ClosedLoss.__subclasses__())  # all of them: `losses` imports each
+    altered = isinstance(loss_fn, nn.Module) and not checks.is_plain(loss_fn)  # a hook may change its value
+    kinds = () if altered else ClosedLoss.__subclasses__()  # all of them: `losses` imports each
+    known = (kind.of_torch(loss_fn) for kind in kinds)
     return next((one for one in known if one is not None), None) or MeanLoss(loss_fn, getattr(loss_fn, "terms", None))
 
 
