@@ -9,6 +9,7 @@ import curvoscope as cv
 from curvoscope.approximations import kronecker as by_function
 from curvoscope.approximations import source_of
 from curvoscope.approximations.names import approximation
+from curvoscope.errors import RangeError
 from reference import normal
 
 A, P, CLASSES, ROWS, TOKENS = 3, 4, 3, 4, 3
@@ -263,3 +264,50 @@ def test_closed_forms_have_approximations():
     mlp = cv.exact.LinearMLP([r(3, 4), r(4, 2)]).hessian(r(5, 3), cv.losses.MSE(r(5, 2)))
     for row in cv.analysis.audit(mlp, approximations=["kfac"]):
         assert row.error < 1e-9
+
+
+def test_the_empirical_fisher_of_several_weights():
+    """The gradient of a sequence over both weights, which read the same inputs or not."""
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
+    inputs, labels = r(2, 3, 4), torch.tensor([[0, 1, -100], [3, 2, 2]])
+    loss = cv.losses.CrossEntropy()
+    blocks = cv.blocks_of(model).select("*.attn.[QKO]")
+    found = cv.hessian(model, loss, [(inputs, labels)], blocks)
+    weights = {"Q": slice(0, 4), "K": slice(4, 8)}
+    expected = {"QK": np.zeros((32, 32)), "QO": np.zeros((32, 32))}
+    for x, label in zip(inputs, labels, strict=True):
+        summed = nn.functional.cross_entropy(model(x[None])[0], label, ignore_index=-100, reduction="sum")
+        fused, output = torch.autograd.grad(summed, [model.self_attn.in_proj_weight, model.self_attn.out_proj.weight])
+        Q, K = (fused[place].T for place in weights.values())
+        for name, gradient in (("QK", torch.cat([Q, K], 1)), ("QO", torch.cat([Q.flatten(), output.T.flatten()]))):
+            flat = gradient.flatten().numpy()
+            expected[name] += np.outer(flat, flat) / 5
+    for pair, truth in expected.items():
+        joint = cv.approximations.joined([source_of(found, f"h.0.attn.{role}") for role in pair])
+        assert np.allclose(approximation(joint, "empirical").dense(), truth, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kronecker:1/heads", r"^block: 'first' has no heads"),
+        ("kfac/heads", r"^block: 'first' has no heads"),
+        ("kfac/layers", r"^block: 'first' is one weight"),
+        ("kfac/heads/heads", r"^approximations: got 'kfac/heads/heads', expected a name"),
+        ("/heads", r"^approximations: got '/heads', expected a name"),
+        (
+            "shampoo:1/0",
+            r"^approximations: got 'shampoo:1/0', but shampoo has no option '1/0'; expected .* shampoo:1/4",
+        ),
+        ("kronecker:1.5", r"^approximations: got 'kronecker:1.5', but kronecker has no option '1.5'"),
+        ("kronecker:10", r"^rank: got 10, expected 1 to 9"),
+    ],
+)
+def test_names_that_a_block_cannot_have(text, message, source):
+    with pytest.raises(cv.CurvoscopeError, match=message):
+        approximation(source, text)
+
+
+def test_a_rank_is_a_whole_number(source):
+    with pytest.raises(RangeError, match=r"^rank: got 1.5, expected 1 to 9"):
+        by_function(source, rank=1.5)

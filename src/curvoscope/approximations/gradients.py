@@ -309,7 +309,7 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
         >>> bool(torch.allclose(both.dense(), H.outer.dense()))
         True
     """
-    if len({tuple(len(part) for part in source.parts) for source in sources}) != 1:
+    if not _alike([source.parts for source in sources]):
         raise ModelError(
             "blocks",
             f"{', '.join(source.name for source in sources)} come from different samples; take them from one sweep, or "
@@ -318,15 +318,36 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
     name = " + ".join(source.name for source in sources)
     first = sources[0]
     columns = list(zip(*(source.parts for source in sources), strict=True))
+    known = [source.labelled for source in sources]
+    labelled = list(zip(*known, strict=True)) if _alike(known) else []
     if all(_same_inputs(some) for some in columns):
-        parts = tuple(replace(some[0], cotangents=torch.cat([part.cotangents for part in some], 3)) for some in columns)
         axis = 0 if first.flipped else 1
-        sizes = tuple(source.shape[axis] for source in sources)
-        return GradientSource(name, parts, first.exact, sequences=first.sequences, members=sizes, members_axis=axis)
-    flat = (torch.cat([part.gradients().flatten(1) for part in some], 1)[None, :, :, None] for some in columns)
-    sizes = tuple(source.shape[0] * source.shape[1] for source in sources)
-    parts = tuple(GradientFactors(None, gradients) for gradients in flat)
-    return GradientSource(name, parts, first.exact, members=sizes, members_axis=0)
+        sizes, join = tuple(source.shape[axis] for source in sources), _side_by_side
+    else:
+        axis = 0
+        sizes, join = tuple(source.shape[0] * source.shape[1] for source in sources), _as_vectors
+    return GradientSource(
+        name,
+        tuple(map(join, columns)),
+        first.exact,
+        sequences=first.sequences and join is _side_by_side,
+        labelled=tuple(map(join, labelled)),
+        members=sizes,
+        members_axis=axis,
+    )
+
+
+def _alike(several: Sequence[tuple[GradientFactors, ...]]) -> bool:
+    """Whether all have as many gradients in each part."""
+    return len({tuple(len(part) for part in parts) for parts in several}) == 1
+
+
+def _side_by_side(parts: Sequence[GradientFactors]) -> GradientFactors:
+    return replace(parts[0], cotangents=torch.cat([part.cotangents for part in parts], 3))
+
+
+def _as_vectors(parts: Sequence[GradientFactors]) -> GradientFactors:
+    return GradientFactors(None, torch.cat([part.gradients().flatten(1) for part in parts], 1)[None, :, :, None])
 
 
 def _same_inputs(parts: Sequence[GradientFactors]) -> bool:

@@ -55,7 +55,7 @@ def kronecker(H: CurvatureSource, name: str | None = None, rank: int = 1) -> App
     source = source_of(H, name)
     a, p = source.shape
     most = min(source.sides) ** 2
-    if not 1 <= rank <= most:
+    if rank not in range(1, most + 1):
         raise RangeError("rank", f"got {rank}, expected 1 to {most}, the smaller of a² and p² of {source.name!r}")
     floats = rank * source.product_floats
     if (a * p) ** 2 <= _DENSE:
