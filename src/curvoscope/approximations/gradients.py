@@ -39,6 +39,7 @@ class GradientSource:
         members: sizes of the weights that are joined in this one, along `members_axis`.
         members_axis: 1 if they stand side by side, 0 if one after the other.
         silent: directions of the inputs that no gradient has and `spanned` has left out.
+        negative: gradients whose squares are subtracted, of a matrix with negative eigenvalues; see `source_of`.
 
     Example:
         >>> import torch
@@ -59,6 +60,7 @@ class GradientSource:
     members: tuple[int, ...] = ()
     members_axis: int = 1
     silent: int = 0
+    negative: tuple[GradientFactors, ...] = ()
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -109,6 +111,11 @@ class GradientSource:
         """All gradients, (n, a, p), a few at a time."""
         return (some.gradients() for part in self.compact for some in part.pieces())
 
+    def signed_gradients(self) -> Iterator[tuple[float, Tensor]]:
+        """Gradients (n, a, p), a few at a time, and the weight of their squares in H."""
+        yield from ((self.weight, some) for some in self.gradients())
+        yield from ((-1.0, some.gradients()) for part in self.negative for some in part.pieces())
+
     def root(self) -> Tensor:
         """R (n, a p) with R^T R = H, exactly or on average."""
         return torch.cat([some.flatten(1) for some in self.gradients()]) * self.weight**0.5
@@ -116,7 +123,11 @@ class GradientSource:
     def dense(self) -> Tensor:
         """H, (a p, a p)."""
         root = self.root()
-        return root.mT @ root
+        found = root.mT @ root
+        for part in self.negative:
+            flat = part.gradients().flatten(1)
+            found = found - flat.mT @ flat
+        return found
 
     @property
     def flipped(self) -> bool:
