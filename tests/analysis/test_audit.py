@@ -12,7 +12,7 @@ from curvoscope.analysis import audit as module_of_audit
 from curvoscope.analysis.audit import DEFAULT
 from curvoscope.approximations import GradientFactors, GradientSource, source_of
 from curvoscope.approximations.names import approximation
-from curvoscope.errors import BlockNameError
+from curvoscope.errors import BlockNameError, DtypeError, EmptyError, RangeError
 from curvoscope.operators import Single
 from reference import normal
 
@@ -72,13 +72,81 @@ def test_the_identity_of_three_separate_numbers(rows):
 
 
 def test_a_block_too_large_to_be_formed(rows, monkeypatch):
-
+    """The eigenvalue and the steps of few gradients, in any number of pieces; not of many, nor of an operator."""
     monkeypatch.setattr(sys.modules[module_of_audit.__module__], "_DENSE", 0)
+    factored = sys.modules["curvoscope.analysis.audit_exact"]
+    monkeypatch.setattr(factored, "_AT_ONCE", 7)
     for row, formed in zip(cv.analysis.audit(H, [NAME], NAMES), rows, strict=True):
         assert row.error == pytest.approx(formed.error, abs=1e-7)
         assert row.cosine == pytest.approx(formed.cosine, abs=1e-9)
         assert row.trace_error == pytest.approx(formed.trace_error, abs=1e-9)
-        assert row.step_error is None
+        assert row.eigenvalue_error == pytest.approx(formed.eigenvalue_error, abs=1e-9)
+        assert (row.step_error is None) == (formed.step_error is None)
+        if row.step_error is not None:
+            assert row.step_error == pytest.approx(formed.step_error, rel=1e-9)
+            assert row.decrease == pytest.approx(formed.decrease, rel=1e-9)
+    (row,) = cv.analysis.audit(H, [NAME], [H.outer[NAME]])
+    assert row.eigenvalue_error is row.step_error is row.decrease is None and row.error < 1e-7
+    wide = nn.Linear(40, 3, bias=False).double()
+    few = cv.hessian(wide, LOSS, [(r(10, 40), LABELS)])  # 30 gradients of 120 entries
+    with pytest.raises(RangeError, match=r"^damping: got 0, but 'weight' is singular: 30 gradients span it"):
+        cv.analysis.audit(few, ["weight"], ["kfac"], damping=0)
+    monkeypatch.setattr(factored, "_GRADIENTS", 0)
+    (row,) = cv.analysis.audit(H, [NAME], ["kfac"])
+    assert row.eigenvalue_error is row.step_error is row.decrease is None
+
+
+def test_a_negative_operator_has_a_negative_cosine(sweep):
+    """Its error is 1 + 1 at A = -H, and the interval of samples holds that."""
+    (exact,) = cv.analysis.audit(H, [NAME], [-1.0 * H.outer[NAME]])
+    (row,) = cv.analysis.audit(sweep, [NAME], [-1.0 * H.outer[NAME]])
+    assert exact.error == pytest.approx(2, rel=1e-9) and exact.cosine == pytest.approx(-1, rel=1e-9)
+    for number, truth in ((row.error, 2.0), (row.cosine, -1.0)):
+        low, high = number.interval(0.9999)
+        assert low < truth < high
+
+
+def test_blocks_of_zero_are_left_out_or_refused():
+    """A layer that the loss does not depend on has no relative error."""
+
+    class HalfUsed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+
+        def forward(self, x):
+            return self.used(x) + 0 * self.idle(x)
+
+    model = HalfUsed().double()
+    found = cv.hessian(model, LOSS, DATA)
+    swept = cv.sweep(model, LOSS, DATA, samples=64)
+    for one in (found, swept):
+        assert cv.analysis.audit(one).blocks == ["used.weight"]
+        with pytest.raises(RangeError, match=r"^blocks: 'idle\.weight' is zero, and no error is relative to it"):
+            cv.analysis.audit(one, ["idle.weight"], ["kfac"])
+        with pytest.raises(EmptyError, match=r"^blocks: all blocks are zero"):
+            cv.analysis.audit(one, ["idle.weight"])
+
+
+def test_heads_of_a_sweep_by_name():
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
+    data = [(r(2, 3, 4), r(2, 3, 4))]
+    blocks = cv.blocks_of(model).select("*.attn.Q")
+    swept, name = cv.sweep(model, nn.MSELoss(), data, blocks, samples=512), "h.0.attn.Q.1"
+    (row,) = cv.analysis.audit(swept, [name], ["diagonal"])
+    (exact,) = cv.analysis.audit(cv.hessian(model, nn.MSELoss(), data, blocks.per_head()), [name], ["diagonal"])
+    low, high = row.error.interval(0.9999)
+    assert row.block == name and row.size == exact.size and low < exact.error < high
+    with pytest.raises(RangeError, match=r"'h\.0\.attn\.Q' has no head 2"):
+        cv.analysis.audit(swept, ["h.0.attn.Q.2"], ["diagonal"])
+
+
+@pytest.mark.parametrize("argument", ["blocks", "approximations"])
+def test_what_is_asked_for_is_a_list_that_is_not_empty(argument):
+    with pytest.raises(DtypeError, match=rf"^{argument}: got the text 'kfac', expected a list"):
+        cv.analysis.audit(H, **{argument: "kfac"})
+    with pytest.raises(EmptyError, match=rf"^{argument}: is empty"):
+        cv.analysis.audit(H, **{argument: []})
 
 
 def test_operators_and_the_total():

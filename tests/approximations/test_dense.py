@@ -1,5 +1,7 @@
 """Each approximation against its definition, written out with numpy in float64, and against curvlinops."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import curvoscope as cv
 from curvoscope.approximations import kronecker as by_function
 from curvoscope.approximations import source_of
 from curvoscope.approximations.names import approximation
+from curvoscope.errors import RangeError
 from reference import normal
 
 A, P, CLASSES, ROWS, TOKENS = 3, 4, 3, 4, 3
@@ -179,8 +182,6 @@ def test_kl_shampoo_is_stationary(source):
 
 
 def test_nearest_by_lanczos_is_that_of_the_singular_value_decomposition(source, monkeypatch):
-    import sys
-
     monkeypatch.setattr(sys.modules["curvoscope.approximations.kronecker"], "_DENSE", 0)
     for rank in (1, 3):
         found = by_function(source, rank=rank).dense().numpy()
@@ -263,3 +264,109 @@ def test_closed_forms_have_approximations():
     mlp = cv.exact.LinearMLP([r(3, 4), r(4, 2)]).hessian(r(5, 3), cv.losses.MSE(r(5, 2)))
     for row in cv.analysis.audit(mlp, approximations=["kfac"]):
         assert row.error < 1e-9
+
+
+def test_the_empirical_fisher_of_several_weights():
+    """The gradient of a sequence over both weights, which read the same inputs or not."""
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
+    inputs, labels = r(2, 3, 4), torch.tensor([[0, 1, -100], [3, 2, 2]])
+    loss = cv.losses.CrossEntropy()
+    blocks = cv.blocks_of(model).select("*.attn.[QKO]")
+    found = cv.hessian(model, loss, [(inputs, labels)], blocks)
+    weights = {"Q": slice(0, 4), "K": slice(4, 8)}
+    expected = {"QK": np.zeros((32, 32)), "QO": np.zeros((32, 32))}
+    for x, label in zip(inputs, labels, strict=True):
+        summed = nn.functional.cross_entropy(model(x[None])[0], label, ignore_index=-100, reduction="sum")
+        fused, output = torch.autograd.grad(summed, [model.self_attn.in_proj_weight, model.self_attn.out_proj.weight])
+        Q, K = (fused[place].T for place in weights.values())
+        for name, gradient in (("QK", torch.cat([Q, K], 1)), ("QO", torch.cat([Q.flatten(), output.T.flatten()]))):
+            flat = gradient.flatten().numpy()
+            expected[name] += np.outer(flat, flat) / 5
+    for pair, truth in expected.items():
+        joint = cv.approximations.joined([source_of(found, f"h.0.attn.{role}") for role in pair])
+        assert np.allclose(approximation(joint, "empirical").dense(), truth, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kronecker:1/heads", r"^block: 'first' has no heads"),
+        ("kfac/heads", r"^block: 'first' has no heads"),
+        ("kfac/layers", r"^block: 'first' is one weight"),
+        ("kfac/heads/heads", r"^approximations: got 'kfac/heads/heads', expected a name"),
+        ("/heads", r"^approximations: got '/heads', expected a name"),
+        (
+            "shampoo:1/0",
+            r"^approximations: got 'shampoo:1/0', but shampoo has no option '1/0'; expected .* shampoo:1/4",
+        ),
+        ("kronecker:1.5", r"^approximations: got 'kronecker:1.5', but kronecker has no option '1.5'"),
+        ("kronecker:10", r"^rank: got 10, expected 1 to 9"),
+    ],
+)
+def test_names_that_a_block_cannot_have(text, message, source):
+    with pytest.raises(cv.CurvoscopeError, match=message):
+        approximation(source, text)
+
+
+def test_a_rank_is_a_whole_number(source):
+    with pytest.raises(RangeError, match=r"^rank: got 1.5, expected 1 to 9"):
+        by_function(source, rank=1.5)
+
+
+@pytest.fixture(scope="module")
+def indefinite():
+    """The total block, which has negative eigenvalues, by autodiff."""
+
+    def loss(weight):
+        logits = torch.tanh(X @ weight).cumsum(1).sin() @ MODEL.second.detach()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), ignore_index=-100)
+
+    found = torch.func.hessian(loss)(MODEL.first.detach()).reshape(A * P, A * P).numpy()
+    assert np.linalg.eigvalsh(found)[0] < -1e-3
+    return found
+
+
+@pytest.mark.parametrize("form", ["formed", "lanczos"])
+@pytest.mark.parametrize("name", ["diagonal", "neurons", "kronecker:1", "kronecker:3", "kronecker:9"])
+def test_approximations_of_the_total(name, form, indefinite, monkeypatch):
+    if form == "lanczos":
+        monkeypatch.setattr(sys.modules["curvoscope.approximations.kronecker"], "_DENSE", 0)
+    kind, _, rank = name.partition(":")
+    if kind == "diagonal":
+        expected = np.diag(np.diag(indefinite))
+    elif kind == "neurons":
+        expected = indefinite * np.kron(np.ones((A, A)), np.eye(P))
+    else:
+        sorted_out = indefinite.reshape(A, P, A, P).transpose(0, 2, 1, 3).reshape(A * A, P * P)
+        left, values, right = np.linalg.svd(sorted_out)
+        best = (left[:, : int(rank)] * values[: int(rank)]) @ right[: int(rank)]
+        expected = best.reshape(A, A, P, P).transpose(0, 2, 1, 3).reshape(A * P, A * P)
+    make = {"diagonal": cv.approximations.diagonal, "neurons": cv.approximations.neurons, "kronecker": by_function}[
+        kind
+    ]
+    found = make(H.total, "first", **({"rank": int(rank)} if rank else {}))
+    size, v = np.linalg.norm(expected), normal(1)(A * P, 2)
+    assert np.abs(found.dense().numpy() - expected).max() < 1e-9 * size
+    assert np.allclose(found @ v, expected @ v.numpy(), atol=1e-9)
+    assert float(found.trace()) == pytest.approx(np.trace(expected), abs=1e-9 * size)
+    assert float(found.frobenius_norm()) == pytest.approx(size, rel=1e-9)
+    assert np.allclose(found.diagonal(), np.diag(expected), atol=1e-9 * size)
+    eigenvalues = np.linalg.eigvalsh(expected)
+    assert np.allclose(found.eigenvalues(), eigenvalues, atol=1e-9 * size)
+    damping = 0.1 - eigenvalues[0]
+    solution = np.linalg.solve(expected + damping * np.eye(A * P), v.numpy())
+    assert np.allclose(found.solve(v, damping).value, solution, atol=1e-8)
+    with pytest.raises(RangeError, match=r"^damping: "):
+        found.solve(v, -eigenvalues[0] / 2)
+    source = source_of(H, "first")
+    inner = sum(float(found.quadratic(part).sum()) for part in source.parts)
+    assert inner == pytest.approx((expected * TRUTH).sum(), rel=1e-9, abs=1e-12)
+    (row,) = cv.analysis.audit(H, ["first"], [found], part="total")
+    error = np.linalg.norm(indefinite - expected) / np.linalg.norm(indefinite)
+    assert row.error == pytest.approx(error, abs=1e-9) and row.approximation == name
+
+
+@pytest.mark.parametrize("name", ["kfac", "shampoo", "empirical", "heads"])
+def test_other_approximations_have_no_meaning_for_the_total(name):
+    with pytest.raises(cv.CurvoscopeError, match=r"^part: 'first' is not positive semidefinite; give H\.outer"):
+        approximation(H.total, name, "first")

@@ -6,7 +6,7 @@ and compared with the other half, so that the mean of gamma^T A gamma there is a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from curvoscope import checks
@@ -52,8 +52,9 @@ def audit(
         approximations: names such as "kfac", "kronecker:4", "shampoo:1/4", "kfac/heads"; operators, which must not come
             from the same samples; or dictionaries of operators by block, as `cv.approximations.read_factors` returns.
             None: a choice of names, of which a block is given those that it can have.
-        part: of the Hessian to compare with: "outer", "functional" or "total". The approximations are always made of
-            the outer part, which is what their definitions have.
+        part: of the Hessian to compare with: "outer", "functional" or "total". Approximations by name are always
+            made of the outer part, which is what their definitions have; those of the total can be given as operators,
+            such as `cv.approximations.diagonal(H.total, name)`.
         damping: of the steps, which a sweep does not have; None: a tenth of the mean eigenvalue of the outer part.
 
     Returns:
@@ -74,6 +75,11 @@ def audit(
     checks.choice("part", part, PARTS)
     if damping is not None and not 0 <= damping < math.inf:
         raise RangeError("damping", f"got {damping}, expected a finite number of at least 0")
+    for argument, given in (("blocks", blocks), ("approximations", approximations)):
+        if isinstance(given, str):
+            raise DtypeError(argument, f"got the text {given!r}, expected a list; give [{given!r}]")
+        if given is not None and not len(given):
+            raise EmptyError(argument, "is empty; give some, or omit it")
     strict = blocks is not None and approximations is not None
     wanted = DEFAULT if approximations is None else approximations
     if isinstance(H, Sweep):
@@ -88,6 +94,10 @@ def audit(
         if source is None:
             continue
         truth = _truth(H, source, key, part, damping)
+        if truth.norm == 0:
+            if strict:
+                raise RangeError("blocks", f"{source.name!r} is zero, and no error is relative to it; omit it")
+            continue
         for name, make in standins(source.name, wanted):
             try:
                 found = make(source)
@@ -96,6 +106,8 @@ def audit(
                     raise
                 continue
             rows.append(truth.row(source.name, name, found))
+    if not rows:
+        raise EmptyError("blocks", "all blocks are zero, or have none of the approximations")
     return AuditTable(rows)
 
 
@@ -108,11 +120,18 @@ def _of_sweep(sweep: Sweep, blocks: Wanted | None, wanted: Sequence[Standin], st
     found = SampledAudit(wanted, strict=strict)
     for key in _chosen(held, blocks):
         for number, chunk in enumerate(sweep.kept):
-            if all(name in chunk for name in key):
-                sources = [chunk[name] for name in key]
-                if blocks is not None or sources[0].parts[0].inputs is not None:
-                    found(number, sources[0] if len(sources) == 1 else joined(sources))
+            sources = [source for name in key if (source := _kept(chunk, name)) is not None]
+            if len(sources) == len(key) and (blocks is not None or sources[0].parts[0].inputs is not None):
+                found(number, sources[0] if len(sources) == 1 else joined(sources))
     return found.table()
+
+
+def _kept(chunk: Mapping[str, GradientSource], name: str) -> GradientSource | None:
+    """The samples of a block or of one of its heads, if they are kept."""
+    whole, _, number = name.rpartition(".")
+    if name not in chunk and whole in chunk:
+        return chunk[whole].head(int(number))
+    return chunk.get(name)
 
 
 def _names(H: CurvatureSource) -> list[str]:
@@ -163,7 +182,7 @@ def _truth(
 ) -> DenseTruth | FactoredTruth:
     size = source.shape[0] * source.shape[1]
     if part == "outer":
-        return DenseTruth(source.dense(), source, damping) if size <= _DENSE else FactoredTruth(source)
+        return DenseTruth(source.dense(), source, damping) if size <= _DENSE else FactoredTruth(source, damping)
     if not isinstance(H, BlockHessian) or len(key) > 1:
         raise RangeError("part", f"got {part!r}, which only single blocks of a Hessian have")
     checks.fits(2 * size**2 * 8, None, f"the block {key[0]!r}", "audit its outer part")

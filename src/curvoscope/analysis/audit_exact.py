@@ -13,6 +13,9 @@ from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
 
 _DAMPING = 0.1  # times the mean eigenvalue
+_GRADIENTS = 2048  # of a block that is not formed, up to which its largest eigenvalue and its steps are measured
+_ENTRIES = 2**25  # of these gradients together
+_AT_ONCE = 256  # steps
 
 
 class DenseTruth:
@@ -28,6 +31,11 @@ class DenseTruth:
         self._block, self._source = block, source
         mean = float(sum(part.square().sum() for part in source.gradients())) * source.weight / len(block)
         self._asked, self.damping = damping, _DAMPING * mean if damping is None else damping
+
+    @property
+    def norm(self) -> float:
+        """|H|."""
+        return float(self._block.norm())
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
@@ -108,11 +116,32 @@ def _solved(A: LinearOperator, G: Tensor, damping: float) -> Tensor:
 
 
 class FactoredTruth:
-    """A block that is too large to be formed, by its gradients."""
+    """A block that is too large to be formed, by its gradients G (n, r) with G G^T = H.
 
-    def __init__(self, source: GradientSource) -> None:
+    With few gradients, those of G^T G (r, r) are the eigenvalues of H, and (H + damping)^-1 G = G (G^T G + damping)^-1.
+    With more, the largest eigenvalue and the steps are not measured.
+
+    Args:
+        source: of the block.
+        damping: of the steps; None: a tenth of the mean eigenvalue.
+    """
+
+    def __init__(self, source: GradientSource, damping: float | None) -> None:
         self._source = source
         self._trace = source.weight * sum(float(some.square().sum()) for some in source.gradients())
+        size = source.shape[0] * source.shape[1]
+        self.damping = _DAMPING * self._trace / size if damping is None else damping
+        self._is_small = len(source) <= _GRADIENTS and len(source) * size <= _ENTRIES
+        if damping == 0 and self._is_small and len(source) < size:
+            raise RangeError(
+                "damping",
+                f"got 0, but {source.name!r} is singular: {len(source)} gradients span it; give a positive number",
+            )
+
+    @property
+    def norm(self) -> float:
+        """|H|."""
+        return math.sqrt(self._square)
 
     @cached_property
     def _square(self) -> float:
@@ -125,6 +154,22 @@ class FactoredTruth:
                     found += squares if other == number else 2 * squares
         return found * source.weight**2
 
+    @cached_property
+    def _root(self) -> Tensor:
+        """G^T, (r, n)."""
+        return self._source.root()
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        """Of G^T G."""
+        return torch.linalg.eigh(self._root @ self._root.mT)
+
+    @cached_property
+    def _steps(self) -> Tensor:
+        """The transpose of (H + damping)^-1 G, (r, n)."""
+        values, vectors = self._spectrum
+        return (vectors / (values + self.damping)) @ vectors.mT @ self._root
+
     def row(self, block: str, name: str, A: LinearOperator) -> AuditRow:
         """What an approximation misses."""
         source = self._source
@@ -133,8 +178,9 @@ class FactoredTruth:
         else:
             formed = (some.flatten(1) for some in source.gradients())
             inner = source.weight * sum(float((some * A._matmat(some.mT).mT).sum()) for some in formed)
-        size, norm = float(A.frobenius_norm()), math.sqrt(self._square)
+        size, norm = float(A.frobenius_norm()), self.norm
         cosine = inner / (norm * size) if size else 0.0
+        largest, step, decrease = self._of_few(A)
         return AuditRow(
             block,
             name,
@@ -142,9 +188,30 @@ class FactoredTruth:
             Estimate(math.sqrt(max(0.0, 1 - cosine**2))),
             Estimate(cosine),
             Estimate(abs(float(A.trace()) - self._trace) / self._trace),
-            None,
-            None,
-            None,
+            largest,
+            step,
+            decrease,
             floats_of(A),
             A.shape[0],
         )
+
+    def _of_few(self, A: LinearOperator) -> tuple[Estimate | None, Estimate | None, Estimate | None]:
+        """The errors of the largest eigenvalue and of the steps, and the decrease, some directions at a time."""
+        if not (self._is_small and isinstance(A, Approximation)):
+            return None, None, None
+        values = self._spectrum[0].clamp_min(0)
+        largest = Estimate(abs(A._ends()[1] / float(values[-1]) - 1))
+        missed = gained = 0.0
+        for some, rights in zip(self._root.split(_AT_ONCE), self._steps.split(_AT_ONCE), strict=True):
+            directions, right = some.mT, rights.mT
+            try:
+                steps = A.damped_solve(directions, self.damping)
+            except RangeError:
+                if not self.damping:
+                    raise
+                return largest, None, None
+            missed += float((steps - right).square().sum())
+            curved = (self._root @ steps).square().sum() + self.damping * steps.square().sum()
+            gained += float((steps * directions).sum() - curved / 2)
+        best = float((values / (values + self.damping)).sum()) / 2
+        return largest, Estimate(math.sqrt(missed) / float(self._steps.norm())), Estimate(gained / best)

@@ -31,10 +31,10 @@ _TINY = torch.finfo(torch.float64).tiny
 class _Compared:
     """What one set of samples says about one approximation.
 
-    `square`: |A|²; `trace`: tr A. Pairs of samples have numbers whose mean is <H, A>²: `products` (m,) are their sums
-    over the others, for each sample, and `squares` (m,) those of <gamma_i, gamma_j>²; `lengths` (m,) are |gamma_i|². Of
-    an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself: `keeps`. H has
-    `size` rows.
+    `square`: |A|²; `trace`: tr A; `sign` of <H, A>. Pairs of samples have numbers whose mean is <H, A>²: `products`
+    (m,) are their sums over the others, for each sample, and `squares` (m,) those of <gamma_i, gamma_j>²; `lengths`
+    (m,) are |gamma_i|². Of an approximation that keeps entries of H, the mean of the products is <H, A> = |A|² itself:
+    `keeps`. H has `size` rows.
     """
 
     square: float
@@ -45,6 +45,7 @@ class _Compared:
     floats: int
     size: int
     keeps: bool = False
+    sign: float = 1.0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -66,6 +67,11 @@ class _BlockSamples:
         """K[i, j] = <gamma_i, gamma_j>, (m, m)."""
         gradients = torch.cat([some.flatten(1) for some in self._spanned.gradients()])
         return (gradients @ gradients.mT).double()
+
+    @property
+    def are_zero(self) -> bool:
+        """Whether all gradients are zero, as those of a block that the loss does not depend on."""
+        return not bool(self._gram.any())
 
     @cached_property
     def _halves(self) -> tuple[GradientSource, GradientSource]:
@@ -96,7 +102,8 @@ class _BlockSamples:
         values, gram = values.double(), self._gram[places[:, None], places]
         products = values * (values.sum() - values)
         square, lengths = float(A.frobenius_norm()) ** 2, gram.diagonal()
-        return _Compared(square, float(A.trace()), products, others(gram.square()), lengths, floats_of(A), self._rows)
+        squares, sign = others(gram.square()), -1.0 if float(values.sum()) < 0 else 1.0
+        return _Compared(square, float(A.trace()), products, squares, lengths, floats_of(A), self._rows, sign=sign)
 
 
 class SampledAudit:
@@ -150,7 +157,12 @@ class SampledAudit:
         if len(source) < 2 * LEAST:
             raise RangeError("samples", f"got {len(source)} in a chunk, expected at least {2 * LEAST}: two halves")
         self._samples[source.name] = self._samples.get(source.name, 0) + len(source)
-        known, samples = self._found.setdefault(source.name, {}), _BlockSamples(source)
+        samples = _BlockSamples(source)
+        if samples.are_zero:
+            if self._strict:
+                raise RangeError("blocks", f"{source.name!r} is zero, and no error is relative to it; omit it")
+            return
+        known = self._found.setdefault(source.name, {})
         for (name, make), given in zip(standins(source.name, self._wanted), self._given(source.name), strict=True):
             try:
                 known.setdefault(name, {})[chunk] = samples.compared(name, make, given)
@@ -177,7 +189,7 @@ class SampledAudit:
             for name, found in several.items()
         ]
         if not rows:
-            raise EmptyError("blocks", "no block has samples and an approximation to compare with them")
+            raise EmptyError("blocks", "all blocks are zero, or have no samples or none of the approximations")
         return AuditTable(rows)
 
 
@@ -243,7 +255,7 @@ class _Means(NamedTuple):
             square, product, trace = square[0], product[0], trace[0]
         if one.keeps:
             return cls(square, product, product, trace, product, trace)
-        inner = product.clamp_min(0).sqrt()
+        inner = one.sign * product.clamp_min(0).sqrt()
         known = torch.tensor(one.square, dtype=torch.float64), torch.tensor(one.trace, dtype=torch.float64)
         return cls(square, inner, product / known[0].clamp_min(_TINY), trace, *known)
 
@@ -263,8 +275,8 @@ class _Means(NamedTuple):
         return self.projection / self.square.clamp_min(_TINY)
 
     def cosine(self) -> Tensor:
-        """Its root: approximations are nearly semidefinite, and <H, A> is not negative."""
-        return self.squared_cosine().clamp_min(0).sqrt()
+        """Its root, with the sign of <H, A>."""
+        return self.squared_cosine().clamp_min(0).sqrt().copysign(self.inner)
 
     def trace_error(self) -> Tensor:
         """(tr A - tr H) / tr H."""

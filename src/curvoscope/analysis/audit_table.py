@@ -37,9 +37,11 @@ class AuditRow(NamedTuple):
         best_scale_error: |H - s A| / |H| for the best number s, sqrt(1 - cosine²).
         cosine: <H, A> / (|H| |A|).
         trace_error: |tr A - tr H| / |tr H|.
-        eigenvalue_error: the same of the largest eigenvalue; None if the block is large or sampled.
+        eigenvalue_error: the same of the largest eigenvalue; None if the block is sampled, or has more than 2,048
+            entries and either more than 2,048 gradients or an operator for A.
         step_error: |s_A - s_H| / |s_H| for the steps s_A = (A + damping)^-1 g and s_H = (H + damping)^-1 g, over
-            gradients g with covariance H; None if the block is large or sampled, or A + damping not positive definite.
+            gradients g with covariance H; None as for the largest eigenvalue, or if A + damping is not positive
+            definite.
         decrease: of the quadratic model g.s - s.(H + damping) s / 2 with the step s_A, as a share of that with s_H.
         floats: that A stores.
         size: of the block, entries of its weight.

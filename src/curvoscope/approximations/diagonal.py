@@ -11,7 +11,8 @@ def diagonal(H: CurvatureSource, name: str | None = None) -> EigenbasisForm:
     Assumes that the gradients of two weights are uncorrelated.
 
     Args:
-        H: a Hessian, a sweep that keeps the block, or a `GradientSource`.
+        H: a Hessian, a sweep that keeps the block, a `GradientSource`, or any symmetric operator, such as
+            `H.total[name]`.
         name: of the block.
 
     Returns:
@@ -25,6 +26,6 @@ def diagonal(H: CurvatureSource, name: str | None = None) -> EigenbasisForm:
         >>> A.floats, bool(torch.allclose(A.dense().diagonal(), H.outer["weight"].dense().diagonal()))
         (6, True)
     """
-    source = source_of(H, name)
-    values = total(gradients.square().sum(0) for gradients in source.gradients()) * source.weight
+    source = source_of(H, name, signed=True)
+    values = total(weight * gradients.square().sum(0) for weight, gradients in source.signed_gradients())
     return EigenbasisForm("diagonal", None, None, values, values.numel())

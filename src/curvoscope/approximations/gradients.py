@@ -39,6 +39,7 @@ class GradientSource:
         members: sizes of the weights that are joined in this one, along `members_axis`.
         members_axis: 1 if they stand side by side, 0 if one after the other.
         silent: directions of the inputs that no gradient has and `spanned` has left out.
+        negative: gradients whose squares are subtracted, of a matrix with negative eigenvalues; see `source_of`.
 
     Example:
         >>> import torch
@@ -59,6 +60,7 @@ class GradientSource:
     members: tuple[int, ...] = ()
     members_axis: int = 1
     silent: int = 0
+    negative: tuple[GradientFactors, ...] = ()
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -109,6 +111,11 @@ class GradientSource:
         """All gradients, (n, a, p), a few at a time."""
         return (some.gradients() for part in self.compact for some in part.pieces())
 
+    def signed_gradients(self) -> Iterator[tuple[float, Tensor]]:
+        """Gradients (n, a, p), a few at a time, and the weight of their squares in H."""
+        yield from ((self.weight, some) for some in self.gradients())
+        yield from ((-1.0, some.gradients()) for part in self.negative for some in part.pieces())
+
     def root(self) -> Tensor:
         """R (n, a p) with R^T R = H, exactly or on average."""
         return torch.cat([some.flatten(1) for some in self.gradients()]) * self.weight**0.5
@@ -116,7 +123,11 @@ class GradientSource:
     def dense(self) -> Tensor:
         """H, (a p, a p)."""
         root = self.root()
-        return root.mT @ root
+        found = root.mT @ root
+        for part in self.negative:
+            flat = part.gradients().flatten(1)
+            found = found - flat.mT @ flat
+        return found
 
     @property
     def flipped(self) -> bool:
@@ -309,7 +320,7 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
         >>> bool(torch.allclose(both.dense(), H.outer.dense()))
         True
     """
-    if len({tuple(len(part) for part in source.parts) for source in sources}) != 1:
+    if not _alike([source.parts for source in sources]):
         raise ModelError(
             "blocks",
             f"{', '.join(source.name for source in sources)} come from different samples; take them from one sweep, or "
@@ -318,15 +329,36 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
     name = " + ".join(source.name for source in sources)
     first = sources[0]
     columns = list(zip(*(source.parts for source in sources), strict=True))
+    known = [source.labelled for source in sources]
+    labelled = list(zip(*known, strict=True)) if _alike(known) else []
     if all(_same_inputs(some) for some in columns):
-        parts = tuple(replace(some[0], cotangents=torch.cat([part.cotangents for part in some], 3)) for some in columns)
         axis = 0 if first.flipped else 1
-        sizes = tuple(source.shape[axis] for source in sources)
-        return GradientSource(name, parts, first.exact, sequences=first.sequences, members=sizes, members_axis=axis)
-    flat = (torch.cat([part.gradients().flatten(1) for part in some], 1)[None, :, :, None] for some in columns)
-    sizes = tuple(source.shape[0] * source.shape[1] for source in sources)
-    parts = tuple(GradientFactors(None, gradients) for gradients in flat)
-    return GradientSource(name, parts, first.exact, members=sizes, members_axis=0)
+        sizes, join = tuple(source.shape[axis] for source in sources), _side_by_side
+    else:
+        axis = 0
+        sizes, join = tuple(source.shape[0] * source.shape[1] for source in sources), _as_vectors
+    return GradientSource(
+        name,
+        tuple(map(join, columns)),
+        first.exact,
+        sequences=first.sequences and join is _side_by_side,
+        labelled=tuple(map(join, labelled)),
+        members=sizes,
+        members_axis=axis,
+    )
+
+
+def _alike(several: Sequence[tuple[GradientFactors, ...]]) -> bool:
+    """Whether all have as many gradients in each part."""
+    return len({tuple(len(part) for part in parts) for parts in several}) == 1
+
+
+def _side_by_side(parts: Sequence[GradientFactors]) -> GradientFactors:
+    return replace(parts[0], cotangents=torch.cat([part.cotangents for part in parts], 3))
+
+
+def _as_vectors(parts: Sequence[GradientFactors]) -> GradientFactors:
+    return GradientFactors(None, torch.cat([part.gradients().flatten(1) for part in parts], 1)[None, :, :, None])
 
 
 def _same_inputs(parts: Sequence[GradientFactors]) -> bool:

@@ -34,12 +34,14 @@ def kronecker(H: CurvatureSource, name: str | None = None, rank: int = 1) -> App
     gamma^T, a sum over tokens, and Lanczos finds the singular vectors. Assumes nothing; full rank is exact.
 
     Args:
-        H: a Hessian, a sweep that keeps the block, or a `GradientSource`.
+        H: a Hessian, a sweep that keeps the block, a `GradientSource`, or any symmetric operator, such as
+            `H.total[name]`.
         name: of the block.
         rank: k, at most the smaller of a² and p².
 
     Returns:
-        The approximation; it stores k (a² + p²) floats. Of two terms or more it may have negative eigenvalues.
+        The approximation; it stores k (a² + p²) floats. Of two terms or more, or for an H
+        that has negative eigenvalues, it may have such, too.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -52,19 +54,19 @@ def kronecker(H: CurvatureSource, name: str | None = None, rank: int = 1) -> App
         >>> bool(errors[0] > errors[1] > errors[2]), bool(errors[2] < 1e-12)
         (True, True)
     """
-    source = source_of(H, name)
+    source = source_of(H, name, signed=True)
     a, p = source.shape
     most = min(source.sides) ** 2
-    if not 1 <= rank <= most:
+    if rank not in range(1, most + 1):
         raise RangeError("rank", f"got {rank}, expected 1 to {most}, the smaller of a² and p² of {source.name!r}")
     floats = rank * source.product_floats
     if (a * p) ** 2 <= _DENSE:
         left, right = _dense_terms(source, rank)
-    elif rank == 1 and source.like.dtype != torch.float64:
+    elif rank == 1 and source.like.dtype != torch.float64 and not source.negative:
         return KroneckerProduct("kronecker:1", *source.ordered(*_nearest_product(source)), floats)
     else:
         left, right = _lanczos_terms(source, rank)
-    if rank == 1:  # both factors of the best product are semidefinite, with one sign
+    if rank == 1 and not source.negative:  # both factors of the best product are semidefinite, with one sign
         return _product("kronecker:1", left[0], right[0], floats)
     return KroneckerTerms(f"kronecker:{rank}", left, right, floats)
 
@@ -105,26 +107,36 @@ def _lanczos_terms(source: GradientSource, rank: int) -> tuple[Tensor, Tensor]:
     """The leading singular vectors on the smaller side, and R times them on the other."""
     whole = Rearranged(source)
     narrow = whole if whole.shape[1] <= whole.shape[0] else whole.T
-    side = narrow.column_shape[0]
-    unit = power_of_two(narrow._matmat(torch.eye(side, dtype=whole.dtype, device=whole.device).view(-1, 1)))
+    near = _all_vectors(narrow) if rank == narrow.shape[1] else _leading_vectors(narrow, rank)
+    far = narrow._matmat(near)
+    found = far.mT.unflatten(1, narrow.row_shape), near.mT.unflatten(1, narrow.column_shape)
+    return found if narrow is whole else (found[1], found[0])
+
+
+def _all_vectors(narrow: LinearOperator) -> Tensor:
+    """All right singular vectors, which Lanczos does not give."""
+    formed = narrow._matmat(torch.eye(narrow.shape[1], dtype=narrow.dtype, device=narrow.device))
+    return torch.linalg.svd(formed, full_matrices=False).Vh.mT
+
+
+def _leading_vectors(narrow: LinearOperator, rank: int) -> Tensor:
+    """Some right singular vectors, from the largest singular value on."""
+    side, size = narrow.column_shape[0], narrow.shape[1]
+    unit = power_of_two(narrow._matmat(torch.eye(side, dtype=narrow.dtype, device=narrow.device).view(-1, 1)))
     forward, backward = narrow.to_scipy(), narrow.T.to_scipy()
 
     def squared(vector: np.ndarray) -> np.ndarray:
         found: np.ndarray = backward.matvec(forward.matvec(vector) / unit) / unit
         return found
 
-    size = narrow.shape[1]
     gram = scipy.sparse.linalg.LinearOperator((size, size), matvec=squared, dtype=forward.dtype)
     start = np.eye(side).ravel() + np.random.default_rng(0).standard_normal(size) / side
-    tolerance, basis = _TOLERANCE.get(whole.dtype, 1e-2), _BASIS.get(whole.dtype, 5)
+    tolerance, basis = _TOLERANCE.get(narrow.dtype, 1e-2), _BASIS.get(narrow.dtype, 5)
     values, vectors = scipy.sparse.linalg.eigsh(
         gram, rank, v0=start.astype(forward.dtype), tol=tolerance, ncv=min(size, max(basis, 2 * rank + 1))
     )
     order = np.argsort(-values)
-    near = torch.as_tensor(np.ascontiguousarray(vectors[:, order]), dtype=whole.dtype, device=whole.device)
-    far = narrow._matmat(near)
-    found = far.mT.unflatten(1, narrow.row_shape), near.mT.unflatten(1, narrow.column_shape)
-    return found if narrow is whole else (found[1], found[0])
+    return torch.as_tensor(np.ascontiguousarray(vectors[:, order]), dtype=narrow.dtype, device=narrow.device)
 
 
 class Rearranged(LinearOperator):
@@ -142,11 +154,12 @@ class Rearranged(LinearOperator):
     def _matmat(self, columns: Tensor) -> Tensor:
         matrices, source = columns.mT.unflatten(1, self.column_shape), self._source
         inward = self._is_transposed != source.flipped
+        weighted = [(source.weight, part) for part in source.compact] + [(-1.0, part) for part in source.negative]
         found = [
-            total(part.inward(matrix) if inward else part.outward(matrix) for part in source.compact)
+            total(weight * (part.inward(matrix) if inward else part.outward(matrix)) for weight, part in weighted)
             for matrix in matrices
         ]
-        return source.weight * torch.stack(found).flatten(1).mT
+        return torch.stack(found).flatten(1).mT
 
 
 class KroneckerTerms(Approximation):

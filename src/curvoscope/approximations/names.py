@@ -13,14 +13,14 @@ from curvoscope.approximations.input import input as of_inputs
 from curvoscope.approximations.kfac import kfac
 from curvoscope.approximations.kl_shampoo import kl_shampoo
 from curvoscope.approximations.kronecker import kronecker
-from curvoscope.approximations.layers import layers
+from curvoscope.approximations.layers import layers, members_of
 from curvoscope.approximations.neurons import neurons
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.shampoo import shampoo
 from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.approximations.split import SplitForm
 from curvoscope.approximations.tkfac import tkfac
-from curvoscope.errors import RangeError
+from curvoscope.errors import CurvoscopeError, RangeError
 
 _PLAIN: dict[str, Callable[[GradientSource], Approximation]] = {
     "diagonal": diagonal,
@@ -41,6 +41,7 @@ _WITH_OPTION: dict[str, Callable[[GradientSource, str], Approximation]] = {
     "shampoo": lambda source, option: shampoo(source, power=float(Fraction(option))),
     "kronecker": lambda source, option: kronecker(source, rank=int(option)),
 }
+_EXAMPLES = {"kfac": "kfac:reduce", "shampoo": "shampoo:1/4", "kronecker": "kronecker:4"}
 NAMES = tuple(_PLAIN)
 
 
@@ -63,36 +64,47 @@ def approximation(H: CurvatureSource, text: str, name: str | None = None) -> App
         >>> cv.approximations.approximation(H, "kronecker:2", "weight").floats
         26
     """
+    check_name(text)
     source = source_of(H, name)
-    whole, slash, split = text.rpartition("/") if text.endswith(("/heads", "/layers")) else (text, "", "")
-    if not slash:
+    whole, split = _parsed(text)
+    if not split:
         found = _made(source, text)
-    elif split == "heads" and whole.startswith("kfac"):  # heads share the factor of the other side
-        heads_and_axis, made = heads_of(source), _made(source, whole)
-        assert isinstance(made, KroneckerProduct)
-        found = made.within(*heads_and_axis)
     elif split == "heads":
-        found = SplitForm(text, [_made(source.head(i), whole) for i in range(source.heads or 1)], source.axis or 0)
+        heads, axis = heads_of(source)
+        if whole.startswith("kfac"):  # heads share the factor of the other side
+            made = _made(source, whole)
+            assert isinstance(made, KroneckerProduct)
+            found = made.within(heads, axis)
+        else:
+            found = SplitForm(text, [_made(source.head(i), whole) for i in range(heads)], axis)
     else:
-        found = SplitForm(text, [_made(part, whole) for part in source.member_parts()], source.members_axis)
+        found = SplitForm(text, [_made(part, whole) for part in members_of(source)], source.members_axis)
     found.name = text
     return found
 
 
+def _parsed(text: str) -> tuple[str, str]:
+    """The name of an approximation and what it is split into: ("kfac", "heads") for "kfac/heads", ("kfac", "")."""
+    whole, _, split = text.rpartition("/")
+    return (whole, split) if split in ("heads", "layers") and whole else (text, "")
+
+
 def check_name(text: str) -> None:
     """Raise `RangeError` for a text that is the name of no approximation."""
-    kind, colon, _ = text.removesuffix("/heads").removesuffix("/layers").partition(":")
+    kind, colon, _ = _parsed(text)[0].partition(":")
     if kind not in (_WITH_OPTION if colon else _PLAIN):
-        known = ", ".join([*NAMES, "kronecker:4", "shampoo:1/4", "kfac:reduce", "kfac/heads"])
+        known = ", ".join([*NAMES, *_EXAMPLES.values(), "kfac/heads"])
         raise RangeError("approximations", f"got {text!r}, expected a name such as {known}")
 
 
 def _made(source: GradientSource, text: str) -> Approximation:
     kind, colon, option = text.partition(":")
-    check_name(text)
     try:
         return _WITH_OPTION[kind](source, option) if colon else _PLAIN[kind](source)
-    except ValueError as error:
-        if hasattr(error, "argument"):
+    except (ValueError, ZeroDivisionError) as error:
+        if isinstance(error, CurvoscopeError):
             raise
-        raise RangeError("approximations", f"got {text!r}, whose option {option!r} is not a number") from None
+        raise RangeError(
+            "approximations",
+            f"got {text!r}, but {kind} has no option {option!r}; expected one such as {_EXAMPLES[kind]}",
+        ) from None

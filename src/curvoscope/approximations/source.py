@@ -17,7 +17,7 @@ CurvatureSource = GivesGradients | BlockHessian | BlockMatrix | LinearOperator |
 _NEGATIVE = 1e-10  # relative to the largest eigenvalue: a smaller one is rounding
 
 
-def source_of(curvature: CurvatureSource, name: str | None = None) -> GradientSource:
+def source_of(curvature: CurvatureSource, name: str | None = None, signed: bool = False) -> GradientSource:
     """The gradients gamma of a block with sum gamma gamma^T = H, its outer part.
 
     From a model (`cv.hessian`) they belong to the layer's own inputs and outputs, exactly, by one backward pass for
@@ -30,6 +30,8 @@ def source_of(curvature: CurvatureSource, name: str | None = None) -> GradientSo
         curvature: a `ModelHessian`, a `Sweep` with `keep=`, a `BlockHessian`, a `BlockMatrix`, an operator, or the
             source itself.
         name: of the block; None if there is one alone.
+        signed: whether a matrix with negative eigenvalues, such as `H.total[name]`, is taken: it has gradients whose
+            squares are subtracted. Only `diagonal`, `neurons` and `kronecker` have a meaning for it.
 
     Returns:
         The source, which every approximation of the block can be made of.
@@ -53,7 +55,7 @@ def source_of(curvature: CurvatureSource, name: str | None = None) -> GradientSo
         curvature = curvature[name]
     if not isinstance(curvature, LinearOperator):
         raise DtypeError("H", f"got {type(curvature).__name__}, expected a Hessian, a sweep or an operator")
-    return _of_operator(curvature, name or "H")
+    return _of_operator(curvature, name or "H", signed)
 
 
 def _named(name: str | None) -> str:
@@ -62,24 +64,39 @@ def _named(name: str | None) -> str:
     return name
 
 
-def _of_operator(operator: LinearOperator, name: str) -> GradientSource:
+def _of_operator(operator: LinearOperator, name: str, signed: bool) -> GradientSource:
     """From the terms of a Kronecker sum, if they are positive semidefinite and stand on the rows; else from entries."""
     known = getattr(operator, "resolved", operator)
     terms = known.terms if isinstance(known, KroneckerSum) else ()
-    parts = [_of_term(term) for term in terms]
+    try:
+        parts = [_of_term(term, name) for term in terms]
+    except ModelError:
+        if not signed:
+            raise
+        parts = []
     if parts and all(part is not None for part in parts):
         return GradientSource(name, tuple(part for part in parts if part is not None), exact=True)
-    root = _root(operator.dense()[None], name).mT  # (1, n, n): a row of it is a gradient
-    return GradientSource(name, (GradientFactors(None, root.unflatten(2, operator.row_shape)),), exact=True)
+    dense = operator.dense()[None]
+    if not signed:
+        return GradientSource(name, (_formed(_root(dense, name), operator),), exact=True)
+    values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
+    roots = (vectors * sign.clamp_min(0).sqrt()[:, None, :] for sign in (values, -values))
+    positive, negative = (_formed(root, operator) for root in roots)
+    return GradientSource(name, (positive,), exact=True, negative=(negative,) if float(values.min()) < 0 else ())
 
 
-def _of_term(term: Term | Single) -> GradientFactors | None:
+def _formed(root: Tensor, operator: LinearOperator) -> GradientFactors:
+    """The columns of a root (1, n, n) as gradients."""
+    return GradientFactors(None, root.mT.unflatten(2, operator.row_shape))
+
+
+def _of_term(term: Term | Single, name: str) -> GradientFactors | None:
     """One group per token: x = l_t, and delta the columns of a root of C_t."""
     if not term.symmetric or term.axes != (0, 0):
         return None
     if isinstance(term, Single):
-        inputs, cores = _root(term.outer[None])[0].mT, term.core[None]
-        roots = _root(cores).expand(len(inputs), -1, -1)
+        inputs, cores = _root(term.outer[None], name)[0].mT, term.core[None]
+        roots = _root(cores, name).expand(len(inputs), -1, -1)
     else:
         checks.fits(
             2 * term.tokens * term.core.size * term.left.element_size(),
@@ -87,15 +104,19 @@ def _of_term(term: Term | Single) -> GradientFactors | None:
             f"the cores of {term.tokens} tokens",
             "use fewer tokens, or a sweep of the model",
         )
-        inputs, roots = term.left, _root(term.core.dense(0, term.tokens))
+        inputs, roots = term.left, _root(term.core.dense(0, term.tokens), name)
     return GradientFactors(inputs[:, None], roots.mT[:, :, None])
 
 
-def _root(matrices: Tensor, name: str = "H") -> Tensor:
+def _root(matrices: Tensor, name: str) -> Tensor:
     """R with R R^T = M, for positive semidefinite matrices (t, p, p)."""
     values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
     if float(values.min()) < -max(_NEGATIVE, matrices.shape[-1] * torch.finfo(values.dtype).eps) * float(
         values.abs().max()
     ):
-        raise ModelError("part", f"{name!r} is not positive semidefinite; only the outer part of a Hessian always is")
+        raise ModelError(
+            "part",
+            f"{name!r} is not positive semidefinite; give H.outer, or take diagonal, neurons or kronecker, which "
+            "any symmetric matrix has",
+        )
     return vectors * values.clamp_min(0).sqrt()[:, None, :]
