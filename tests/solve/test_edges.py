@@ -111,3 +111,21 @@ def test_the_bound_holds_if_the_preconditioner_leaves_one_step():
     assert found.iterations < 3
     rounding = torch.finfo(torch.float64).eps * norm * float(found.value.norm())  # of one product, at the least
     assert found.error_bound >= rounding / found.margin
+
+
+@pytest.mark.parametrize("rows", [60, 6])
+@pytest.mark.parametrize("kind", ["kfac", "ekfac", "kronecker:1", "diagonal", "input"])
+def test_traces_of_large_kronecker_products_are_exact(kind, rows):
+    """More rows than a dense eigendecomposition is made of; with few tokens, most eigenvalues are 0."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Tanh(), nn.Linear(30, 4)).double()
+    H = cv.hessian(model, nn.CrossEntropyLoss(), [(normal(44)(rows, 40), torch.arange(rows) % 4)])
+    A = cv.approximations.approximation(H, kind, "0.weight")
+    damped = A.dense() + 0.01 * torch.eye(1200).double()
+    inverse = torch.linalg.inv(damped)
+    logdet, dimension, diagonal = A.logdet(0.01), A.effective_dimension(0.01), A.inverse_diagonal(0.01)
+    assert logdet.exact and dimension.exact and diagonal.exact
+    assert logdet == pytest.approx(float(torch.logdet(damped)), rel=1e-10)
+    assert dimension == pytest.approx(1200 - 0.01 * float(inverse.trace()), rel=1e-8)
+    assert torch.allclose(diagonal.value, inverse.diagonal(), rtol=1e-9)
+    assert torch.allclose(A.inverse(0.01).dense(), inverse, atol=1e-9)

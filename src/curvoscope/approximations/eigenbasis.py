@@ -6,6 +6,8 @@ from torch import Tensor
 from curvoscope.approximations.base import Approximation
 from curvoscope.approximations.factors import GradientFactors
 from curvoscope.magnitudes import norm
+from curvoscope.operators.base import Shape
+from curvoscope.solve import Eigenbasis
 
 
 class EigenbasisForm(Approximation):
@@ -37,6 +39,26 @@ class EigenbasisForm(Approximation):
         turned = (turned if self.right is None else turned @ self.right) * values
         back = turned if self.left is None else self.left @ turned
         return (back if self.right is None else back @ self.right.mT).flatten(1).mT
+
+    def _eigenbasis(self) -> Eigenbasis:
+        left, right = (None if basis is None else basis.double() for basis in (self.left, self.right))
+        few, many = (*self.values.shape,), self.row_shape
+
+        def turned(columns: Tensor, shape: Shape, rows: Tensor | None, others: Tensor | None) -> Tensor:
+            cube = columns.reshape(*shape, -1)
+            cube = cube if rows is None else torch.einsum("ij,jpc->ipc", rows, cube)
+            cube = cube if others is None else torch.einsum("pq,iqc->ipc", others, cube)
+            return cube.reshape(-1, columns.shape[1])
+
+        transposed = [None if basis is None else basis.mT for basis in (left, right)]
+        squared = [None if basis is None else basis.square() for basis in (left, right)]
+        return Eigenbasis(
+            self.values.double().flatten(),
+            lambda v: turned(v, many, *transposed),
+            lambda w: turned(w, few, left, right),
+            lambda w: turned(w, few, *squared),
+            self.shape[0],
+        )
 
     def _ends(self) -> tuple[float, float]:
         ends = float(self.values.min()), float(self.values.max())

@@ -10,6 +10,7 @@ from curvoscope.approximations.base import Approximation
 from curvoscope.approximations.eigenbasis import EigenbasisForm
 from curvoscope.approximations.factors import GradientFactors
 from curvoscope.magnitudes import norm
+from curvoscope.solve import Eigenbasis
 
 
 class KroneckerProduct(Approximation):
@@ -58,6 +59,9 @@ class KroneckerProduct(Approximation):
 
     def _solve(self, columns: Tensor, damping: float) -> Tensor:
         return self.diagonalised._solve(columns, damping)
+
+    def _eigenbasis(self) -> Eigenbasis:
+        return self.diagonalised._eigenbasis()
 
     def _ends(self) -> tuple[float, float]:
         return self.diagonalised._ends()
