@@ -45,6 +45,8 @@ def source_of(curvature: CurvatureSource, name: str | None = None, signed: bool 
         True
     """
     if isinstance(curvature, GradientSource):
+        if curvature.negative and not signed:
+            raise _indefinite(curvature.name)
         return curvature
     if isinstance(curvature, GivesGradients):
         return curvature.gradient_source(_named(name))
@@ -114,9 +116,13 @@ def _root(matrices: Tensor, name: str) -> Tensor:
     if float(values.min()) < -max(_NEGATIVE, matrices.shape[-1] * torch.finfo(values.dtype).eps) * float(
         values.abs().max()
     ):
-        raise ModelError(
-            "part",
-            f"{name!r} is not positive semidefinite; give H.outer, or take diagonal, neurons or kronecker, which "
-            "any symmetric matrix has",
-        )
+        raise _indefinite(name)
     return vectors * values.clamp_min(0).sqrt()[:, None, :]
+
+
+def _indefinite(name: str) -> ModelError:
+    return ModelError(
+        "part",
+        f"{name!r} is not positive semidefinite; give H.outer, or take diagonal, neurons or kronecker, which any "
+        "symmetric matrix has",
+    )
