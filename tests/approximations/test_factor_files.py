@@ -105,6 +105,49 @@ def test_factors_of_another_model(tmp_path):
         read_factors(tmp_path, nn.Sequential(nn.Linear(3, 4, bias=False)))
 
 
+def test_a_layer_by_its_whole_name_first(tmp_path):
+    """Its name may lack its beginning, if one layer alone ends with it."""
+    kronfluence(tmp_path)
+    inside = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+    wrapped = nn.ModuleDict({"model": inside})
+    assert list(read_factors(tmp_path, wrapped)) == ["model.0.weight", "model.2.weight"]
+    both = nn.ModuleDict({"inner": inside, "0": nn.Linear(3, 4, bias=False), "2": nn.Linear(4, 2, bias=False)}).double()
+    assert list(read_factors(tmp_path, both)) == ["0.weight", "2.weight"]
+    twice = nn.ModuleDict({"one": inside, "two": nn.Sequential(*MODEL)})
+    with pytest.raises(ModelError, match=r"layer '0', and the model has several: one\.0\.weight, two\.0\.weight"):
+        read_factors(tmp_path, twice)
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "content", "kind", "message"),
+    [
+        (kronfluence, "gradient_covariance", {"0": torch.eye(4)}, "kfac", "not all of its files have layer '2'"),
+        (kronfluence, "num_lambda_processed", {"0": torch.ones(1)}, "ekfac", "not all of its files have layer '2'"),
+        (
+            kronfluence,
+            "lambda_matrix",
+            {"0": torch.ones(5, 3), "2": torch.ones(2, 4)},
+            "ekfac",
+            r"layer '0' has a factor of shape \(5, 3\), expected \(4, 3\)",
+        ),
+        (bergson, "activation_sharded/shard_1", None, "kfac", r"shape \(2, 3\), expected \(2, 2\); is a shard missing"),
+        (bergson, "total_processed", None, "kfac", "there is no .*total_processed"),
+        (bergson, "total_processed", b"cut", "kfac", "cannot read .*total_processed"),
+    ],
+)
+def test_files_that_do_not_fit_each_other(write, name, content, kind, message, tmp_path):
+    write(tmp_path)
+    (path,) = tmp_path.glob(f"{name}.*")
+    if content is None:
+        path.unlink()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        save_file(content, path)
+    with pytest.raises((CorruptFileError, NotAModelError), match=f"^folder: .*{message}"):
+        read_factors(tmp_path, MODEL, kind=kind)
+
+
 def test_folders_that_cannot_be_read(tmp_path):
     with pytest.raises(NotAModelError, match="no factors of kronfluence or bergson"):
         read_factors(tmp_path, MODEL)
