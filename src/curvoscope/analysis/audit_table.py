@@ -1,6 +1,7 @@
 """The rows of an audit, the table that they make, and what they say."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -220,8 +221,18 @@ def _members(group: str) -> str:
     return f"{', '.join(roles)} and {last}"
 
 
-def standins(block: str, wanted: Sequence[Standin]) -> Iterator[tuple[str, Callable[[GradientSource], LinearOperator]]]:
-    """The approximations of a block, by name, and what makes each."""
+Making = tuple[str, Callable[[GradientSource], LinearOperator]]
+
+
+def standins(block: str, wanted: Sequence[Standin]) -> Iterator[Making]:
+    """The approximations of a block, by name, and what makes each; a second "kfac" is "kfac (2)"."""
+    seen: Counter[str] = Counter()
+    for name, make in _makings(block, wanted):
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} ({seen[name]})", make
+
+
+def _makings(block: str, wanted: Sequence[Standin]) -> Iterator[Making]:
     for one in wanted:
         if isinstance(one, str):
             yield one, lambda source, name=one: approximation(source, name)  # type: ignore[misc]
