@@ -23,10 +23,9 @@ def source_of(curvature: CurvatureSource, name: str | None = None, signed: bool 
     From a model (`cv.hessian`) they belong to the layer's own inputs and outputs, exactly, by one backward pass for
     each direction of the loss Hessian. From a sweep they are its samples, if it keeps them; the inputs of a micro-batch
     then count by its share of the loss, so that KFAC of sequences of unequal lengths counts long ones more than the
-    exact one does. A closed form
-    sum_t l_t l_t^T (x) C_t has its own tokens: l_t is x_t for the query weight, but the attention mean m_t for the
-    value weight, so that approximations that read inputs (KFAC, EKFAC, TKFAC, input) differ from those of the model.
-    The key weight has no such form, and no approximations that read inputs.
+    exact one does. A closed form sum_t l_t l_t^T (x) C_t has its own tokens: l_t is x_t for the query weight, but the
+    attention mean m_t for the value weight, so that approximations that read inputs (KFAC, EKFAC, TKFAC, input) differ
+    from those of the model. The key weight has no such form, and no approximations that read inputs.
 
     Args:
         curvature: a `ModelHessian`, a `Sweep` with `keep=`, a `BlockHessian`, a `BlockMatrix`, an operator, or the
