@@ -147,9 +147,10 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         if not known:
             return "No approximation stores few enough floats to be recommended."
         best = min(known, key=lambda name: known[name])
+        over = f" (median over {len(self.blocks)} blocks)" if len(self.blocks) > 1 else ""
         said = [
-            f"Take {best}: its error is {known[best]:.2f} of the block's norm at the best scale (median over "
-            f"{len(self.blocks)} blocks), with {self._floats(best):.2g} floats per weight."
+            f"Take {best}: its error is {known[best]:.2f} of the block's norm at the best scale{over}, with "
+            f"{self._floats(best):.2g} floats per weight."
         ]
         if "diagonal" in known and best != "diagonal":
             said.append(f"The diagonal, as in Adam, has {known['diagonal']:.2f}.")
