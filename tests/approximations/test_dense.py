@@ -345,6 +345,7 @@ def test_approximations_of_the_total(name, form, indefinite, monkeypatch):
         kind
     ]
     found = make(H.total, "first", **({"rank": int(rank)} if rank else {}))
+    assert torch.equal(found.dense(), approximation(H.total, name, "first").dense())
     size, v = np.linalg.norm(expected), normal(1)(A * P, 2)
     assert np.abs(found.dense().numpy() - expected).max() < 1e-9 * size
     assert np.allclose(found @ v, expected @ v.numpy(), atol=1e-9)

@@ -1,5 +1,7 @@
 """Factors as kronfluence and bergson write them, by their documented layouts, audited like any other approximation."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -92,7 +94,7 @@ def test_they_are_the_package_s_own(write, kind, tmp_path):
         assert torch.allclose(operator.dense(), own * scale, atol=1e-12)
     rows = cv.analysis.audit(H, list(found), [found, kind])
     for read, own in zip(rows[::2], rows[1::2], strict=True):
-        assert read.approximation == own.approximation == kind
+        assert (read.approximation, own.approximation) == (kind, f"{kind} (2)")
         assert read.best_scale_error == pytest.approx(own.best_scale_error, abs=1e-9)
 
 
@@ -105,6 +107,49 @@ def test_factors_of_another_model(tmp_path):
         read_factors(tmp_path, nn.Sequential(nn.Linear(3, 4, bias=False)))
 
 
+def test_a_layer_by_its_whole_name_first(tmp_path):
+    """Its name may lack its beginning, if one layer alone ends with it."""
+    kronfluence(tmp_path)
+    inside = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+    wrapped = nn.ModuleDict({"model": inside})
+    assert list(read_factors(tmp_path, wrapped)) == ["model.0.weight", "model.2.weight"]
+    both = nn.ModuleDict({"inner": inside, "0": nn.Linear(3, 4, bias=False), "2": nn.Linear(4, 2, bias=False)}).double()
+    assert list(read_factors(tmp_path, both)) == ["0.weight", "2.weight"]
+    twice = nn.ModuleDict({"one": inside, "two": nn.Sequential(*MODEL)})
+    with pytest.raises(ModelError, match=r"layer '0', and the model has several: one\.0\.weight, two\.0\.weight"):
+        read_factors(tmp_path, twice)
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "content", "kind", "message"),
+    [
+        (kronfluence, "gradient_covariance", {"0": torch.eye(4)}, "kfac", "not all of its files have layer '2'"),
+        (kronfluence, "num_lambda_processed", {"0": torch.ones(1)}, "ekfac", "not all of its files have layer '2'"),
+        (
+            kronfluence,
+            "lambda_matrix",
+            {"0": torch.ones(5, 3), "2": torch.ones(2, 4)},
+            "ekfac",
+            r"layer '0' has a factor of shape \(5, 3\), expected \(4, 3\)",
+        ),
+        (bergson, "activation_sharded/shard_1", None, "kfac", r"shape \(2, 3\), expected \(2, 2\); is a shard missing"),
+        (bergson, "total_processed", None, "kfac", "there is no .*total_processed"),
+        (bergson, "total_processed", b"cut", "kfac", "cannot read .*total_processed"),
+    ],
+)
+def test_files_that_do_not_fit_each_other(write, name, content, kind, message, tmp_path):
+    write(tmp_path)
+    (path,) = tmp_path.glob(f"{name}.*")
+    if content is None:
+        path.unlink()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        save_file(content, path)
+    with pytest.raises((CorruptFileError, NotAModelError), match=f"^folder: .*{message}"):
+        read_factors(tmp_path, MODEL, kind=kind)
+
+
 def test_folders_that_cannot_be_read(tmp_path):
     with pytest.raises(NotAModelError, match="no factors of kronfluence or bergson"):
         read_factors(tmp_path, MODEL)
@@ -115,6 +160,57 @@ def test_folders_that_cannot_be_read(tmp_path):
     (tmp_path / "activation_covariance.safetensors").write_bytes(b"cut")
     with pytest.raises(CorruptFileError, match="activation_covariance"):
         read_factors(tmp_path, MODEL, kind="kfac")
+
+
+def test_samples_of_two_approximations_of_one_name(tmp_path):
+    """Both are rows of their own: neither takes the place of the other."""
+    kronfluence(tmp_path)
+    sweep = cv.sweep(MODEL, nn.CrossEntropyLoss(), [(X, LABELS)], samples=64)
+    scaled = {name: 2.0 * A for name, A in read_factors(tmp_path, MODEL, kind="kfac").items()}
+    for operator in scaled.values():
+        operator.name = "kfac"
+    rows = cv.analysis.audit(sweep, ["0.weight"], ["kfac", scaled])
+    (alone,) = cv.analysis.audit(sweep, ["0.weight"], ["kfac"])
+    assert [row.approximation for row in rows] == ["kfac", "kfac (2)"]
+    assert rows[0].error == alone.error and rows[1].error > 2 * rows[0].error
+
+
+def test_the_files_of_kronfluence_itself(tmp_path):
+    """The empirical Fisher of summed losses; factors written out with torch."""
+    pytest.importorskip("kronfluence")
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments
+    from kronfluence.task import Task
+
+    class Summed(Task):
+        def compute_train_loss(self, batch, model, sample=False):
+            return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+        def compute_measurement(self, batch, model):
+            return self.compute_train_loss(batch, model)
+
+    model, rows = copy.deepcopy(MODEL).float(), 40
+    inputs, labels = r(rows, 3).float(), torch.arange(rows) % 2
+    hidden = model[0](inputs)
+    logits = model[2](hidden.tanh())
+    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    deltas = torch.autograd.grad(loss, [hidden, logits])
+    analyzer = Analyzer(
+        "test", prepare_model(copy.deepcopy(model), Summed()), Summed(), cpu=True, output_dir=str(tmp_path)
+    )
+    arguments = FactorArguments(strategy="ekfac", use_empirical_fisher=True)
+    data = torch.utils.data.TensorDataset(inputs, labels)
+    analyzer.fit_all_factors("fit", data, per_device_batch_size=rows, factor_args=arguments)
+    folder = tmp_path / "test" / "factors_fit"
+    kfac, ekfac = (read_factors(folder, model, kind=kind) for kind in ("kfac", "ekfac"))
+    for name, x, delta in zip(kfac, (inputs, hidden.tanh().detach()), deltas, strict=True):
+        left, right = x.T @ x / rows, delta.T @ delta / rows
+        product = torch.kron(right, left)
+        assert torch.allclose(kfac[name].dense(), product, rtol=0, atol=1e-5 * float(product.norm()))
+        basis = torch.kron(torch.linalg.eigh(right).eigenvectors, torch.linalg.eigh(left).eigenvectors)
+        turned = torch.stack([torch.outer(d, v).flatten() for d, v in zip(delta, x, strict=True)]) @ basis
+        corrected = basis * turned.square().mean(0) @ basis.T
+        assert torch.allclose(ekfac[name].dense(), corrected, rtol=0, atol=1e-5 * float(corrected.norm()))
 
 
 def test_a_bias_and_a_part_of_a_layer(tmp_path):

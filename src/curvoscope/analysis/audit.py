@@ -51,10 +51,11 @@ def audit(
             linear layers.
         approximations: names such as "kfac", "kronecker:4", "shampoo:1/4", "kfac/heads"; operators, which must not come
             from the same samples; or dictionaries of operators by block, as `cv.approximations.read_factors` returns.
-            None: a choice of names, of which a block is given those that it can have.
-        part: of the Hessian to compare with: "outer", "functional" or "total". Approximations by name are always
-            made of the outer part, which is what their definitions have; those of the total can be given as operators,
-            such as `cv.approximations.diagonal(H.total, name)`.
+            The second of one name is called "kfac (2)". None: a choice of names, of which a block is given those that
+            it can have.
+        part: of the Hessian to compare with: "outer", "functional" or "total". Approximations by name are always made
+            of the outer part, which is what their definitions have; those of the total can be given as operators, such
+            as `cv.approximations.diagonal(H.total, name)`.
         damping: of the steps, which a sweep does not have; None: a tenth of the mean eigenvalue of the outer part.
 
     Returns:

@@ -1,6 +1,7 @@
 """The rows of an audit, the table that they make, and what they say."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -146,9 +147,10 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         if not known:
             return "No approximation stores few enough floats to be recommended."
         best = min(known, key=lambda name: known[name])
+        over = f" (median over {len(self.blocks)} blocks)" if len(self.blocks) > 1 else ""
         said = [
-            f"Take {best}: its error is {known[best]:.2f} of the block's norm at the best scale (median over "
-            f"{len(self.blocks)} blocks), with {self._floats(best):.2g} floats per weight."
+            f"Take {best}: its error is {known[best]:.2f} of the block's norm at the best scale{over}, with "
+            f"{self._floats(best):.2g} floats per weight."
         ]
         if "diagonal" in known and best != "diagonal":
             said.append(f"The diagonal, as in Adam, has {known['diagonal']:.2f}.")
@@ -220,8 +222,18 @@ def _members(group: str) -> str:
     return f"{', '.join(roles)} and {last}"
 
 
-def standins(block: str, wanted: Sequence[Standin]) -> Iterator[tuple[str, Callable[[GradientSource], LinearOperator]]]:
-    """The approximations of a block, by name, and what makes each."""
+Making = tuple[str, Callable[[GradientSource], LinearOperator]]
+
+
+def standins(block: str, wanted: Sequence[Standin]) -> Iterator[Making]:
+    """The approximations of a block, by name, and what makes each; a second "kfac" is "kfac (2)"."""
+    seen: Counter[str] = Counter()
+    for name, make in _makings(block, wanted):
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} ({seen[name]})", make
+
+
+def _makings(block: str, wanted: Sequence[Standin]) -> Iterator[Making]:
     for one in wanted:
         if isinstance(one, str):
             yield one, lambda source, name=one: approximation(source, name)  # type: ignore[misc]

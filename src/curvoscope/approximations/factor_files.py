@@ -7,7 +7,7 @@ its output (p, p), their eigenvectors and the corrected eigenvalues (p, a), as s
     bergson         activation_sharded/shard_0.safetensors, ..., rows in as many shards as ranks; total_processed.pt
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,17 +62,27 @@ def read_factors(
     weights = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 2}
     found: dict[str, Approximation] = {}
     for module, layer in (_corrected if kind == "ekfac" else _covariances)(read).items():
-        parameter = next((name for name in weights if f".{name}".endswith(f".{module}.weight")), None)
-        if parameter is None:
-            raise ModelError(
-                "model",
-                f"has no linear layer {module!r}, but {folder} has factors for it; are they from another model?",
-            )
+        parameter = _parameter(module, weights, folder)
         layer.check(module, weights[parameter])
         for name, block in known.items():
             if len(block.pieces) == 1 and block.pieces[0].parameter == parameter:
                 found[name] = layer.of_block(block, weights[parameter].dtype)
     return found
+
+
+def _parameter(module: str, weights: Collection[str], folder: Path | str) -> str:
+    """The weight of a layer, whose name may lack its beginning, as if the tool was given a part of the model."""
+    whole = f"{module}.weight"
+    found = [whole] if whole in weights else [name for name in weights if name.endswith(f".{whole}")]
+    if len(found) == 1:
+        return found[0]
+    why = f"has several: {', '.join(found)}; give the part of the model that the tool was given"
+    raise ModelError(
+        "model",
+        f"has no linear layer {module!r}, but {folder} has factors for it; are they from another model?"
+        if not found
+        else f"{folder} has factors for a layer {module!r}, and the model {why}",
+    )
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,13 @@ class _FactorLayer:
         """Raise unless the factors are of this weight (p, a)."""
         p, a = weight.shape
         sizes = len(self.outputs), len(self.inputs)
+        for matrix, expected in ((self.outputs, sizes[:1] * 2), (self.inputs, sizes[1:] * 2), (self.values, sizes)):
+            if matrix is not None and tuple(matrix.shape) != expected:
+                raise CorruptFileError(
+                    "folder",
+                    f"layer {module!r} has a factor of shape {tuple(matrix.shape)}, expected {expected}; is a shard "
+                    "missing?",
+                )
         if sizes[0] != p or sizes[1] not in (a, a + 1):
             raise ShapeError(
                 "model",
@@ -112,7 +129,7 @@ class _FactorLayer:
             if flipped:
                 return EigenbasisForm("ekfac", right, left, values, floats)
             return EigenbasisForm("ekfac", left, right, values.mT, floats)
-        left, right = left[inputs, inputs], right[outputs, outputs]
+        left, right = _symmetric(left[inputs, inputs]), _symmetric(right[outputs, outputs])
         return KroneckerProduct("kfac", *((right, left) if flipped else (left, right)))
 
 
@@ -121,7 +138,7 @@ Reader = Callable[..., Tensors]
 
 def _covariances(read: Reader) -> dict[str, _FactorLayer]:
     inputs, outputs = read("activation_covariance", "activation"), read("gradient_covariance", "gradient")
-    return {name: _FactorLayer(_symmetric(inputs[name]), _symmetric(outputs[name])) for name in inputs}
+    return {name: _FactorLayer(inputs[name], _of(outputs, name)) for name in inputs}
 
 
 def _corrected(read: Reader) -> dict[str, _FactorLayer]:
@@ -130,7 +147,14 @@ def _corrected(read: Reader) -> dict[str, _FactorLayer]:
         read("gradient_eigenvectors", "eigen_gradient"),
     )
     values = read("lambda_matrix", "eigenvalue_correction")
-    return {name: _FactorLayer(inputs[name], outputs[name], values[name]) for name in values}
+    return {name: _FactorLayer(_of(inputs, name), _of(outputs, name), values[name]) for name in values}
+
+
+def _of(tensors: Tensors, module: str) -> Tensor:
+    """That of one layer, which another file of the folder has."""
+    if module not in tensors:
+        raise CorruptFileError("folder", f"not all of its files have layer {module!r}; was the fit interrupted?")
+    return tensors[module]
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
@@ -149,7 +173,7 @@ def _reader(folder: Path) -> Reader:
         if "eigenvectors" in name or counts == Path():
             return found
         numbers = _load(counts)
-        return {module: tensor / numbers[module].item() for module, tensor in found.items()}
+        return {module: tensor / _of(numbers, module).item() for module, tensor in found.items()}
 
     def bergson(_: str, name: str) -> Tensors:
         shards = sorted((folder / f"{name}_sharded").glob("shard_*.safetensors"), key=_number)
@@ -159,14 +183,23 @@ def _reader(folder: Path) -> Reader:
         joined = {module: torch.cat([part[module] for part in read]) for module in read[0]}
         if name.startswith("eigen_"):
             return joined
-        total = torch.load(folder / "total_processed.pt", weights_only=True)
-        return {module: tensor / float(total) for module, tensor in joined.items()}
+        total = _total(folder / "total_processed.pt")
+        return {module: tensor / total for module, tensor in joined.items()}
 
     if (folder / "activation_sharded").is_dir() or (folder / "eigen_activation_sharded").is_dir():
         return bergson
     if any(folder.glob("activation_*.safetensors")):
         return kronfluence
     raise NotAModelError("folder", f"{folder} has no factors of kronfluence or bergson; expected activation_*")
+
+
+def _total(path: Path) -> float:
+    try:
+        return float(torch.load(path, weights_only=True))
+    except FileNotFoundError as error:
+        raise NotAModelError("folder", f"there is no {path}; was the fit interrupted?") from error
+    except Exception as error:  # torch raises errors of several kinds for a file that is not whole
+        raise CorruptFileError("folder", f"cannot read {path}: {str(error).partition('.')[0]}") from error
 
 
 def _number(shard: Path) -> int:

@@ -65,7 +65,7 @@ def approximation(H: CurvatureSource, text: str, name: str | None = None) -> App
         26
     """
     check_name(text)
-    source = source_of(H, name)
+    source = source_of(H, name, signed=True)
     whole, split = _parsed(text)
     if not split:
         found = _made(source, text)

@@ -21,10 +21,11 @@ def source_of(curvature: CurvatureSource, name: str | None = None, signed: bool 
     """The gradients gamma of a block with sum gamma gamma^T = H, its outer part.
 
     From a model (`cv.hessian`) they belong to the layer's own inputs and outputs, exactly, by one backward pass for
-    each direction of the loss Hessian. From a sweep they are its samples, if it keeps them. A closed form
-    sum_t l_t l_t^T (x) C_t has its own tokens: l_t is x_t for the query weight, but the attention mean m_t for the
-    value weight, so that approximations that read inputs (KFAC, EKFAC, TKFAC, input) differ from those of the model.
-    The key weight has no such form, and no approximations that read inputs.
+    each direction of the loss Hessian. From a sweep they are its samples, if it keeps them; the inputs of a micro-batch
+    then count by its share of the loss, so that KFAC of sequences of unequal lengths counts long ones more than the
+    exact one does. A closed form sum_t l_t l_t^T (x) C_t has its own tokens: l_t is x_t for the query weight, but the
+    attention mean m_t for the value weight, so that approximations that read inputs (KFAC, EKFAC, TKFAC, input) differ
+    from those of the model. The key weight has no such form, and no approximations that read inputs.
 
     Args:
         curvature: a `ModelHessian`, a `Sweep` with `keep=`, a `BlockHessian`, a `BlockMatrix`, an operator, or the
@@ -45,6 +46,8 @@ def source_of(curvature: CurvatureSource, name: str | None = None, signed: bool 
         True
     """
     if isinstance(curvature, GradientSource):
+        if curvature.negative and not signed:
+            raise _indefinite(curvature.name)
         return curvature
     if isinstance(curvature, GivesGradients):
         return curvature.gradient_source(_named(name))
@@ -114,9 +117,13 @@ def _root(matrices: Tensor, name: str) -> Tensor:
     if float(values.min()) < -max(_NEGATIVE, matrices.shape[-1] * torch.finfo(values.dtype).eps) * float(
         values.abs().max()
     ):
-        raise ModelError(
-            "part",
-            f"{name!r} is not positive semidefinite; give H.outer, or take diagonal, neurons or kronecker, which "
-            "any symmetric matrix has",
-        )
+        raise _indefinite(name)
     return vectors * values.clamp_min(0).sqrt()[:, None, :]
+
+
+def _indefinite(name: str) -> ModelError:
+    return ModelError(
+        "part",
+        f"{name!r} is not positive semidefinite; give H.outer, or take diagonal, neurons or kronecker, which any "
+        "symmetric matrix has",
+    )
