@@ -85,3 +85,10 @@ def test_a_folder_changed_into_another(call, undrawn, tmp_path):
     found = json.loads(stdout)
     assert code == 0 and [row["block"] for row in found["rows"]] == ["h.0.mlp.up"]
     assert found["command"].startswith(f"curvoscope sensitivity {tmp_path / 'one'} {tmp_path / 'two'} --seed 0")
+
+
+def test_groups_that_do_not_fit_a_budget_are_an_error_before_anything_is_measured(call, undrawn, tmp_path):
+    out = tmp_path / "out"
+    code, stdout, stderr = call("sensitivity", *FAST, "--recipe", "int3", "--budget", "10", "--out", out)
+    assert (code, stdout) == (2, "") and not out.exists()
+    assert stderr.startswith("error: group: ") and "which 64 does not divide; choose another group size" in stderr
