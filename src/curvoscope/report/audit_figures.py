@@ -52,7 +52,7 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
         axes.set_title(plain(role), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)
-    _cover(grid, [row.floats / row.size for row in found])
+    _cover(grid[0], [row.floats / row.size for row in found])
     for axes in grid[len(roles) :]:
         axes.set_visible(False)
     figure.supxlabel("stored floats per weight", size=_HEADING)
@@ -63,8 +63,8 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
     return figure
 
 
-def _cover(grid: "Sequence[matplotlib.axes.Axes]", floats: Sequence[float]) -> None:
-    """Show all floats per weight on the shared logarithmic axis, at least a decade, with plain numbers at the ticks.
+def _cover(axes: "matplotlib.axes.Axes", floats: Sequence[float]) -> None:
+    """Show all floats per weight on the logarithmic axis, which all panels share: at least a decade, plain numbers at ticks.
 
     Left to itself, an axis with a single value has no width: points lie on its edge, or outside of it.
     """
@@ -73,7 +73,6 @@ def _cover(grid: "Sequence[matplotlib.axes.Axes]", floats: Sequence[float]) -> N
     low, high = min(floats), max(floats)
     margin = max(1.5, math.sqrt(_DECADE * low / high))
     low, high = low / margin, high * margin
-    axes = grid[0]  # all panels share its axis
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if high / low < _DECADE**2 else (1.0,)))
     axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
