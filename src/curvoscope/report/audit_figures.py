@@ -64,7 +64,7 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
 
 
 def _cover(axes: "matplotlib.axes.Axes", floats: Sequence[float]) -> None:
-    """Show all floats per weight on the logarithmic axis, which all panels share: at least a decade, plain numbers at ticks.
+    """Show all floats per weight on the logarithmic axis that the panels share: at least a decade, plain numbers.
 
     Left to itself, an axis with a single value has no width: points lie on its edge, or outside of it.
     """
