@@ -32,7 +32,7 @@ def source_of(curvature: CurvatureSource, name: str | None = None) -> GradientSo
         name: of the block; None if there is one alone.
 
     Returns:
-        The source, which every approximation of the block can be made of.
+        The source, from which every approximation of the block can be computed.
 
     Example:
         >>> import torch, curvoscope as cv
