@@ -72,6 +72,9 @@ def test_heads_pruning_and_no_pairs(call, undrawn, tmp_path):
     pruned = json.loads(stdout)
     assert code == 0 and pruned["pairs"] == [] and pruned["rows"][0]["alone"] is None
     assert pruned["missing"] and "--prune 0.5 --no-pairs" in pruned["command"] and "--drop" not in pruned["command"]
+    assert "alone, measured" not in (tmp_path / "report.md").read_text()  # no columns without a number
+    code, stdout, _ = call("sensitivity", *FAST, "--prune", "0.5", "--no-pairs", "--out", tmp_path)
+    assert code == 0 and "share" in stdout and "alone" not in stdout
 
 
 @pytest.mark.slow
