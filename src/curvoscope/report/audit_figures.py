@@ -55,6 +55,8 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
     _cover(grid[0], [row.floats / row.size for row in found])
     for axes in grid[len(roles) :]:
         axes.set_visible(False)
+    for axes in grid[max(0, len(roles) - columns) : len(roles)]:
+        axes.tick_params(labelbottom=True)  # the lowest panel of each column, also above an empty place
     figure.supxlabel("stored floats per weight", size=_HEADING)
     figure.supylabel("|H - sA| / |H|", size=_HEADING)
     labels = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
