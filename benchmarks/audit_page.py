@@ -18,17 +18,17 @@ _SPLIT = ("kfac", "kronecker:1")
 _BAD = 0.5  # of the block's norm
 _INTRODUCTION = """# How good approximations of curvature are, measured
 
-[The how-to page](howto/approximations.md) says how to measure these numbers on a model of your own. `make audit` runs
-`benchmarks/audit_study.py` and writes this page of its results, `benchmarks/audit_study.json`. Every error is
-|H - sA| / |H| in the Frobenius norm at the best number s, with H the Gauss-Newton part of a block and A its
+[The how-to page](howto/approximations.md) explains how to measure these numbers on your own model. `make audit` runs
+`benchmarks/audit_study.py` and writes this page from its results, `benchmarks/audit_study.json`. Every error is
+|H - sA| / |H| in the Frobenius norm for the best number s, where H is the Gauss-Newton part of a block and A its
 approximation. ± is a standard error; numbers without it are exact.
 
 - **Addition**: the paper's network at initialisation, one block of width 16, 64 additions; exact.
 - **Training**: a GPT of two blocks of width 32 with norms, trained on addition with AdamW; exact, on four additions.
 - **SmolLM2-135M-Instruct** (layers {smollm2} of 30; next token of two sequences of 64 tokens) and
   **all-MiniLM-L6-v2** (layers {minilm} of 6; halves of paragraphs matched): models with trained weights, from {samples}
-  samples of a sweep. Half of the samples make an approximation, the other half measures it: its error contains what
-  {half} samples cannot know. The diagonal and heads kept whole are measured as if made of H.
+  samples of a sweep. An approximation is computed from half of the samples and measured on the other half: its error
+  includes the sampling error of {half} samples. The diagonal and heads kept whole are measured as if computed from H.
 """
 _ROLES = """
 ## Which blocks does KFAC get wrong?
@@ -43,20 +43,20 @@ _HEADS = """
 ## Does splitting heads help?
 
 One approximation per head against one per weight, medians over the blocks that have heads; *better* counts the blocks
-whose error is lower with the split by more than two standard errors of the difference, taken as independent, and
-*worse* those whose error is higher. The last row keeps every head's block whole and drops what couples two heads: no
-approximation per head can be better.
+whose error is lower with the split by more than two standard errors of the difference (as of independent estimates),
+*worse* the blocks whose error is higher. The last row keeps the exact block of every head and drops the coupling of
+heads: no approximation per head can be better.
 """
 _OUTSIDE = """
 ## How much of H lies outside the diagonal blocks?
 
-|H - blockdiag(H)| / |H| over all linear weights of the model: with one block per weight, and with one per layer. It is
-the least error that any approximation has which treats the blocks one by one.
+|H - blockdiag(H)| / |H| over all linear weights of the model: with one block per weight, and with one per layer. No
+approximation that treats the blocks one by one can have a smaller error.
 """
 _TRAINING = """
 ## Through training
 
-Medians over the twelve blocks of the GPT, and what its diagonal blocks miss together:
+Medians over the twelve blocks of the GPT, and the share of the norm outside its diagonal blocks:
 """
 
 
@@ -175,11 +175,11 @@ def _outside(results: Mapping[str, Facts]) -> list[list[str]]:
 
 def _claim(results: Mapping[str, Facts]) -> str:
     shares = [results[name]["outside"]["weights"][0] for name in ("addition", *_MODELS)]
-    answer = "It is" if min(shares) > _BAD else "It is in part"
+    answer = "They do" if min(shares) > _BAD else "Some do"
     return (
         "arXiv 2602.00816 claims that block-diagonal approximations have an error of order one. "
-        f"{answer} so on these models: with one block per weight, kept whole, {min(shares):.2f} to {max(shares):.2f} "
-        "of the norm is lost before any block is approximated."
+        f"{answer} on these models: with one exact block per weight, {min(shares):.2f} to {max(shares):.2f} of the "
+        "norm is already lost."
     )
 
 

@@ -23,30 +23,30 @@ _SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 _INTRODUCTION = """# Families
 
 `cv.blocks_of(model, batch)` finds the parts of a model by structure, from one forward pass; see
-[`blocks_of`](reference/hessian.md). This page is written by `make families`: each row is a tiny model of the class,
-with random weights, in float64. On GPT-2 with 124 million parameters recognition takes one forward pass and the time of
+[`blocks_of`](reference/hessian.md). `make families` writes this page: each row is a tiny model of the class, with
+random weights, in float64. On GPT-2 with 124 million parameters, recognition takes one forward pass plus the time of
 about one gradient.
 
 | column | meaning |
 | --- | --- |
 | named | share of the entries that have a role, among those that the batch reaches |
-| not reached | share of the others: a pooling head that the output does not use, fixed positions |
-| heads | of the queries; behind the bar those of keys and values, if they are fewer |
-| exact | blocks that `cv.hessian` computes in closed form, of all in its plan |
+| not reached | share of the entries that the batch does not reach, such as an unused pooling head or fixed positions |
+| heads | query heads; after the bar key and value heads, if they are fewer |
+| exact | number of blocks that `cv.hessian` computes in closed form, of all blocks in its plan |
 | attention, feed-forward | whether the blocks of all such layers are exact, or what `H.plan` gives as the reason |
-| error | of a product with the Hessian, relative to differences of the gradient, the next power of ten |
+| error | relative error of a product against differences of the gradient, rounded up to a power of ten |
 | `analyze` | the task that `curvoscope analyze` finds in a folder of the class, or what to do |
 
-The tests compare roles and heads with what the class itself gives to its attention function, entries with its
-attributes, and products with differences of the gradient. Layers without attention that are of no known kind keep the
-names of their parameters, and `blocks.table()` says why.
+The tests compare roles and heads with the arguments that the class passes to its attention function, entries with the
+attributes of the class, and products with differences of the gradient. Layers of an unknown kind without attention keep
+the names of their parameters, and `blocks.table()` says why.
 
-Roles in recurrent layers, which are known by the names of their parameters:
+Roles in recurrent layers, which are recognised by the names of their parameters:
 
 | role | Mamba, Mamba-2 | RWKV | RecurrentGemma |
 | --- | --- | --- | --- |
 | `mixer.in`, `mixer.gate` | halves of `in_proj` (x, z) | | `linear_x`, `linear_y` |
-| `mixer.conv` | `conv1d`, a row per channel | | `conv_1d` |
+| `mixer.conv` | `conv1d`, one row per channel | | `conv_1d` |
 | `mixer.B`, `mixer.C` | columns of `x_proj`, in Mamba-2 of `in_proj` | | |
 | `mixer.delta_in`, `mixer.delta` | columns of `x_proj`, and `dt_proj`; in Mamba-2 columns of `in_proj` | | |
 | `mixer.A`, `mixer.D` | `A_log`, `D` | | `recurrent_param` (A) |

@@ -18,88 +18,91 @@ _INTRODUCTION = """# Benchmarks
 
 `make bench` runs the benchmarks and writes this page. A section says so if it comes from a later run of its benchmark
 alone (`python -m benchmarks NAME`). Measured on {cores} cores with {versions}.
-Programs that are compared run alternately in one process, with one or two threads. Ratios carry over to other machines,
+Compared programs run alternately in one process, with one or two threads. Ratios carry over to other machines, but
 seconds do not. A number is **bold** if another package is faster or takes less memory, or if we miss our own aim; the
 reason is below the table.
 """
-_CLOSED_FORMS = """All methods use float64 and give the same matrix, to rounding. The cost of exact norms hardly depends
-on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as with
-Gaussian inputs; then the estimate can be faster than they are, and a less accurate one is. If the tokens are few,
-dense blocks take as long as their products, in units of the write 0.9, and the copies to both sides of the diagonal,
-0.55; symmetric halves take 0.15, the check for finite entries 0.1. Rows of dense blocks, of dense Hessians and of keys
-are processor times of one thread. Behind rotary positions no two keys share a turned query: the exact norm takes
-2 L³ d_k multiplications per head, not L³, and 32 products only L²: they gain on it with the length."""
+_CLOSED_FORMS = """All methods use float64 and give the same matrix, up to rounding. The cost of exact norms hardly
+depends on the data. Hutchinson's estimate needs few products if the blocks are close to multiples of the identity, as
+with Gaussian inputs; then an estimate to 1 % can be faster than the exact norms, and a less accurate one is. If the
+tokens are few, the time of dense blocks consists of their products (0.9 of the time of a write), the copies to both
+sides of the diagonal (0.55), the symmetric halves (0.15) and the check for finite entries (0.1). The times of dense
+blocks, dense Hessians and keys are processor times of one thread. Behind rotary positions no two keys share a rotated
+query: the exact norm takes 2 L³ d_k multiplications per head instead of L³, and 32 products take only L², so the
+advantage of the exact norm shrinks as the length grows."""
 _ONE_LAYER = """One causal attention layer in float32 with heads of width 64, N = 1. The first column is the time of a
 closed-form product with Q, K, V and O together. The next columns are in units of this product: exact traces of Q, K, V
 and O, exact norms of Q, V and O, both for whole weights and per head, and the norm of K estimated from 32 products. The
 peak is that of the whole process."""
 _FUNCTIONAL = """The functional part of every attention and feed-forward block of GPT-2 small (124 million parameters,
-random weights, one sequence), exact, with `split="layer"`, in float32 with two threads. Times are in gradients of the
-same model, whose seconds are in the second column. *Passes*: the gradient at all layers, and the proof that the layers
-are rebuilt. The last row compares products and entries of diagonals with autodiff in float64."""
+random weights, one sequence), exact, with `split="layer"`, in float32 with two threads. Times are in units of a
+gradient of the same model; the second column has its seconds. *Passes*: the gradient at all layers, and the check that
+the rebuilt layers give the model's outputs. The last row compares products and diagonal entries with autodiff in
+float64."""
 _SWEPT = """The Gauss-Newton part of every block of GPT-2 small (124 million parameters, random weights, one sequence of
 128 tokens, float32, two threads) by `cv.sweep`. Products are timed on five blocks of different depths."""
-_AUDITED = """The audit of all linear blocks of GPT-2s with random weights in float32, while their sweeps run, in
-processor time: a model with 6 layers of width 256, one sequence of 128 tokens, on one thread, and GPT-2 small, 6
-sequences of 1,024 tokens, on two. The aim is twice the sweep. A sample's backward pass through a layer of width d takes
-24 d² operations per token. A product of its cotangents with a matrix as wide as the output of `mlp.up` takes 32 d² per
-token, but at most 32 d³: with more tokens than inputs the gradients are formed first. Every approximation takes several
-such products, and EKFAC and Shampoo with the power 1/4 also take all eigenvectors. So the aim is met with thousands of
-tokens, and missed with 128."""
+_AUDITED = """Processor time of the audit of all linear blocks of two GPT-2s during their sweeps, random weights,
+float32: a model with 6 layers of width 256, one sequence of 128 tokens, on one thread, and GPT-2 small, 6 sequences of
+1,024 tokens, on two. The aim is twice the sweep. A sample's backward pass through a layer of width d takes 24 d²
+operations per token. A product of its cotangents with a matrix as wide as the output of `mlp.up` takes 32 d² per token,
+but at most 32 d³: with more tokens than inputs the gradients are formed first. Every approximation takes several such
+products, and EKFAC and Shampoo with the power 1/4 also compute all eigenvectors. The aim is therefore met with
+thousands of tokens, and missed with 128."""
 _SOLVED = """Damped solves with Gauss-Newton blocks of GPT-2 small (124 million parameters, 128 tokens) and of a GPT-2
-with 4 layers of width 256 and 5,000 words, random weights, float32, to a true relative residual of 1e-3. The damping
-is a hundredth of the largest eigenvalue of the block. Times are processor times of one thread and cover everything:
-the loss, the graph, the preconditioner and the certificate. Both packages have the same matrix, to 1e-6 in float64. On
-the smaller model curvlinops' CG runs to the same residual. On GPT-2 small eight of its iterations are timed, and as
-many are counted as textbook CG takes with the same matrix; ours takes the iterate with the least residual, and two or
-three steps fewer. Times are those of the default, `auto`. An inverse of KFAC takes no product with the matrix, leaves a
-residual of 0.39 and more, and costs 0.6 to 3.1 gradients of the model. If it costs less than three, nothing that takes
-a gradient can be three times faster. To reach the residual of the table, curvlinops' CG has to go on from it: it is
-timed with KFAC's inverse as preconditioner.
-`cv.hessian` runs the loss twice, to count its terms and to see that it is deterministic; curvlinops' check of the same
-is switched off."""
+with 4 layers of width 256 and 5,000 words, random weights, float32, to a true relative residual of 1e-3. The damping is
+a hundredth of the largest eigenvalue of the block. Times are processor times of one thread and cover everything: the
+loss, the graph, the preconditioner and the certificate. The matrices of both packages agree to 1e-6 in float64. On the
+smaller model curvlinops' CG runs to the same residual. On GPT-2 small, eight of its iterations are timed, and their
+number is that of textbook CG with the same matrix. Ours returns the iterate with the smallest residual, which takes two
+or three steps fewer; its times are those of the default, `auto`. An inverse of KFAC needs no product with the matrix,
+leaves a residual of 0.39 or more, and costs 0.6 to 3.1 gradients of the model. If it costs less than three gradients,
+nothing that needs a gradient can be three times faster. To reach the residual of the table, curvlinops' CG is run with
+its KFAC inverse as preconditioner. `cv.hessian` runs the loss twice, to count its terms and to check that it is
+deterministic; the same check of curvlinops is switched off."""
 _INFLUENCE = """A Transformer block of width 16 learns to add numbers of one digit from 64 rows, in float64, and is
 retrained on 32 random halves of them. The linear datamodeling score is Spearman's correlation between predicted and
 measured losses over these halves, averaged over 24 test rows."""
-_SEVERAL = """Processor time of one thread, small GPT-2s in float32. Up to some size the vectors share the cost of the
-calls. Above it each vector takes passes of its own: with the graph kept, all of a product depends on the vector."""
-_OVERHEADS = """What an answer costs beside its products, in processor time with one thread, in a run of its own. The
-model is that of the next section."""
-_PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. A run makes 50
-products and spreads the cost of its set-up over them; 15 of them are timed. The natural limit is 2 gradients for the
-Hessian, whose product takes each matrix product of a gradient twice, and 4/3 for its Gauss-Newton part. Memory is the
-peak above the model, in a separate process. *Recomputed*: no graph is kept between products. *One block* is a query
-weight, which curvlinops has only as part of a fused weight."""
-_COMPILED = """`cv.hessian(..., compile=True)`, float32, one thread; processor times, that of compiling with an
-empty cache. The last column is the number of products after which compiling has paid. curvlinops has compiled products
-on its main branch since version 3.0.1; they are not in a release, and not measured here."""
+_SEVERAL = """Processor time of one thread, small GPT-2s in float32. In small models the vectors share the overhead of
+the calls. In larger ones each vector takes its own passes: once the graph is kept, every operation of a product depends
+on the vector."""
+_OVERHEADS = """The overhead of an estimate over its bare products, in processor time of one thread, in a separate run.
+The model is that of the next section."""
+_PRODUCTS = """The model has 4 layers, d = 256, L = 128, batch 4, 5,000 words, float32; two threads. The cost of the
+set-up is spread over 50 products, of which 15 are timed. The natural limit is 2 gradients for the Hessian, because its
+product computes each matrix product of a gradient twice, and 4/3 for its Gauss-Newton part. Memory is the peak above
+the model, in a separate process. *Recomputed*: no graph is kept between products. *One block* is a query weight, which
+curvlinops has only as part of a fused weight."""
+_COMPILED = """`cv.hessian(..., compile=True)`, float32, one thread; processor times; compiled with an empty cache. The
+last column is the number of products after which compiling pays off. curvlinops has compiled products on its main
+branch since version 3.0.1; no release contains them, so they are not measured here."""
 _PROFILED = """Operations of the model of the section above, by `torch.profiler` with two threads, in units of a
-gradient that is profiled in the same way; 0.1.0 in a run of its own. The natural limit of a product is twice the matrix
-products and the attention of a gradient (Hessian), or 4/3 of them (Gauss-Newton); matrix products take about that. What
-is above it are operations on single entries, copies, views and Python: most are too short for two threads, and weigh
-less with one. The aims are 2.05 (Hessian) and 1.40 (Gauss-Newton). In the last row freed memory is kept
-(`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`); otherwise the C library returns it to the system after a product
-and takes it anew, page by page, for the next, which costs more on some machines than on others."""
+gradient profiled in the same way; 0.1.0 was measured in a separate run. The natural limit of a product is twice the
+matrix products and the attention of a gradient (Hessian), or 4/3 of them (Gauss-Newton); matrix products reach about
+that limit. The rest are operations on single entries, copies, views and Python: most are too short for two threads, and
+count for less with one. The aims are 2.05 (Hessian) and 1.40 (Gauss-Newton). In the last row the process keeps freed
+memory (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`). Otherwise the C library returns it to the system after a
+product and requests it again, page by page, for the next one, which costs more on some machines than on others."""
 _OTHER_CPU = """Ratios of other sections, each measured in two processes: with all instructions of this CPU, and with
 those of AVX2 only (`ATEN_CPU_CAPABILITY=avx2`, and the same for MKL and oneDNN). Products with two threads."""
 _LARGE = """A Llama in float32 with `recompute="layer"`, two threads; the peak is that of the whole process: weights,
-vector, product, and what is computed on the way."""
-_ESTIMATES = """Trace and eigenvalue are timed in turns, set-up included, after one run of each: the first use of memory
-can take longer than the products. *Error* is relative to a reference value, not what a package claims. For traces it is
-the root mean square of 10 runs with 16 products each, known to 22 %; the mean of all runs is the reference. For
-eigenvalues our answer to 1e-4 is the reference: PyHessian's power iteration stops when two steps agree to 1e-3, ours is
-asked for the error that PyHessian turns out to have. Models that were not measured like this have no such rows."""
+vector, product and intermediate results."""
+_ESTIMATES = """The packages are timed in turns, set-up included, after one untimed run of each, because the first use
+of memory can take longer than the products. *Error* is the true error relative to a reference value, not the one that a
+package reports. For traces it is the root mean square of 10 runs with 16 products each, known to 22 %; the mean of all
+runs is the reference. For eigenvalues our answer to 1e-4 is the reference: PyHessian's power iteration stops when two
+steps agree to 1e-3; ours is asked for the error that PyHessian turns out to have. Models without this measurement have
+no such rows."""
 _LONG = "One attention layer, 8 heads, d = 512, float32, two threads: forward pass, gradient and product."
-_RANKS = """Gloo processes, one thread each. Every rank has a batch of its own, of one size however many ranks there
-are: 1,024 rows, or two sequences of 128 tokens for GPT-2 small (random weights). Efficiency is the time of a product of
-one process alone over that of the group. Two processes on two cores also share the memory bandwidth, which no code of
-ours changes: *of independent processes* compares with as many processes that make the same products at the same time
-without a group. The aims, for two ranks on two cores: 0.85 for GPT-2 small, and 0.7 for FSDP2, where one rank may take
-1.5 times as long as the model without shards. With 16 rows FSDP2 moves as much as it computes. The first two rows of
-its memory determine a and b, the third tests them."""
+_RANKS = """Gloo processes, one thread each. Every rank has its own batch, whose size does not depend on the number of
+ranks: 1,024 rows, or two sequences of 128 tokens for GPT-2 small (random weights). Efficiency is the time of a product
+in a single process divided by that in the group. Two processes on two cores also share the memory bandwidth, whatever
+our code does: *of independent processes* compares with the same number of processes that compute the same products at
+the same time without a group. The aims, for two ranks on two cores: 0.85 for GPT-2 small, and 0.7 for FSDP2, where one
+rank may take 1.5 times as long as the model without shards. With 16 rows FSDP2 moves as many parameters as it computes
+with. The first two rows of its memory determine a and b, the third tests them."""
 _BY_HAND = """The monitor's share is processor time, compared with the same training without it. The explorer's browser
 and server share the cores: a move of the sink takes the server 16 ms for the matrices, 27 ms for the eigenvalues of 768
-rows and 18 ms for the growth curves, and the browser 10 to 25 ms per figure that it draws anew."""
+rows and 18 ms for the growth curves, and the browser 10 to 25 ms per figure that it redraws."""
 _GROWTH = """Each row varies one size; processor time of one thread. *Product*: with the Hessian of a GPT-2 in float32,
 depth 4, d = 128 in heads of 32, N = 4 sequences of L = 128 tokens, one vector; the last column is its cost in gradients
 of the same model. *Exact norms*: of both parts of Q, K, V and O of an attention layer in float64, N = 8, L = 32,

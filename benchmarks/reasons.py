@@ -6,8 +6,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
     (
         "Closed forms",
         "nine dense blocks",
-        "Dense blocks: with so few tokens the time is that of the products over the tokens and of the copies to both "
-        "sides of the diagonal, which a memory write does not have.",
+        "Dense blocks: with so few tokens, the products over the tokens and the copies to both sides of the diagonal "
+        "take most of the time; a plain memory write has neither.",
     ),
     (
         "Closed forms",
@@ -17,13 +17,13 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
     (
         "Closed forms|Without AVX-512",
         "six exact norms",
-        "Exact norms: with Gaussian inputs Hutchinson's estimate reaches 1 % in about a hundred products, and the "
+        "Exact norms: with Gaussian inputs Hutchinson's estimate reaches 1 % after about a hundred products, while "
         "exact norms take as long as with any other inputs.",
     ),
     (
         "Long sequences",
         "",
-        "Attention in linear memory: the scores are computed anew instead of kept, which pays in time once the matrix "
+        "Attention in linear memory: the scores are recomputed instead of stored, which saves time only if the matrix "
         "of scores is large.",
     ),
     (
@@ -45,43 +45,44 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
     (
         "Solving",
         "KFAC inverse of one random gradient",
-        "Our KFAC inverse: `cv.hessian` runs the loss twice before the first question, to count its terms and to see "
-        "that it is deterministic; without these runs ours takes at most 1.11 times as long.",
+        "Our KFAC inverse: `cv.hessian` first runs the loss twice, to count its terms and to check that it is "
+        "deterministic; without these runs ours takes at most 1.11 times as long.",
     ),
     (
         "Solving",
         "preconditioner|products of .* solves",
-        "Preconditioners: KFAC alone leaves a residual of 0.39 and more on these blocks, and CG with so distant an "
+        "Preconditioners: KFAC alone leaves a residual of 0.39 or more on these blocks, and CG with so inaccurate an "
         "approximation often takes more products than without it.",
     ),
     (
         "Solving",
         "residual of KFAC",
-        "KFAC inverse: it needs no product with the matrix; our solve to the same residual takes the loss, the graph "
+        "KFAC inverse: it needs no product with the matrix; our solve to the same residual needs the loss, the graph "
         "and a few products.",
     ),
     (
         "Estimates beside their products",
         "",
-        "Estimates: probes are drawn and multiplied with the results, as vectors of all entries.",
+        "Estimates: drawing the probes and multiplying them with the results takes time in proportion to the number "
+        "of parameters.",
     ),
     (
         "Several vectors",
         "",
-        "Larger sizes: arithmetic outweighs the calls that the vectors share, and with the graph kept all arithmetic "
-        "of a product depends on the vector.",
+        "Larger sizes: arithmetic outweighs the overhead of calls, which the vectors share; once the graph is kept, "
+        "all arithmetic of a product depends on the vector.",
     ),
     (
         "Products",
         r"\| (curvlinops|hessian-eigenthings|PyHessian) \|.*\*\*\d\.\d+\*\* \|",
-        "Memory: our products keep the graph, and curvlinops makes it anew in every product, which costs it time.",
+        "Memory: our products keep the graph; curvlinops rebuilds it in every product, which takes time.",
     ),
     (
         "Products",
         r"\| ours \|",
-        "Products above the aim: operations on single entries of norms, activations and attention, which torch fuses "
-        "in the gradient and not in its derivative; most are too short for two threads "
-        "(*Where the time of a product goes*).",
+        "Products above the aim: operations on single entries in norms, activations and attention, which torch fuses "
+        "in the gradient but not in its derivative; most are too short for two threads (*Where the time of a product "
+        "goes*).",
     ),
     (
         "Estimates",

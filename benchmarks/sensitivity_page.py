@@ -28,20 +28,20 @@ _CHANGES = (
 _ACCEPTED = 0.1  # of the second order, for the remainder
 _INTRODUCTION = """# What a change of weights costs, on trained models
 
-[The how-to page](howto/sensitivity.md) says how to compute these numbers. `make sensitivity` measures them: it runs
-`benchmarks/sensitivity.py` and makes this page of the results, `benchmarks/sensitivity.json`.
+[The how-to page](howto/sensitivity.md) explains how to compute these numbers. `make sensitivity` runs
+`benchmarks/sensitivity.py` and writes this page from its results, `benchmarks/sensitivity.json`.
 
-SmolLM2-135M-Instruct predicts the next token of the package's own text, in sequences of 32 tokens. Changed are Q, V, O,
-up and down of layers 1, 14 and 28, the heads of layers 14 and 28, or one of six layers from 2 to 27. Its file stores
-weights with 4 bits, so rounding starts from rounded weights. all-MiniLM-L6-v2 tells from which passage of 48 tokens of
-the text a half of it comes, with the cross-entropy of the cosines times 20 and the embeddings of the passages held
-fixed. Changed are the weights and heads of layers 0, 2 and 5, or one of its six layers.
+SmolLM2-135M-Instruct predicts the next token of the package's own text, in sequences of 32 tokens. The changes are to
+Q, V, O, up and down of layers 1, 14 and 28, to the heads of layers 14 and 28, or to one of six layers from 2 to 27. Its
+file stores weights with 4 bits, so rounding starts from rounded weights. all-MiniLM-L6-v2 finds the passage of 48
+tokens to which half a passage belongs, with the cross-entropy of the cosines times 20 and the embeddings of the
+passages held fixed. The changes are to the weights and heads of layers 0, 2 and 5, or to one of its six layers.
 
 The Hessian is that of a probe: {smol[probe]} sequences of SmolLM2, or {minilm[probe]} of MiniLM, which run and count
 in batches of {smol[together]} and {minilm[together]}. Other, held-out sequences come from the same text. ± is a
 standard error over these batches, or over held-out sequences; differences are paired. From so few, standard errors
 are themselves uncertain: by {smol_doubt:.0%} for the {smol_units} batches of SmolLM2, by {minilm_doubt:.0%} for the
-{minilm_units} of MiniLM. Differences between scores that are smaller than two standard errors are no differences.
+{minilm_units} of MiniLM. Differences between scores of less than two standard errors are not significant.
 """
 _RANKS = """
 ## Which score ranks the tensors?
@@ -53,13 +53,13 @@ raise it. On the probe itself:
 """
 _ELSEWHERE = """
 With the change measured on {smol[few]} (SmolLM2) or {minilm[few]} (MiniLM) held-out sequences, and the jackknife's
-standard error over these; the scores are taken as given:
+standard error over these; the scores are treated as fixed:
 """
 _REACH = f"""
 ## How far does second order reach?
 
-All blocks are changed together, measured on the probe. The remainder is what the measured change has beyond first and
-second order, in percent of the measured change; ¼ δ and ½ δ are shorter steps along the same line. *order* is the power
+All blocks are changed together, measured on the probe. The remainder is the measured change minus first and second
+order, in percent of the measured change; ¼ δ and ½ δ are shorter steps along the same line. *order* is the power
 of the step with which the remainder grows from ¼ δ to ½ δ: 3 if it is of third order there. *fails beyond* is the size
 of change |δ|/|w| at which a remainder of third order, as it is measured at ¼ δ, reaches {_ACCEPTED:.0%} of ½ δ·Hδ, with
 an interval from two standard errors of the remainder. If it is less than the size of δ in the third column, the second
@@ -81,7 +81,7 @@ _REPAIRS = """
 ## Repairing with different curvatures
 
 V and O of three layers (0, 2 and 5 of MiniLM, 1, 14 and 28 of SmolLM2) are rounded in groups of 64, or half of their
-entries are pruned by magnitude. The other weights of the same tensor make up for it, by the curvature of 16
+entries are pruned by magnitude. The other weights of the same tensor compensate, according to the curvature of 16
 calibration sequences. All these tensors are changed together, and measured on held-out sequences. X^T X is GPTQ for
 rounding, and `surgeon` with `cv.approximations.input` for pruning. TKFAC weighs the tokens of X^T X by their gradients.
 KFAC repairs rounding as X^T X does, because all outputs of an input are rounded at once and the other Kronecker factor
@@ -277,11 +277,13 @@ def _reach_in_words(results: Found) -> str:
             untold.append(said)
     lines = [
         f"The measured remainder of the whole change is above {_ACCEPTED:.0%} of ½ δ·Hδ by more than two standard "
-        "errors for these; second order fails there, and from the size of change that is named on:",
+        "errors for these; second order fails beyond the size of change that is given:",
         "",
         *(f"- {one}." for one in fails),
     ]
-    return "\n".join([*lines, "", f"It is not told from {_ACCEPTED:.0%} for {'; '.join(untold)}."] if untold else lines)
+    if untold:
+        lines += ["", f"It cannot be distinguished from {_ACCEPTED:.0%} for {'; '.join(untold)}."]
+    return "\n".join(lines)
 
 
 def _pairs(results: Found) -> list[list[str]]:

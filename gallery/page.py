@@ -29,7 +29,7 @@ FIGURES = {
     "parts": "Norms of the Gauss-Newton and of the functional part of the {query} and the {key} block, by layer, "
     "trained weights.",
     "depth": "Norm and effective rank of the Gauss-Newton part of each role by layer, trained weights.",
-    "pairs": "Norms of the Gauss-Newton part for all pairs of blocks, trained weights; grey: not told from zero.",
+    "pairs": "Norms of the Gauss-Newton part for all pairs of blocks, trained weights; grey: zero within the error.",
     "heads": "Norm of the Gauss-Newton part of each head, trained weights.",
     "spectra": "Spectral densities of chosen blocks of the whole Hessian, trained weights.",
     "audit": "Error of each approximation of chosen blocks, by layer, one line per role, with standard errors.",
@@ -188,9 +188,9 @@ def _equalised(results: Facts) -> list[str]:
     columns = ["weights", "loss", f"{value} over {query}", "loss without norms", "the same without norms"]
     columns.append("largest over smallest block of a layer")
     lines = [
-        "Medians over the layers. Without norms: the same architecture with the identity in the place of its norms, "
+        "Medians over the layers. Without norms: the same architecture with the identity instead of its norms, "
         "with the same random weights, or trained in the same way. The last column has the largest norm over the "
-        "smallest one among the linear weights of a layer: what norms leave unequal.",
+        "smallest one among the linear weights of a layer: how unequal they still are with norms.",
         "",
         *table(columns, rows),
     ]
@@ -251,7 +251,7 @@ def _spectra(name: str, results: Facts) -> list[str]:
     columns = ("block", "size", "largest eigenvalue", "smallest", "negative", "near zero")
     said = (
         f"Blocks of the whole Hessian, Gauss-Newton and functional part together, from {products} products each. "
-        "*Near zero* are those too small for their sign to be known."
+        "*Near zero*: the share of eigenvalues too small for their sign to be known."
     )
     return [said, "", *table(columns, rows)]
 
@@ -286,8 +286,8 @@ def _sensitivity(name: str, results: Facts) -> list[str]:
     ]
     sizes = median(one["relative"] for one in tensors.values())
     return [
-        f"int4 in groups of {found['group']} in all {len(tensors)} linear weights of the layers, a change of "
-        f"{short(sizes)} of a weight's norm in the median: predicted {signed(found['predicted'])} to second order, "
+        f"int4 in groups of {found['group']} in all {len(tensors)} linear weights of the layers, a median "
+        f"change of {short(sizes)} of a weight's norm: predicted {signed(found['predicted'])} to second order, "
         f"measured {signed(found['measured'])}, remainder {signed(found['remainder'])}. Of the second order, "
         f"{second:+.2g}, the functional part is {functional:+.2g}."
         + (" [Other changes, and text that was held out](../sensitivity.md)." if name in _STUDIED else ""),

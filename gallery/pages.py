@@ -25,7 +25,7 @@ _COSTS = ("predicted", "measured")
 _UNKNOWN = "not measured"
 _INTRODUCTION = """# Gallery: what does it mean to be a trained Transformer?
 
-Models with trained weights and, beside them, the same models before training: the Gauss-Newton part of every
+Models with trained weights, compared with the same models before training: the Gauss-Newton part of every
 block from sampled backward passes (`cv.sweep`), functional parts in closed form, spectra, approximations, what int4
 costs, and which claims of the papers hold. `make gallery` installs the weights or trains them from seeds, measures
 again and writes these pages; the numbers are in one JSON file per model. The Mamba has no attention: its C, B and
@@ -37,7 +37,7 @@ _MODELS = """
 ## All models
 
 Medians over the layers, with the medians of both ends of the intervals. Without norms: the same architecture with the
-identity in the place of its norms.
+identity instead of its norms.
 """
 _DETAILS = """
 Of the trained weights: the share of the five leading query heads (a quarter of the heads if they are fewer) in the sum
@@ -47,7 +47,8 @@ what int4 costs, to second order and measured:
 _CLAIMS = """
 ## Claims
 
-Those that fail come first. A median quotient has the medians of both ends as its interval; one without it is exact.
+Claims that fail come first. The interval of a median quotient consists of the medians of both ends; a quotient without
+an interval is exact.
 """
 
 
@@ -83,8 +84,8 @@ def answers(everything: Mapping[str, Facts]) -> list[str]:
     count = len(everything)
     return [
         f"{PARTS} In the trained query blocks it is larger than the Gauss-Newton part in "
-        f"{functional} of {count} models; training makes it weigh less in {lighter}. Gauss-Newton over functional "
-        f"part: {_changes(parts)}.",
+        f"{functional} of {count} models; training makes it relatively smaller in {lighter}. Gauss-Newton over "
+        f"functional part: {_changes(parts)}.",
         f"{SIZE} By layer, the claim {_verdicts(everything, SIZE)} Training brings them "
         f"closer in {closer} of {count} models. Value over query: {_changes(quotients)}.",
         f"{NORMS} That norms bring query and value closer {_verdicts(everything, NORMS)}",

@@ -160,7 +160,9 @@ def sensitivity(
         str | None,
         typer.Option(help="Instead of CHANGED: int8, int4, int3, nf4, fp8 (rounding), prune_2_4 or low_rank."),
     ] = None,
-    group: Annotated[int | None, typer.Option(help="Inputs that share a scale. (default: one per channel)")] = None,
+    group: Annotated[
+        int | None, typer.Option(help="Inputs that share a scale. (default: one scale per channel; 64 for --budget)")
+    ] = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="int only: levels from min to max.")] = False,
     prune: Annotated[float | None, typer.Option(help="Instead of CHANGED: share of the weights to set to 0.")] = None,
     drop_heads: Annotated[
@@ -233,7 +235,7 @@ def reproduce(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory or store file of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory or store file of a run of watch or reproduce.")],
     format_: Annotated[str, typer.Option("--format", help="csv or parquet.")] = "csv",
     out: Annotated[Path | None, typer.Option(help="Output file; without it CSV goes to stdout.")] = None,
 ) -> None:

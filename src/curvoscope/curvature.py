@@ -102,8 +102,8 @@ class ModelHessian(BlockHessian):
 
     @property
     def plan(self) -> Plan:
-        """How each block and part is computed, why, and what it takes; `print(H.plan)` for a table. Nothing is
-        computed for it; what was found out by computing is in it."""
+        """How each block and part is computed, why, and at what cost; `print(H.plan)` for a table. Nothing is computed
+        for it; what was found out by computing is in it."""
         known = 0 if self._closed is None else self._closed.verified, self._engine.note
         if self._plan is None or self._plan[0] != known:
             rows = (self._planned(name, part) for name in self._blocks for part in PARTS)
@@ -287,8 +287,8 @@ def hessian(
             gradient at the layer's output alone.
         micro_batch: rows at a time; None: a batch at a time.
         device: where to compute; None: where the model is.
-        memory_limit: bytes for the graphs kept between products; what does not fit is computed anew in each product.
-            None: a part of what is free.
+        memory_limit: bytes for the graphs kept between products; graphs that do not fit are recomputed in each product.
+            None: a part of the free memory.
         process_group: the processes whose batches count, a group of torch.distributed, or "world" for its default one.
             Each of them gives batches of its own, as many as it has (also none), for the same model and blocks, and
             then makes the same calls: products and closed forms are summed over all, every answer is the same
@@ -303,11 +303,11 @@ def hessian(
         copy: whether to copy the weights. Otherwise the Hessian shares them with the model: once they have changed, as
             by an optimizer, it raises a `ChangedWeightsError`. A copy keeps it as it is.
         recompute: "layer" keeps the inputs of the model's layers (of its `nn.ModuleList`) instead of all activations,
-            and computes what happens inside of a layer anew in each product, which takes about twice as long.
-        compile: whether `torch.compile` makes one program of a product with all blocks, when there is a first one. That
-            takes as long as many products, a minute for some models; on a CPU it needs a C++ compiler. The program
-            must agree with the eager product. If it does not, or torch cannot compile it, products stay eager, and a
-            `CompileWarning` says why. `H.plan` tells what became of it.
+            and recomputes the inside of each layer in every product, which takes about twice as long.
+        compile: whether `torch.compile` turns the product with all blocks into one program, when the first one is
+            computed. Compiling takes as long as many products, a minute for some models; on a CPU it needs a C++
+            compiler. The program must agree with the eager product. If it does not, or torch cannot compile it,
+            products stay eager, and a `CompileWarning` says why. `H.plan` reports the outcome.
 
     Half-precision weights are converted: operators, vectors and sums are float32, and the weights are copied.
 

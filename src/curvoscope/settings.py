@@ -30,18 +30,18 @@ def settings(
     seed: int | None = None,
     scratch: str | Path | None = None,
 ) -> Iterator[Settings]:
-    """Set the memory limit, progress bars, default seed and scratch folder of what is computed inside a `with` block.
+    """Set the memory limit, progress bars, default seed and scratch folder for computations inside a `with` block.
 
-    What is not given stays as it is outside the block. Blocks can be nested; each thread has settings of its own.
+    Settings that are not given stay as they are outside the block. Blocks can be nested; each thread has settings of
+    its own.
 
     Args:
-        memory_limit: bytes that one computation may use. What needs more is cut into chunks, or refused with a
-            `MemoryLimitError`. By default 40 % of the free memory.
+        memory_limit: bytes that one computation may use. A computation that needs more is cut into chunks, or refused
+            with a `MemoryLimitError`. By default 40 % of the free memory.
         progress: whether an estimator that takes more than a second shows a bar, on a terminal or in a notebook.
-        seed: seed of every estimate and random draw that is asked for without `seed=`.
-        scratch: folder in which the vectors of Lanczos are kept, in a file that is mapped into memory and is gone with
-            its run. The memory limit does not count them; eigenvalues are the same to the bit, if without a folder
-            the vectors fit.
+        seed: seed of every estimate and random draw without a `seed=` of its own.
+        scratch: folder for the vectors of Lanczos, in a memory-mapped file that is removed after the run. The memory
+            limit does not count them; eigenvalues are the same to the bit, if without a folder the vectors fit.
 
     Returns:
         A context manager. What it yields has the settings in force, by these names, and `predicted`: the largest peak,

@@ -8,6 +8,7 @@ import pytest
 from curvoscope.commands import export, watch
 from curvoscope.commands.reproduce import STORE
 from curvoscope.database import StoreError
+from curvoscope.errors import RangeError
 from curvoscope.training import RunStore
 from curvoscope.versions import versions
 
@@ -53,4 +54,9 @@ def test_parquet_of_a_file_has_the_same_numbers(run, tmp_path, capsys):
 def test_a_file_that_is_no_store(tmp_path):
     (tmp_path / STORE).write_bytes(b"no store" * 300)
     with pytest.raises(StoreError, match="is damaged"):
+        export.run(tmp_path, "csv", None)
+
+
+def test_a_run_without_a_store(tmp_path):
+    with pytest.raises(RangeError, match=r"^RUN: there is no store at .*; give a run of watch or reproduce"):
         export.run(tmp_path, "csv", None)

@@ -140,3 +140,18 @@ class TestErrors:
         with pytest.raises(ReportError, match=r"^RUN: ") as caught:
             report.run(tmp_path)
         assert str(caught.value).count("\n") == 0 and (tmp_path / "report.html").read_text() == "old"
+
+
+def test_figures_of_an_earlier_run_in_the_same_directory_stay_out(tmp_path):
+    everything, _ = run_of("analyze", tmp_path / "all")
+    out, document = run_of("some blocks", tmp_path / "some")
+    before = (out / "report.html").read_text()
+    assert "norms" in document["pictures"] and "depth" not in document["pictures"]
+    for kind in ("png", "svg"):
+        (out / f"depth.{kind}").write_bytes((everything / f"depth.{kind}").read_bytes())
+    report.run(out)
+    assert (out / "report.html").read_text() == before
+    del document["pictures"]  # a document of an older version: all figures beside it are its own
+    (out / "table.json").write_text(json.dumps(document))
+    report.run(out)
+    assert (out / "report.html").read_text() != before

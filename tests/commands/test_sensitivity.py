@@ -72,6 +72,9 @@ def test_heads_pruning_and_no_pairs(call, undrawn, tmp_path):
     pruned = json.loads(stdout)
     assert code == 0 and pruned["pairs"] == [] and pruned["rows"][0]["alone"] is None
     assert pruned["missing"] and "--prune 0.5 --no-pairs" in pruned["command"] and "--drop" not in pruned["command"]
+    assert "alone, measured" not in (tmp_path / "report.md").read_text()  # no columns without a number
+    code, stdout, _ = call("sensitivity", *FAST, "--prune", "0.5", "--no-pairs", "--out", tmp_path)
+    assert code == 0 and "share" in stdout and "alone" not in stdout
 
 
 @pytest.mark.slow
@@ -85,3 +88,10 @@ def test_a_folder_changed_into_another(call, undrawn, tmp_path):
     found = json.loads(stdout)
     assert code == 0 and [row["block"] for row in found["rows"]] == ["h.0.mlp.up"]
     assert found["command"].startswith(f"curvoscope sensitivity {tmp_path / 'one'} {tmp_path / 'two'} --seed 0")
+
+
+def test_groups_that_do_not_fit_a_budget_are_an_error_before_anything_is_measured(call, undrawn, tmp_path):
+    out = tmp_path / "out"
+    code, stdout, stderr = call("sensitivity", *FAST, "--recipe", "int3", "--budget", "10", "--out", out)
+    assert (code, stdout) == (2, "") and not out.exists()
+    assert stderr.startswith("error: group: ") and "which 64 does not divide; choose another group size" in stderr

@@ -12,7 +12,7 @@ from curvoscope.report.comparison import side_by_side
 from curvoscope.report.contents import report_of
 from curvoscope.report.run_views import NORM
 from curvoscope.report.views import as_json
-from report_cases import KINDS, Page, model_document, run_of
+from report_cases import DOCUMENTS, KINDS, Page, model_document, run_of
 
 LABELS = {NORM: "frobenius_norm", "trace": "trace", "λ max": "largest_eigenvalue"}
 
@@ -134,6 +134,19 @@ class TestSideBySide:
         page = Page(report.html())
         assert [view["label"] for view in embedded(report.html())] == ["before", "after"]
         assert page.tables[0]["rows"][0][4][0] == "after / before"
+
+    def test_the_spectra_of_a_run_are_those_of_the_total_of_another(self, tmp_path):
+        reports = {}
+        for kind in ("some blocks", "spectrum"):
+            out, _ = run_of(kind, tmp_path / kind)
+            reports[kind] = report_of((out / DOCUMENTS[kind]).read_text(), {})
+        tables = {table.caption.partition(":")[0]: table for table in side_by_side(reports).tables}
+        known = {
+            (line[0].text, line[1].text)
+            for line in tables["λ max"].rows
+            if None not in (line[2].value, line[3].value, line[4].value)
+        }
+        assert known == {(f"h.0.attn.{role}", "total") for role in "QV"}
 
     def test_a_number_that_is_zero_to_rounding_has_no_ratio(self):
         documents = [model_document(1, seed) for seed in range(2)]

@@ -185,7 +185,7 @@ def _block_rates(findings: Findings) -> Iterator[Advice]:
         return
     yield Advice(
         "per-block learning rates",
-        f"Give blocks learning rates of their own, in the inverse ratio of their curvature: {low} can take "
+        f"Give each block its own learning rate, inversely proportional to its curvature: {low} can take "
         f"{ratio:,.0f} times the rate of {high}",
         "largest over smallest λ max of the blocks",
         ratio,

@@ -40,22 +40,21 @@ def audit(
     """Measure approximations of blocks against the blocks themselves.
 
     From a Hessian every number is exact, and needs one backward pass for each direction of the loss Hessian: for small
-    models. From a sweep, an approximation is made of one half of the samples and compared on the other half; the error
-    is that of an approximation made of so many samples, and has an error bar. Those that keep entries of H (diagonal,
-    neurons, heads, layers) are measured as if made of H itself. A sweep of a large model need not keep
-    its samples: give `cv.sweep` a `SampledAudit`.
+    models. From a sweep, an approximation is computed from one half of the samples and compared on the other half; its
+    error includes the sampling error and has an error bar. Approximations that keep entries of H (diagonal, neurons,
+    heads, layers) are measured as if computed from H itself. To audit a large model without keeping samples, give
+    `cv.sweep` a `SampledAudit`.
 
     Args:
-        H: a Hessian, or a sweep that keeps its samples: those that are small, and those of blocks in its `keep=`.
+        H: a Hessian, or a sweep that keeps its samples: small ones, and those of the blocks in its `keep=`.
         blocks: names or shell patterns; several names in a tuple are audited as one weight. None: the weights of all
             linear layers.
         approximations: names such as "kfac", "kronecker:4", "shampoo:1/4", "kfac/heads"; operators, which must not come
             from the same samples; or dictionaries of operators by block, as `cv.approximations.read_factors` returns.
-            The second of one name is called "kfac (2)". None: a choice of names, of which a block is given those that
-            it can have.
-        part: of the Hessian to compare with: "outer", "functional" or "total". Approximations by name are always made
-            of the outer part, which is what their definitions have; those of the total can be given as operators, such
-            as `cv.approximations.diagonal(H.total, name)`.
+            The second of one name is called "kfac (2)". None: a default list, as far as it applies to each block.
+        part: of the Hessian to compare with: "outer", "functional" or "total". Approximations given by name are always
+            computed from the outer part, as their definitions say; pass those of the total as operators, such as
+            `cv.approximations.diagonal(H.total, name)`.
         damping: of the steps, which a sweep does not have; None: a tenth of the mean eigenvalue of the outer part.
 
     Returns:

@@ -17,7 +17,7 @@ _PRECISE = 1e3  # units of rounding of the largest eigenvalue
 
 @dataclass(frozen=True)
 class Damping:
-    """A damping and what it follows from: the largest of four numbers, each a reason of its own.
+    """A damping, the largest of four numbers, each of which has its own reason.
 
     Args:
         value: the damping.
@@ -66,8 +66,8 @@ def damping(
     """The damping that a measured spectrum asks for, and its evidence.
 
     It answers one question: how much must be added so that (H + damping)^-1 exists, is stable and does not amplify
-    what the data cannot tell from zero? For influence functions of weights trained with a weight decay, the damping is
-    that weight decay instead.
+    directions that the data cannot distinguish from zero? For influence functions of weights trained with a weight
+    decay, the damping is that weight decay instead.
 
     Args:
         H: a Hessian, of which the total counts, or a symmetric operator.

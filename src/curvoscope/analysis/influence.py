@@ -44,7 +44,7 @@ class Influence:
         method: "exact", "identity", or the name of an approximation.
         damping: that of the inverse.
         solutions: the solves with their certificates, one for each chunk of test rows; none for other methods.
-        made_of: what an approximation is made of: "all gradients", or a number of random ones in a large model.
+        made_of: what an approximation is computed from: "all gradients", or a number of random ones in a large model.
 
     Example:
         >>> import torch, curvoscope as cv

@@ -21,7 +21,7 @@ from curvoscope.text_table import ShownAsTable, TextTable
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """What one block contributes to the predicted change of the loss, and what changing it alone does.
+    """The contribution of one block to the predicted change of the loss, and the effect of changing it alone.
 
     Args:
         block: its name.

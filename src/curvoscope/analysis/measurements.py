@@ -137,7 +137,7 @@ def extremes(H: ModelHessian, effort: Effort, seed: int | None = None) -> Extrem
 
 
 def rounding_of(rows: Sequence[Measurement], dtype: torch.dtype) -> float:
-    """The norm below which a block cannot be told from the rounding of the others: ε times the largest norm."""
+    """The norm below which a block is indistinguishable from the rounding of the others: ε times the largest norm."""
     return torch.finfo(dtype).eps * max(row.frobenius_norm.value for row in rows)
 
 

@@ -19,7 +19,7 @@ _LEAST_LOG = -700.0  # of numbers that floats have all digits of
 
 @dataclass(frozen=True)
 class Prediction:
-    """A number read off a power law, with its interval.
+    """A number predicted by a power law, with its interval.
 
     Args:
         value: the number.
@@ -46,8 +46,8 @@ class Prediction:
 class PowerLaw:
     """value = a size^exponent, the least-squares line through the mean logarithms at each size.
 
-    Call it with a size to read off a value. The bootstrap redraws the data within each size if every size has several
-    values, otherwise the residuals.
+    Call it with a size to get the value there. The bootstrap redraws the data within each size if every size has
+    several values, otherwise the residuals.
 
     Args:
         prefactor: a.

@@ -37,8 +37,8 @@ def sensitivity(
     """What a change δ of the weights costs, block by block: L(w + δ) - L(w) = g·δ + ½ δ·Hδ + remainder.
 
     With d_b the part of δ in block b, (Hδ)_b = Σ_c H_bc d_c: one product with δ gives ½ d_b·(Hδ)_b for all blocks, one
-    product per block gives ½ d_b·H_bc d_c for all pairs. Without pairs the ledger takes less than two products, with
-    all pairs of n blocks that change less than n + 2, a product counted with the graph that it needs. The changes are
+    product per block gives ½ d_b·H_bc d_c for all pairs. Without pairs the ledger takes less than two products; with
+    all pairs of n changed blocks, less than n + 2. A product includes the graph that it needs. The changes are
     measured by forward passes: of all blocks together and, with pairs, of each block alone.
 
     Args:

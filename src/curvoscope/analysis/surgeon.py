@@ -73,7 +73,7 @@ def surgeon(
             semi-definite, or damped until it is.
         block: the name of the block.
         delta: the change as given, (R,), row-major as all blocks are.
-        fixed: which entries must change as given, (R,) bool; None: those that are not zero.
+        fixed: which entries must change as given, (R,) bool; None: the entries that are not zero.
         damping: λ; None: one hundredth of the mean diagonal entry, as GPTQ has it.
         tolerance: relative residual at which to stop.
         iterations: of conjugate gradients, at most.

@@ -35,7 +35,7 @@ def source_of(curvature: CurvatureSource, name: str | None = None, signed: bool 
             squares are subtracted. Only `diagonal`, `neurons` and `kronecker` have a meaning for it.
 
     Returns:
-        The source, which every approximation of the block can be made of.
+        The source, from which every approximation of the block can be computed.
 
     Example:
         >>> import torch, curvoscope as cv

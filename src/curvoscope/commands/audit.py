@@ -175,7 +175,7 @@ def _answer(found: _Audited) -> str:
         if found.outside.exact
         else f"{found.outside.value:.2f} ± {found.outside.stderr:.1g}"
     )
-    return f"{said} All {len(found.table.blocks)} diagonal blocks together, kept whole, miss {error} of the norm of H."
+    return f"{said} The {len(found.table.blocks)} diagonal blocks together, kept whole, miss {error} of the norm of H."
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:

@@ -49,8 +49,10 @@ def show_files(out: Path, figures: Mapping[str, bytes], document: str) -> None:
 def write_run(out: Path, name: str, facts: dict[str, Any], figures: Mapping[str, bytes]) -> str:
     """Write figures, reports and the document `name` into `out`; the document's text.
 
-    The document is the last: a directory that has it has the others too.
+    The document is the last: a directory that has it has the others too. It names its figures: the directory may hold
+    those of an earlier run as well.
     """
+    facts = facts | {"pictures": sorted({Path(figure).stem for figure in figures})}
     document = json.dumps(facts, indent=2, allow_nan=False) + "\n"
     for figure, content in figures.items():
         commands.write(out / figure, content)

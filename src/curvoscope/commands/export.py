@@ -25,7 +25,9 @@ def run(source: Path, kind: str, out: Path | None) -> None:
     checks.choice("format", kind, FORMATS)
     path = source / STORE if source.is_dir() else source
     if not path.is_file():
-        raise RangeError("RUN", f"there is no store at {path}; give the directory or the store of a run")
+        raise RangeError(
+            "RUN", f"there is no store at {path}; give a run of watch or reproduce, the commands that keep one"
+        )
     columns, table = _table(path)
     if kind == "csv":
         text = _csv(columns, table)

@@ -61,6 +61,7 @@ def run(request: Request, options: SensitivityOptions, out: Path, as_json: bool)
         blocks = blocks.select("*.attn.O").per_head()
     if options.blocks:
         blocks = select(blocks, options.blocks)
+    _check_groups(subject, options)
     commands.make_directory(out)
     data = [subject.batch]
     with work(5) as step:
@@ -149,6 +150,12 @@ def _check_budget(options: SensitivityOptions) -> None:
     least = min(_bits(options).values())
     if options.budget is not None and not options.budget >= least:
         raise RangeError("budget", f"got {options.budget:g} bits, the smallest format has {least:g}")
+
+
+def _check_groups(subject: Subject, options: SensitivityOptions) -> None:
+    """Raise if the groups of the formats for a budget do not fit the weights, before anything is measured."""
+    if options.budget is not None:
+        recipes.int8(subject.model, group=options.group or _GROUP)
 
 
 def _ranks(subject: Subject, change: Change, blocks: Blocks, ledger: Ledger) -> dict[str, Estimate]:

@@ -38,13 +38,23 @@ def documents(source: Path) -> list[Path]:
 
 
 def read(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A document, and the figures beside it; one that is not there is left out."""
+    """A document, and its figures beside it; one that is not there is left out."""
     try:
         document = path.read_text(encoding="utf-8")
         figures = {one.name: one.read_bytes() for kind in ("png", "svg") for one in path.parent.glob(f"*.{kind}")}
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError("RUN", f"cannot read {path}: {error}") from error
-    return document, figures
+    own = _pictures(document)
+    return document, figures if own is None else {name: one for name, one in figures.items() if Path(name).stem in own}
+
+
+def _pictures(document: str) -> list[str] | None:
+    """The names of a document's figures; None if it does not say, as in older versions."""
+    try:
+        facts = json.loads(document)
+    except json.JSONDecodeError:
+        return None  # whoever reads the document raises
+    return facts.get("pictures") if isinstance(facts, dict) else None
 
 
 def stored_report(path: Path) -> Report:

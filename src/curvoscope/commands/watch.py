@@ -135,7 +135,7 @@ def _interruptible() -> Iterator[threading.Event]:
 
 
 def _table(records: list[Record]) -> Table:
-    table = Table(title="curvature on the probe", title_justify="left")
+    table = Table(title="Curvature on the probe", title_justify="left")
     for heading in (
         "step",
         "loss",

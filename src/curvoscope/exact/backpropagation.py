@@ -64,7 +64,7 @@ class LowRank(LinearOperator):
         values: λ (k,).
         errors: (k,), the residuals of the eigenpairs.
         vectors: V (n, k).
-        remainder: the Frobenius norm of what is left out.
+        remainder: the Frobenius norm of the part that is left out.
 
     Example:
         >>> import torch, curvoscope as cv
@@ -234,7 +234,7 @@ def backpropagate(
     """G and S at the input and at the output of every layer and sublayer, in the order of the forward pass.
 
     Args:
-        layers: a `Stack`, or what it is made of.
+        layers: a `Stack`, or the list of its layers.
         X: (L, d) or (N, L, d).
         loss: of the last output; with `CrossEntropy(targets, unembedding)` the unembedding comes with the loss.
 

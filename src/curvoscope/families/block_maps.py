@@ -27,20 +27,20 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
 
     A layer has "attn.Q", "attn.K", "attn.V", "attn.O", "mlp.up", "mlp.down" (and "mlp.gate"), their biases "attn.b_Q",
     ..., "mlp.b_up", ..., each with one row, and norms, gamma above beta: "norm1" and "norm2" before attention and MLP
-    (behind them and the sum with the stream, if nothing is normalised before), "norm1_post" and "norm2_post" of their
-    outputs. Around the layers stand "embed" (a row for each token), "positions", "embed_norm", "final_norm", "unembed"
-    and "b_unembed". An unembedding tied to the embedding is the block "embed", which says so in `tied`. Two stacks of
+    (in a post-norm model, after them and the residual sum), "norm1_post" and "norm2_post" of their outputs. Around the
+    layers stand "embed" (a row for each token), "positions", "embed_norm", "final_norm", "unembed" and "b_unembed". An
+    unembedding tied to the embedding is the block "embed", which says so in `tied`. Two stacks of
     layers have the names of their modules in front: "encoder.h.0.attn.Q"; what stands around both has none.
 
-    Without a batch, known are GPT-2, Llama, BERT and ViT of Hugging Face and whatever has their parameter names,
+    Without a batch, it knows GPT-2, Llama, BERT and ViT of Hugging Face and all models with their parameter names,
     nn.TransformerEncoder and nn.MultiheadAttention, TransformerLens, and this package's models, also inside other
     modules. Where names alone do not tell, the module is looked at: its `forward` for the places of norms, a run on
     random numbers for the order in a fused weight.
 
-    With a batch, names and classes do not matter: the model runs once, and roles are read off the graph of that pass.
-    Vector-Jacobian products tell which columns of a fused weight make which head, so that a block may be several
-    ranges of columns. This adds "attn.q_norm", "attn.k_norm", "attn.sinks", "attn.positions" (biases of the scores),
-    "attn.scale" (LayerScale), "attn.Q_latent" and "attn.KV_latent" (weights in series), "cross.Q", ... with
+    With a batch, names and classes do not matter: the model runs once, and the graph of that pass determines the roles.
+    Vector-Jacobian products show which columns of a fused weight belong to which head, so a block may consist of
+    several ranges of columns. This adds "attn.q_norm", "attn.k_norm", "attn.sinks", "attn.positions" (biases of the
+    scores), "attn.scale" (LayerScale), "attn.Q_latent" and "attn.KV_latent" (weights in series), "cross.Q", ... with
     "norm_cross" (cross-attention), "mlp.router", "mlp.experts.0.up", "mlp.shared.up", and around the layers "patch",
     "cls", "token_types", "input.0", ..., "head.0", ... and "pool.attn.Q" (a head that pools by attention). A layer that
     runs several times is one. The graph takes the memory of a training step: a small batch is enough.

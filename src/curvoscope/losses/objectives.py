@@ -334,7 +334,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 class Contrastive(MeanLoss):
-    """A loss(outputs, targets) in which rows of a batch meet, as in InfoNCE: a mean over rows, each against the others.
+    """A loss(outputs, targets) that compares the rows of a batch with each other, as InfoNCE does; a mean over rows.
 
     A batch is a unit: its rows meet each other, and never those of another batch. Several batches are weighted by their
     rows. With `micro_batch` the model runs on a few rows at a time, and the result is that of the whole batch: outputs

@@ -29,7 +29,7 @@ ProductPair = tuple[Multiplication, Multiplication]  # with an operator and with
 
 
 class LinearOperator(Spectral, ABC):
-    """A real matrix (R, C) known by its products; what a Hessian block can be asked.
+    """A real matrix (R, C) known by its products, with everything that can be asked of a Hessian block.
 
     `B @ v`, `B.T`, `B + C`, `2 * B`, `B.dense()`, `B.to_scipy()`; every number that it answers is an `Estimate`.
     Symmetric ones also answer `solve`, `inverse`, `logdet`, `effective_dimension` and `inverse_diagonal`.

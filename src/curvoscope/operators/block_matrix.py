@@ -233,7 +233,8 @@ class BlockMatrix(LinearOperator):
 class BlockHessian(ShownAsTable):
     """A Hessian over named blocks: `total = outer + functional`, three `BlockMatrix` of the same names.
 
-    `H["Q", "K"]` is a block of the total, `H["Q"]` a diagonal block. What the blocks answer, `H` answers for the total.
+    `H["Q", "K"]` is a block of the total, `H["Q"]` a diagonal block. Whatever a block answers, `H` answers for the
+    whole total.
 
     Args:
         outer: the outer-product (Gauss-Newton) part.

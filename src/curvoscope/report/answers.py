@@ -91,8 +91,8 @@ def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, en
 def of_ledger(name: str, words: str, ledger: Ledger) -> Conclusion:
     """Of a change of the weights; `words` name the change."""
     sentences = [
-        f"{words} changes the loss by {with_error(ledger.measured)}, measured; to second order it is "
-        f"{with_error(ledger.predicted)}, and {with_error(ledger.remainder)} is of higher order."
+        f"{words} changes the loss by {with_error(ledger.measured)} (measured). The second-order prediction is "
+        f"{with_error(ledger.predicted)}; the remaining {with_error(ledger.remainder)} is of higher order."
     ]
     rows = sorted(ledger.changed, key=lambda row: -abs(row.first + row.second))
     if ledger.predicted:

@@ -1,5 +1,6 @@
 """Figures of an audit: error against stored floats, one panel per kind of block; error through the depth."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,11 +10,13 @@ from curvoscope.blocks import layer_and_role
 from curvoscope.report.style import COLOURS, blank, entitle, open_box, plain
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import matplotlib.figure
 
 _TEXT, _HEADING = 8, 11
 _COLUMNS = 4
 _TICKS = 8
+_DECADE = 10.0
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h", "<", ">", "d")
 _SHOWN = ("diagonal", "input", "kfac", "ekfac", "shampoo", "kronecker:1")  # through the depth
 
@@ -49,14 +52,33 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
         axes.set_title(plain(role), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)
+    _cover(grid[0], [row.floats / row.size for row in found])
     for axes in grid[len(roles) :]:
         axes.set_visible(False)
+    for axes in grid[max(0, len(roles) - columns) : len(roles)]:
+        axes.tick_params(labelbottom=True)  # the lowest panel of each column, also above an empty place
     figure.supxlabel("stored floats per weight", size=_HEADING)
     figure.supylabel("|H - sA| / |H|", size=_HEADING)
     labels = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside right lower", fontsize=_TEXT, frameon=False)
     entitle(figure, title, _HEADING, letters=10)
     return figure
+
+
+def _cover(axes: "matplotlib.axes.Axes", floats: Sequence[float]) -> None:
+    """Show all floats per weight on the logarithmic axis that the panels share: at least a decade, plain numbers.
+
+    Left to itself, an axis with a single value has no width: points lie on its edge, or outside of it.
+    """
+    from matplotlib import ticker
+
+    low, high = min(floats), max(floats)
+    margin = max(1.5, math.sqrt(_DECADE * low / high))
+    low, high = low / margin, high * margin
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if high / low < _DECADE**2 else (1.0,)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":

@@ -11,6 +11,7 @@ from curvoscope.report.contents import Cell, Report, Section, Table
 from curvoscope.report.views import Number, RunView
 
 _ABSENT = Cell("not in this run")
+_TOTAL = "total"
 _NAMED = 8  # blocks that a sentence lists
 
 
@@ -21,6 +22,7 @@ def side_by_side(reports: Mapping[str, Report]) -> Report:
     and its standard error that of independent estimates.
     """
     views = [dataclasses.replace(view, label=label) for label, report in reports.items() for view in report.views]
+    views = _in_parts(views)
     versions = {
         (name if len(found) == 1 else f"{label} {name}"): version
         for label, report in reports.items()
@@ -47,6 +49,22 @@ def side_by_side(reports: Mapping[str, Report]) -> Report:
         missing=[f"{label}: {line}" for label, report in reports.items() for line in report.missing],
         views=views,
     )
+
+
+def _in_parts(views: list[RunView]) -> list[RunView]:
+    """With the name of the total in runs that have no other part (spectra), if another run has parts."""
+    if not any(row.part == _TOTAL for view in views for row in view.rows):
+        return views
+    return [
+        view
+        if any(row.part for row in view.rows)
+        else dataclasses.replace(
+            view,
+            rows=[dataclasses.replace(row, part=_TOTAL) for row in view.rows],
+            maps=[dataclasses.replace(one, part=_TOTAL) for one in view.maps],
+        )
+        for view in views
+    ]
 
 
 def _answer(views: Sequence[RunView]) -> str:

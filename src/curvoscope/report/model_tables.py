@@ -62,10 +62,13 @@ def spectrum_table(spectra: Sequence[BlockSpectrum]) -> Table:
 
 def ledger_table(ledger: Ledger) -> Table:
     """What each block contributes to the change of the loss, the largest first, and what it costs alone."""
-    numbers = ("|d|/|w|", "first order", "second order", "share", "alone, predicted", "alone, measured")
+    rows = sorted(ledger.changed, key=lambda one: -abs(one.first + one.second))
+    with_pairs = any(row.alone is not None for row in rows)
+    columns = ("alone, predicted", "alone, measured") if with_pairs else ()
+    numbers = ("|d|/|w|", "first order", "second order", "share", *columns)
     table = empty_table("What the change costs", ("block",), numbers)
-    for row in sorted(ledger.changed, key=lambda one: -abs(one.first + one.second)):
-        alone = ("" if one is None else with_error(one) for one in (row.alone, row.measured))
+    for row in rows:
+        alone = ("" if one is None else with_error(one) for one in (row.alone, row.measured)) if with_pairs else ()
         table.add_row(
             row.block,
             f"{row.relative:.2g}",

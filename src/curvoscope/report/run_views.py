@@ -69,7 +69,7 @@ def _swept(found: SweepDocument) -> RunView:
 
 
 def _audited(found: AuditDocument) -> RunView:
-    labels = {"error": "error", "at best scale": "best_scale_error", "cosine": "cosine", "trace": "trace_error"}
+    labels = {"error": "error", "at best scale": "best_scale_error", "cosine": "cosine", "trace error": "trace_error"}
     rows = [RowView(row.block, row.approximation, "", _numbers(row, labels)) for row in found.rows]
     errors = {(row.block, row.approximation): row.best_scale_error for row in found.rows}
     names, blocks = list(dict.fromkeys(row.part for row in rows)), _blocks(rows)

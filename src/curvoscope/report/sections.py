@@ -152,8 +152,8 @@ _AUDITED = {
     "error": "error",
     "at best scale": "best_scale_error",
     "cosine": "cosine",
-    "trace": "trace_error",
-    "λ max": "eigenvalue_error",
+    "trace error": "trace_error",
+    "λ max error": "eigenvalue_error",
     "step": "step_error",
     "decrease": "decrease",
 }
@@ -176,12 +176,12 @@ def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
     text = "The error is |H - A| / |H| in the Frobenius norm, at best scale |H - sA| / |H| for the best number s. "
     if found.samples is None:
         text += (
-            "Trace and λ max are relative errors. The step is the relative error of (A + d)⁻¹g against (H + d)⁻¹g for "
-            "gradients g with covariance H, and the decrease is that of the quadratic model with this step, as a share "
-            "of the best."
+            "The errors of the trace and of λ max are relative. The step is the relative error of (A + d)⁻¹g against "
+            "(H + d)⁻¹g for gradients g with covariance H. The decrease is that of the quadratic model with this step, "
+            "as a share of the largest possible one."
         )
     else:
-        text += "Trace is its relative error."
+        text += "The error of the trace is relative."
     table = _approximated(f"Approximations A of the blocks H, {how}", found.rows, found.rounding)
     yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"), explored=True)
     text = (

@@ -18,21 +18,24 @@ def sensitivity(found: Sensitivity, figures: Callable[..., list[ReportFigure]]) 
     caption = "Change of the loss: ± standard error over sequences in percent; the remainder is of third order"
     table = Table(caption, ("change", "predicted", "measured", "remainder"), 1, whole)
     yield Section("The whole change", tables=[table])
+    with_pairs = any(row.alone is not None for row in found.rows)
     rows = [
         (
             Cell(row.block),
             cells.short(row.relative),
             *map(cells.measured, (row.first, row.outer, row.functional, row.second)),
             cells.share(row.share),
-            *map(cells.measured, (row.alone, row.measured)),
+            *map(cells.measured, (row.alone, row.measured) if with_pairs else ()),
         )
         for row in found.rows
     ]
     columns = (
         *("block", "|d|/|w|", "first order", "second, outer", "second, functional", "second order", "share"),
-        *("alone, predicted", "alone, measured"),
+        *(("alone, predicted", "alone, measured") if with_pairs else ()),
     )
-    caption = "What each block contributes, interactions included, and what it costs to change it alone"
+    caption = "What each block contributes, interactions included"
+    if with_pairs:
+        caption += ", and the cost of changing it alone"
     table = Table(caption, columns, 1, rows)
     yield Section("Blocks", tables=[table], figures=figures("ranking", "prediction"), explored=True)
     largest = sorted(found.pairs, key=lambda one: -abs(one.second.value))[:_MOST_PAIRS]

@@ -51,7 +51,7 @@ def training_figure(records: Sequence[Record]) -> Figure:
             axes.text(0.5, 0.5, "not measured", size=_TEXT, ha="center", transform=axes.transAxes)
         style.open_box(axes)
     for axes in (shares, attention):
-        axes.set_xlabel("step", size=_HEADING)
+        _along_steps(axes, _HEADING)
     first, last = records[0].largest_eigenvalue.value, records[-1]
     where = "no learning rate given"
     if last.edge_ratio is not None:
@@ -74,6 +74,14 @@ def _line(
         steps, values = np.array(points, dtype=float).T
         axes.plot(steps, values, "o", color=color, markersize=2.5)
         axes.plot(steps, values, color=color, linestyle=stroke, linewidth=1.3, label=label)
+
+
+def _along_steps(axes: Axes, size: int) -> None:
+    """The horizontal axis counts steps: whole numbers."""
+    from matplotlib import ticker
+
+    axes.set_xlabel("step", size=size)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
 
 
 def _value(estimate: object) -> float | None:
@@ -119,7 +127,7 @@ def trace_figure(records: Sequence[Record]) -> Figure:
         axes.errorbar([step for step, _ in known], *style.with_bars(found), **look)
         axes.axhline(0, color="#666666", linewidth=0.8, linestyle=":")
         axes.set_title(label, size=_LARGE, loc="left")
-        axes.set_xlabel("step", size=_TEXT + 1)
+        _along_steps(axes, _TEXT + 1)
         axes.tick_params(labelsize=_TEXT)
         style.open_box(axes)
     first, last = known[0][1].trace.value, known[-1][1].trace.value
@@ -174,7 +182,7 @@ def updates_figure(records: Sequence[Record]) -> Figure:
     for axes, title in ((change, "change of the loss by the step"), (sharpness, "curvature along the step")):
         axes.set_title(title, size=_HEADING)
         axes.tick_params(labelsize=_TEXT)
-        axes.set_xlabel("step", size=_TEXT + 1)
+        _along_steps(axes, _TEXT + 1)
         axes.legend(fontsize=_TEXT, framealpha=0.8, edgecolor="none")
         style.open_box(axes)
     _shares_map(parts, known, names)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """x with (B + damping) x ≈ b, and how far from the true solution it can be.
+    """x with (B + damping) x ≈ b, and a bound on its error.
 
     The residual is |b - (B + damping) x|, from a product with the final x. Conjugate gradients need no such product if
     rounding cannot change the residual by more than a tenth of the tolerance: then it comes from the products with the
-    vectors that x is made of. With m a lower bound on the smallest |λ + damping| over the eigenvalues λ of B, the error
+    vectors that make up x. With m a lower bound on the smallest |λ + damping| over the eigenvalues λ of B, the error
     obeys
 
         |x - x*| ≤ (residual + rounding) / m = error_bound,
@@ -34,8 +34,8 @@ class Solution:
         certificate: where the margin comes from.
         margin: m.
         damping: that of the system.
-        preconditioner: the name of the one that the last steps used, or "none".
-        reason: why that one: asked for, or the products that eight steps of each predicted.
+        preconditioner: the name of the preconditioner of the last steps, or "none".
+        reason: why this preconditioner: requested, or the products predicted from eight steps of each candidate.
         interrupted: whether Ctrl-C ended it.
 
     Example:

@@ -55,7 +55,7 @@ class SweepRow(NamedTuple):
 class Sweep(ShownAsTable):
     """The Gauss-Newton part of every block, from samples gamma with E[gamma gamma^T] = H.
 
-    Made by `cv.sweep`. Every number is an `Estimate`; nothing is computed for it but sums over Gram matrices.
+    Made by `cv.sweep`. Every number is an `Estimate`, computed from sums over Gram matrices alone.
 
     Args:
         blocks: that were swept.

@@ -11,7 +11,7 @@ from curvoscope.training.monitor import CurvatureMonitor
 
 
 def callback(probe: Iterable[Any], loss_fn: LossFunction | None = None, **options: Any) -> Any:
-    """A `transformers.TrainerCallback` that monitors the model of the Trainer that it is given to.
+    """A `transformers.TrainerCallback` that monitors the model of its Trainer.
 
     The monitor is made when training begins, so `logger="wandb"` finds the run that `report_to="wandb"` has started.
 

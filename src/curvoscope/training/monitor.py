@@ -34,16 +34,16 @@ _log = logging.getLogger(__name__)
 
 
 class CurvatureMonitor:
-    """Measures the Hessian of the loss on a probe during training.
+    """Measure the Hessian of the loss on a probe during training.
 
     The model runs at copies of its weights in evaluation mode, so dropout is off. Weights, gradients, modes, buffers
-    and random states are bit for bit what they would be without the monitor. Failures inside `step` are logged and
-    kept in `incidents`, and training goes on. While the loss is not finite, the monitor pauses.
+    and random states are bit-for-bit the same as without the monitor. Failures inside `step` are logged and kept in
+    `incidents`, and training continues. While the loss is not finite, the monitor pauses.
 
     Args:
         model, loss_fn, blocks: as in `cv.hessian`.
         probe: the data to measure on, as the batches of `cv.hessian`: a list that stays the same.
-        every: the least number of steps from one measurement to the next.
+        every: the minimum number of steps between two measurements.
         budget: the share of the time, from the first step on, that measurements may take. A third of it is for λ_max,
             the gradient, the optimizer's step and attention; the rest for the `Details`, which take many products and
             so are measured less often. The first measurement is made at once, so the bound holds only after enough
@@ -51,8 +51,8 @@ class CurvatureMonitor:
         matvecs: products with the Hessian for each number of the details.
         seed: for the estimates.
         store: a run of a `RunStore`, which gets records and incidents one by one.
-        logger: gets each record's numbers: "wandb", "trackio" or "mlflow" for the run that the tool has under way,
-            TensorBoard's SummaryWriter, a logger of Lightning, or any object with `log(values, step)`, see `Logger`.
+        logger: gets each record's numbers: "wandb", "trackio" or "mlflow" for the tool's current run, TensorBoard's
+            SummaryWriter, a logger of Lightning, or any object with `log(values, step)`, see `Logger`.
         on_record: called with each record.
         clock: returns seconds, for the budget.
 

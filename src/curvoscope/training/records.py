@@ -98,9 +98,9 @@ class Record:
         critical_sharpness: 2/η_c, η_c the smallest learning rate found at which the optimizer's last step would not
             have lowered the probe's loss; None if no step was recorded, or if no such learning rate was found.
         attention: entropy and spread of the rows, per layer.
-        details: what is measured less often; None if it was not.
+        details: quantities that are measured less often; None if they were not measured.
         seconds: the duration of the measurement.
-        update: what the optimizer's last step did to the probe's loss, by block; None if no step was recorded.
+        update: the effect of the optimizer's last step on the probe's loss, by block; None if no step was recorded.
 
     Example:
         >>> import torch

@@ -21,7 +21,8 @@ class BlockUpdate:
         outer: δ_b·(H_o δ)_b, which sums to δ·H_o δ over the blocks.
         functional: δ_b·(H_f δ)_b.
         own_curvature: δ_b·H_bb δ_b; None if it was not measured, as for heads.
-        change: L(w) - L(w - δ_b), what this block's part of the step changed: measured by a forward pass. None if not.
+        change: L(w) - L(w - δ_b), the effect of this block's part of the step, measured by a forward pass; None if not
+            measured.
 
     Example:
         >>> from curvoscope.training import BlockUpdate
@@ -60,7 +61,7 @@ class BlockUpdate:
 
 @dataclass(frozen=True)
 class Update:
-    """What the last step δ did to the loss of the probe. Sums over the blocks are those of the whole step.
+    """The effect of the last step δ on the loss of the probe. Sums over the blocks are those of the whole step.
 
     Args:
         change: L(w) - L(w - δ), measured; negative if the step lowered the loss. w are the weights after the step.

@@ -3,7 +3,7 @@
 A recipe rewrites weights W (a, p), as in X @ W: columns are output channels, and groups are runs of inputs of one
 channel. By default it rewrites the weights of attention and feed-forward layers; in a model without known layers all
 matrices but embeddings. `names`, shell patterns of block names, choose others. The result has all tensors of
-`model.state_dict()`; those that stay are the model's own.
+`model.state_dict()`; unchanged tensors are the model's own.
 """
 
 from curvoscope.analysis.recipes.merging import average, merge_lora, mix

@@ -73,6 +73,8 @@ def check_divides(argument: str, block: Block, W: Tensor, size: int) -> None:
     """Raise if the inputs of a weight W (a, p) cannot be cut into groups of a size."""
     if W.shape[0] % size:
         name = block.pieces[0].parameter
+        other = "choose another group size, or " if argument == "group" else ""
         raise ShapeError(
-            argument, f"{name!r} has {W.shape[0]} inputs, which {size} does not divide; take another, or names="
+            argument,
+            f"{name!r} has {W.shape[0]} inputs, which {size} does not divide; {other}leave it out (names= in Python)",
         )

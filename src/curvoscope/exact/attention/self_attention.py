@@ -34,7 +34,7 @@ class SelfAttention(AttentionLayer):
             another one.
         q_norm: a `QueryKeyNorm` of the queries before their scores; `k_norm` one of the keys.
         softcap: c of soft-capped scores, c tanh(T/c).
-        sinks: (heads,), the logit of a sink beside the keys of each head, which has no value.
+        sinks: (heads,), for each head the logit of a sink: an additional key without a value.
 
     Example:
         >>> import torch, curvoscope as cv
