@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import linear, mse_loss
+from torch.nn.utils import parametrize
 
 import curvoscope as cv
 from autodiff_cases import MLP, points
@@ -173,3 +174,22 @@ def test_a_model_that_differentiates_inside_is_no_such_case():
     rows = [torch.autograd.grad(one, parameters, retain_graph=True, materialize_grads=True) for one in flat]
     expected = torch.stack([torch.cat([one.flatten() for one in row]) for row in rows])
     assert relative(cv.hessian(model, mse_loss, [(x, y)]).dense(), expected) < 1e-12
+
+
+class Squared(nn.Module):
+    def forward(self, weight):
+        return weight**2
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_parametrised_weights_that_are_cached(used):
+    """The cache holds tensors of one pass, which other weights do not move."""
+    model, (x, y) = MLP(), points()
+    parametrize.register_parametrization(model.up, "weight", Squared())
+    expected = truth(model, x, y)
+    with parametrize.cached():
+        before = model.up.weight if used else None
+        H = cv.hessian(model, mse_loss, [(x, y)])
+        assert relative(H.dense(), expected) < 1e-12
+        assert float(cv.sweep(model, mse_loss, [(x, y)], samples=16).trace(H.names[0])) > 0
+        assert not used or model.up.weight is before  # the user's own cache is as it was

@@ -128,3 +128,49 @@ def test_what_cannot_be_recomputed_is_refused():
         product(Stack(Counting()))
     with pytest.raises(SecondDerivativeError, match="without a second derivative"):
         product(Stack(OnceDifferentiable(3, 3).double()))
+
+
+class Storing(nn.Module):
+    """A layer that stores its hidden units, or reads what the one before has stored."""
+
+    def __init__(self, before=None):
+        super().__init__()
+        self.up, self.down, self.before, self.hidden = nn.Linear(3, 3), nn.Linear(3, 3), [before], None
+
+    def forward(self, x):
+        self.hidden = self.up(x).tanh()
+        stored = 0 if self.before[0] is None else self.before[0].hidden
+        return x + self.down(self.hidden) + stored
+
+
+class SideBySide(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        first = Storing()
+        self.way, self.layers = way, nn.ModuleList([first, Storing(first if way == "reads" else None)])
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        penalty = self.layers[0].hidden.square().mean()
+        if self.way == "returns both":
+            return x, penalty
+        return x + penalty if self.way == "stores" else x
+
+
+@pytest.mark.parametrize("way", ["stores", "reads", "returns both"])
+def test_tensors_that_layers_hand_on_by_themselves(way):
+    """Their derivatives would be missing, if the loss reads them."""
+    data, model = [(normal(1)(4, 3), normal(2)(4, 3))], SideBySide(way)
+    loss = nn.MSELoss()
+    if way == "returns both":
+        loss = cv.losses.MeanLoss(lambda F, Y: (F[0] - Y).square().mean(), lambda F, Y: F[0].numel())
+        plain, found = both(model, loss, data)  # the loss does not read it
+        assert relative(found.dense(), plain.dense()) < 1e-12
+        loss = cv.losses.MeanLoss(lambda F, Y: (F[0] - Y).square().mean() + F[1], lambda F, Y: F[0].numel())
+    plain, found = both(model, loss, data)
+    assert plain.dense().any()
+    with pytest.raises(ModelError, match=r"recompute: got 'layer', but 'layers\.[01]' (hands on|reads) tensors"):
+        found.dense()

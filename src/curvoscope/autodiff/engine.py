@@ -350,7 +350,14 @@ class Autodiff(GraphProducts):
         with kept_derivatives(self.model), by_layer:
             outputs = self.snapshot(weights, batch)
         self.check_loss(weights, outputs, batch)
+        if self._recomputed is not None:
+            self._recomputed.check(lambda: self._read(batch))
         return leaves, *self._gradient(weights, outputs, batch)
+
+    def _read(self, batch: Batch) -> Sequence[Tensor]:
+        """What the loss reads of a micro-batch's outputs, from weights that all have derivatives."""
+        weights, _ = self.snapshot.leaves(n for n in self.snapshot.paths if self.snapshot.weight(n).is_floating_point())
+        return self._gradient(weights, self.snapshot(weights, batch), batch)[0]
 
     def check_loss(self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch) -> None:
         """Raise if the loss of a micro-batch is no longer that of the survey."""

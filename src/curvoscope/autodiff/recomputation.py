@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from curvoscope.autodiff.graph import Operation, check_differentiable, operations, tangents_alone
 from curvoscope.autodiff.kernels import kept_derivatives
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, replaced_forward, within, without_cache
 from curvoscope.autodiff.safety import undisturbed
+from curvoscope.autodiff.uses import nodes_below
 from curvoscope.errors import ModelError
 
 _SAME = 1e-3  # relative difference of the sums of two runs that is none
@@ -185,6 +186,7 @@ class Recomputation:
         self._model, self._layers = model, listed_layers(model)
         self.count = len(self._layers)
         self.operations: set[Operation] = set()
+        self._checked = False
         if not self._layers:
             raise ModelError("recompute", "got 'layer', but the model has no nn.ModuleList of layers; leave it out")
 
@@ -198,3 +200,58 @@ class Recomputation:
 
         with without_cache(self._model), replaced_forward(self._layers, call):
             yield
+
+    def check(self, run: Callable[[], Sequence[Tensor]]) -> None:
+        """Raise, the first time, if tensors with derivatives enter or leave a layer in another way than as arguments
+        and results: through an attribute, a hook or a closure. A layer that runs without a graph would lose them.
+
+        Args:
+            run: the model, all of whose parameters have derivatives; what the loss reads.
+        """
+        if self._checked:
+            return
+        inner: dict[int, tuple[str, Tensor]] = {}  # leaves inside of layers, which are cut out of the model
+
+        def call(path: str, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            def inside(value: Any) -> Any:
+                found = _cut_off(value)
+                inner[id(found)] = path, found
+                own.add(id(found))
+                return found
+
+            own: set[int] = set()
+            args, kwargs = tree_map(inside, (args, kwargs))
+            weights = {name: inside(weight) for name, weight in layer.named_parameters(remove_duplicate=False)}
+            returned = within(layer, weights, lambda: forward(*args, **kwargs), tied=False)
+            if not own.issuperset(map(id, _leaves_below(tree_leaves(returned)))):
+                raise _escaping(path, "reads")
+            return tree_map(_cut_off, returned)
+
+        with without_cache(self._model), replaced_forward(self._layers, call):
+            outputs = run()
+        found = next((inner[id(leaf)][0] for leaf in _leaves_below(outputs) if id(leaf) in inner), None)
+        if found is not None:
+            raise _escaping(found, "hands on")
+        self._checked = True
+
+
+def _cut_off(value: Any) -> Any:
+    """A tensor as a leaf of its own; anything else as it is."""
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if floating else value
+
+
+def _leaves_below(values: Sequence[Any]) -> list[Tensor]:
+    """The leaves from which tensors with derivatives were computed."""
+    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    nodes = nodes_below([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+    alone = [tensor for tensor in tensors if tensor.grad_fn is None]
+    return [*alone, *(node.variable for node in nodes if hasattr(node, "variable"))]
+
+
+def _escaping(path: str, does: str) -> ModelError:
+    return ModelError(
+        "recompute",
+        f"got 'layer', but {path!r} {does} tensors otherwise than as arguments and results (by an attribute, a hook or "
+        "a closure): their derivatives would be missing. Leave it out",
+    )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 
 from curvoscope.autodiff.kernels import REPLACED, attached, long_attention, not_rescaled, rescales, torch_recurrences
 from curvoscope.autodiff.uses import nodes_below
@@ -60,6 +61,7 @@ def undisturbed(
                 if own_kernels:
                     settings.enter_context(long_attention(REPLACED))
                 settings.enter_context(torch_recurrences(model))
+                settings.enter_context(_without_cached_weights())
                 settings.enter_context(not_rescaled(model))
                 settings.enter_context(torch.compiler.set_stance("force_eager"))
                 for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
@@ -92,6 +94,17 @@ def same_randomness(generators: Iterable[torch.Generator] = ()) -> Iterator[None
             torch.cuda.set_rng_state_all(cuda)
         for generator, state in held:
             generator.set_state(state)
+
+
+@contextmanager
+def _without_cached_weights() -> Iterator[None]:
+    """Inside, parametrised weights are computed anew: `parametrize.cached` would keep those of one pass for all."""
+    held = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = held
 
 
 @contextmanager
