@@ -482,7 +482,7 @@ CALLS = {
     ),
     "approximation: singular without damping": (
         lambda: cv.approximations.kfac(hessian(batches=[(X[:1], Y[:1])]), "0.weight").solve(r(20), 0.0),
-        RANGE,
+        SINGULAR,
         "damping",
     ),
     "approximation: right side of another size": (

@@ -357,8 +357,12 @@ def test_approximations_of_the_total(name, form, indefinite, monkeypatch):
     damping = 0.1 - eigenvalues[0]
     solution = np.linalg.solve(expected + damping * np.eye(A * P), v.numpy())
     assert np.allclose(found.solve(v, damping).value, solution, atol=1e-8)
+    half = -eigenvalues[0] / 2  # indefinite: not solved in its own structure, but otherwise
     with pytest.raises(RangeError, match=r"^damping: "):
-        found.solve(v, -eigenvalues[0] / 2)
+        found.damped_solve(v, half)
+    solved, solution = found.solve(v, half), np.linalg.solve(expected + half * np.eye(A * P), v.numpy())
+    assert solved.converged
+    assert np.allclose(solved.value, solution, atol=2 * float(torch.as_tensor(solved.error_bound).max()) + 1e-8)
     source = source_of(H, "first")
     inner = sum(float(found.quadratic(part).sum()) for part in source.parts)
     assert inner == pytest.approx((expected * TRUTH).sum(), rel=1e-9, abs=1e-12)

@@ -220,10 +220,11 @@ def test_the_fused_projection_of_a_bridge_is_no_block_of_its_own():
     assert math.isfinite(float(blocks.gather({name: gradients[name] for name in blocks.parameters}).norm()))
 
 
+@pytest.mark.parametrize("patterns", [["h.0.attn.[QKV]"], ["*"]], ids=["some", "all"])  # all: also tied embeddings
 @pytest.mark.parametrize("name", ["native", "bridge to GPT-2", "bridge to Llama", "bridge to GPT-2, compatible"])
-def test_products_are_those_of_a_double_backward_pass(name):
+def test_products_are_those_of_a_double_backward_pass(name, patterns):
     model = CASES[name]()[0].double().eval()
-    blocks = blocks_of(model).select("h.0.attn.[QKV]")
+    blocks = blocks_of(model).select(*patterns)
     inputs, targets = tokens(), tokens().roll(1)
     before = model(inputs, return_type="logits").detach()
     H = hessian(model, CrossEntropy(), [(inputs, targets)], blocks)
@@ -236,7 +237,7 @@ def test_products_are_those_of_a_double_backward_pass(name):
     leaves = [parameters[name] for name in names]
     with sdpa_kernel(SDPBackend.MATH):
         loss = cross_entropy(model(inputs, return_type="logits").flatten(0, 1), targets.flatten())
-        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
         flat = blocks.gather(dict(zip(names, gradients, strict=True)))
-        products = torch.autograd.grad(flat, leaves, vector)
+        products = torch.autograd.grad(flat, leaves, vector, materialize_grads=True)
     assert relative(found, blocks.gather(dict(zip(names, products, strict=True)))) < 1e-9

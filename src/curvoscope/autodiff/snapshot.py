@@ -40,6 +40,8 @@ class Snapshot:
         named = dict(model.named_parameters())
         structural = list(nn.Module.named_parameters(model, remove_duplicate=True))
         places = {id(tensor): path for path, tensor in structural}
+        # All places of each, whatever names the model gives: tied parameters are replaced in all of them.
+        self._ties = {path: places[id(t)] for path, t in nn.Module.named_parameters(model, remove_duplicate=False)}
         # Where parameters stand in the tree of modules, by the names that the model gives them; mostly the same.
         self.paths = {name: places[id(tensor)] for name, tensor in named.items() if id(tensor) in places}
         self.dtype = torch.float32
@@ -123,7 +125,8 @@ class Snapshot:
             raise explained from error
 
     def _run(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return functional_call(self._model, {**weights, **self.buffers()}, arguments, keywords, tie_weights=True)
+        tensors = {path: weights[first] for path, first in self._ties.items()} | self.buffers()
+        return functional_call(self._model, tensors, arguments, keywords, tie_weights=True)
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers by path, which a run may change."""
