@@ -135,8 +135,10 @@ def test_critical_sharpness_of_descent_on_a_quadratic(rate):
     loss = half_squares(model(probe[0][0]), None)
     loss.backward()
     optimizer.step()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 7.0)  # sets another rate for the next step
     record = monitor.step(loss)
     assert float(record.critical_sharpness) == pytest.approx(float(g @ (EIGENVALUES * g) / (g @ g)), rel=1e-6)
+    assert record.lr == rate and record.edge == 2 / rate
     assert float(record.largest_eigenvalue) == pytest.approx(10)
     assert record.details.condition == pytest.approx(10)
     assert float(record.details.negative_curvature_share) == 0

@@ -141,7 +141,7 @@ class CurvatureMonitor:
 
         Args:
             loss: the loss of the step, for the record; None if unknown.
-            lr: the learning rate; None: that of the optimizer given to `watch`.
+            lr: the learning rate; None: the one that the optimizer given to `watch` made the step with.
 
         Returns:
             The record, or None if nothing was measured.
@@ -154,6 +154,9 @@ class CurvatureMonitor:
         value = None if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
         decided, self._decision = self._decision, None
         move = None if self._optimizer is None else self._optimizer.last_move()
+        if self._optimizer is not None:
+            rate = self._optimizer.last_rate()
+            lr = rate if lr is None else lr
         if value is not None and not math.isfinite(value):
             self._pause(f"the loss is {value}")
             return None
@@ -176,7 +179,8 @@ class CurvatureMonitor:
         Errors are raised, except those of store, logger and `on_record`.
 
         Args:
-            loss, lr: as in `step`.
+            loss: as in `step`.
+            lr: the learning rate; None: the optimizer's present one.
             details: whether to measure the details, too.
             move: the optimizer's last step (P,), over the blocks in their order; None: neither critical sharpness nor
                 `Update`.
