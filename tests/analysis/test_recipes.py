@@ -167,10 +167,17 @@ def test_every_expert_is_a_matrix_of_its_own(name, inputs_first):
 
 def test_a_stack_of_matrices_whose_inputs_are_unknown():
     model = nn.Module()
-    model.stack, model.linear = nn.Parameter(torch.randn(1, 4, 3)), nn.Linear(3, 2)
-    with pytest.raises(cv.CurvoscopeError, match=r"'stack' is \(1, 4, 3\), and which axis is its inputs is not known"):
+    model.stack, model.linear = nn.Parameter(torch.randn(2, 4, 3)), nn.Linear(3, 2)
+    model.positions = nn.Parameter(torch.randn(1, 5, 3))
+    with pytest.raises(cv.CurvoscopeError, match=r"'stack' is \(2, 4, 3\), and which axis is its inputs is not known"):
         recipes.int4(model)
-    assert not torch.equal(recipes.int4(model, names=["linear.weight"])["linear.weight"], model.linear.weight)
+    del model.stack
+    found = recipes.int4(model)
+    assert torch.equal(found["positions"], model.positions) and not torch.equal(
+        found["linear.weight"], model.linear.weight
+    )
+    with pytest.raises(cv.CurvoscopeError, match=r"'positions' is \(1, 5, 3\), and which axis is its inputs"):
+        recipes.int4(model, names=["positions"])
 
 
 def test_recurrent_weights_are_stored_by_outputs():

@@ -53,13 +53,14 @@ def _outputs_come_first(model: nn.Module, name: str) -> bool:
 
 def _weights(model: nn.Module, blocks: Blocks) -> Blocks:
     """The matrices of the layers, known by name or not; of a model without known layers, all but embeddings."""
-    tables = (nn.Embedding, nn.EmbeddingBag)
+    tables = (nn.Embedding, nn.EmbeddingBag)  # and parameters (1, L, d): vectors for each place
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, tables)}
     left_out = {name for name, parameter in model.named_parameters() if id(parameter) in embedded}
+    left_out |= {name for name, p in model.named_parameters() if p.ndim > 2 and len(p) == 1} - _outputs_first(model)
     matrices = [
         block
         for block in blocks.values()
-        if all(len(piece.stored) > 1 and piece.parameter not in left_out for piece in block.pieces)
+        if all(piece.parameter not in left_out and len(piece.stored) > 1 for piece in block.pieces)
     ]
     inside = {block.name for block in matrices if layer_and_role(block.name) is not None}
     if inside:
@@ -73,19 +74,21 @@ def unnamed_in_layers(model: nn.Module, blocks: Blocks) -> list[str]:
     """Linear maps and stacks of experts inside the layers that have the names of their parameters."""
     known = {piece.parameter for name, block in blocks.items() if layer_and_role(name) for piece in block.pieces}
     fronts = tuple({found[0] for name in known if (found := re.match(r".*\.\d+\.|\d+\.", name))})
-    linear = {name for name in _outputs_first(model) if model.get_parameter(name).ndim == 2}
+    linear = _outputs_first(model)
     return [
         name
         for name, parameter in model.named_parameters()
         if name not in known and name.startswith(fronts)
-        if name in linear or ("experts" in name.split(".") and parameter.ndim > 2)
+        if (name in linear and parameter.ndim == 2) or ("experts" in name.split(".") and parameter.ndim > 2)
     ]
 
 
 def _outputs_first(model: nn.Module) -> set[str]:
     """Parameters that are stored with their outputs as the first axis."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    found = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if isinstance(module, kinds)}
+    leaves = ("weight", *(f"parametrizations.weight.original{end}" for end in ("", "0", "1")))  # the norm and direction
+    paths = [path for path, module in model.named_modules() if isinstance(module, kinds)]
+    found = {f"{path}.{leaf}".lstrip(".") for path in paths for leaf in leaves}
     recurrent = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.RNNBase)]
     return found | {f"{path}.{name}".lstrip(".") for path, one in recurrent for name, _ in one.named_parameters()}
 
