@@ -340,6 +340,20 @@ def test_a_logger_that_fails_is_an_incident_and_the_record_stays():
     assert logger.steps == [3] and seen == monitor.records and len(seen) == 3
 
 
+def test_parameters_that_are_trained_later():
+    x, y = points(8)
+    model = MLP(nn.Tanh)
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.requires_grad_(False)
+    monitor = CurvatureMonitor(model, nn.functional.mse_loss, [(x, y)], every=1)
+    some = CurvatureMonitor(model, nn.functional.mse_loss, [(x, y)], monitor._blocks, every=1)
+    assert monitor.step(1.0, lr=0.1) is not None
+    parameter.requires_grad_(True)
+    with pytest.raises(ModelError, match=f"'{name}' was frozen when the monitor was made and is trained now"):
+        monitor.measure()
+    assert some.measure().largest_eigenvalue == monitor.records[0].largest_eigenvalue  # of the blocks that were chosen
+
+
 def test_counting_from_a_later_step():
     monitor = mlp_monitor()
     monitor.skip_to(7)

@@ -99,6 +99,7 @@ class CurvatureMonitor:
         self._model, self._loss_fn, self._probe = model, loss_fn, probe
         self._blocks = blocks if blocks is not None else trainable(model, blocks_of(model))
         self._blocks.check(model)
+        self._frozen = set() if blocks is not None else _frozen(model)
         self._batches = _batches(probe)
         self._attention = AttentionMoments(model)
         self._matvecs, self._seed = matvecs, chosen_seed(seed)
@@ -195,6 +196,12 @@ class CurvatureMonitor:
         with self.pace.measuring(self.pace.cheap, self._steps), self._looking():
             for _ in self._batches:  # raises when the probe is no longer what it was
                 pass
+            if thawed := self._frozen - _frozen(self._model):
+                raise ModelError(
+                    "model",
+                    f"{min(thawed)!r} was frozen when the monitor was made and is trained now; make another monitor, "
+                    "or give blocks=",
+                )
             surface = Surface(self._model, self._loss_fn, self._probe, self._blocks)
             H, known = surface.hessian, self._vectors
             top, known["top"] = quantities.largest(H, known.get("top"), seed)
@@ -323,6 +330,10 @@ class CurvatureMonitor:
         with self._beside():
             for message in self._outlets.tell(record):
                 self._note("failed", message)
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def _batches(probe: Iterable[Any]) -> Batches:
