@@ -84,6 +84,13 @@ def test_the_formats_are_those_of_the_chosen_blocks(call, undrawn, tmp_path):
     assert found["allocations"][0]["measured"]["value"] == pytest.approx(loss(state) - loss(before), abs=1e-12)
 
 
+def test_bits_of_formats_with_a_zero_level(call, undrawn, tmp_path):
+    options = ["--recipe", "int3", "--group", "4", "--budget", "9", "--asymmetric", "--no-pairs", "--out", tmp_path]
+    code, stdout, _ = call("sensitivity", *FAST, *options, "--json")
+    rows = {row["by"]: row["bits"] for row in json.loads(stdout)["allocations"]}
+    assert code == 0 and rows["uniform int4"] == 9  # for 4 weights: 4 times 4 bits, a scale of 16, a zero level of 4
+
+
 def test_heads_pruning_and_no_pairs(call, undrawn, tmp_path):
     code, stdout, _ = call("sensitivity", *FAST, "--drop-heads", "--json", "--out", tmp_path)
     heads = json.loads(stdout)

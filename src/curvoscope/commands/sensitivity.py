@@ -141,8 +141,9 @@ def _change(options: SensitivityOptions) -> tuple[Change, str]:
 
 
 def _bits(options: SensitivityOptions) -> dict[str, float]:
-    """Bits per weight of the formats for a budget, with the scales of their groups."""
-    return {name: bits + _SCALE_BITS / (options.group or _GROUP) for name, bits in _BITS.items()}
+    """Bits per weight of the formats for a budget, with the scales and the zero levels of their groups."""
+    group = options.group or _GROUP
+    return {name: bits + (_SCALE_BITS + bits * options.asymmetric) / group for name, bits in _BITS.items()}
 
 
 def _check_budget(options: SensitivityOptions) -> None:
