@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.func import functional_call
 
@@ -135,6 +136,87 @@ def test_low_rank_is_the_best_of_its_rank():
     values = torch.linalg.svdvals(W)
     assert int(torch.linalg.matrix_rank(found)) == 2
     torch.testing.assert_close((W - found).norm(), values[2:].norm())
+
+
+def mixture(name):
+    config = getattr(transformers, f"{name}Config")
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config(**sizes, **heads, num_local_experts=3))
+
+
+@pytest.mark.parametrize(("name", "inputs_first"), [("Mixtral", False), ("GptOss", True)])
+def test_every_expert_is_a_matrix_of_its_own(name, inputs_first):
+    model = mixture(name)
+    blocks = dict(model.named_parameters())
+    for part in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.0.mlp.experts.{part}"
+        W = blocks[path].detach()
+        found, thin = recipes.int4(model)[path], recipes.low_rank(model, 0.25)[path]
+        for before, after, reduced in zip(W, found, thin, strict=True):
+            before, after = (before.T, after.T) if inputs_first else (before, after)  # a row per channel
+            expected = np.stack([integers(w, 4, True) for w in before.double().numpy()])
+            np.testing.assert_allclose(after.numpy(), expected, atol=1e-6)
+            assert int(torch.linalg.matrix_rank(reduced)) == round(0.25 * min(before.shape))
+    assert torch.equal(recipes.int4(model)["lm_head.weight"], blocks["lm_head.weight"])
+    for change in (recipes.drop_neurons, lambda one: recipes.drop_layers(one, ["h.0"])):
+        with pytest.raises(cv.CurvoscopeError, match=r"the role of .*experts.* is not known by name"):
+            change(model)
+
+
+def test_a_stack_of_matrices_whose_inputs_are_unknown():
+    model = nn.Module()
+    model.stack, model.linear = nn.Parameter(torch.randn(2, 4, 3)), nn.Linear(3, 2)
+    model.positions = nn.Parameter(torch.randn(1, 5, 3))
+    with pytest.raises(cv.CurvoscopeError, match=r"'stack' is \(2, 4, 3\), and which axis is its inputs is not known"):
+        recipes.int4(model)
+    del model.stack
+    found = recipes.int4(model)
+    assert torch.equal(found["positions"], model.positions) and not torch.equal(
+        found["linear.weight"], model.linear.weight
+    )
+    with pytest.raises(cv.CurvoscopeError, match=r"'positions' is \(1, 5, 3\), and which axis is its inputs"):
+        recipes.int4(model, names=["positions"])
+
+
+def test_recurrent_weights_are_stored_by_outputs():
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 2).double()
+    expected = np.stack([integers(w, 3, True) for w in model.weight_ih_l0.detach().numpy()])
+    np.testing.assert_allclose(recipes.int3(model)["weight_ih_l0"].numpy(), expected, atol=1e-12)
+
+
+def jamba():
+    torch.manual_seed(0)
+    config = transformers.JambaConfig(
+        **{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_experts": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"mamba_d_state": 4, "mamba_dt_rank": 2},
+    )
+    return transformers.JambaForCausalLM(config)
+
+
+def test_layers_of_which_a_part_is_not_known_by_name():
+    model = jamba()
+    found = recipes.int4(model)
+    for name, W in model.named_parameters():
+        if "feed_forward" in name and name.endswith("proj.weight"):
+            expected = np.stack([integers(w, 4, True) for w in W.detach().double().numpy()])
+            np.testing.assert_allclose(found[name].numpy(), expected, atol=1e-6)
+    with pytest.raises(cv.CurvoscopeError, match=r"the role of .*feed_forward.* is not known by name"):
+        recipes.drop_layers(model, ["h.0"])
+
+
+def test_dropped_layers_of_mixers():
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2, state_size=4)
+    model, x = transformers.MambaForCausalLM(config).eval(), torch.arange(6)[None]
+    model.load_state_dict(recipes.drop_layers(model, ["h.0"]))
+    with torch.no_grad():
+        dropped = model(x, use_cache=False).logits
+        model.backbone.layers = model.backbone.layers[1:]
+        torch.testing.assert_close(dropped, model(x, use_cache=False).logits)
 
 
 def test_merging_averaging_and_mixing():

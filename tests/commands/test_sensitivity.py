@@ -64,6 +64,33 @@ def test_what_a_reader_sees_and_the_formats_for_a_budget(call, undrawn, tmp_path
     assert call("report", tmp_path)[0] == 0
 
 
+def test_the_formats_are_those_of_the_chosen_blocks(call, undrawn, tmp_path):
+    options = ["--recipe", "int3", "--group", "4", "--budget", "9", "--blocks", "h.0.attn.[QV]", "--out", tmp_path]
+    code, stdout, _ = call("sensitivity", *FAST, *options, "--json")
+    found = json.loads(stdout)
+    assert code == 0 and [one["block"] for one in found["formats"]] == ["h.0.attn.Q", "h.0.attn.V"]
+    assert "int3 in groups of 4 of h.0.attn.[QV] changes the loss" in found["answer"]
+    numbers, model = addition(3, seed=0), GPT2(4, seed=0)
+    before = {name: p.detach() for name, p in model.named_parameters()}
+    blocks, state = blocks_of(model), {name: p.clone() for name, p in before.items()}
+    for one in found["formats"]:
+        rounded = getattr(recipes, one["format"])(model, group=4)
+        blocks[one["block"]].scatter(blocks[one["block"]].gather(rounded), state)
+
+    def loss(weights):
+        F = functional_call(model, weights, (numbers[:, :-1],))
+        return float(cross_entropy(F, answer_targets(numbers)).detach())
+
+    assert found["allocations"][0]["measured"]["value"] == pytest.approx(loss(state) - loss(before), abs=1e-12)
+
+
+def test_bits_of_formats_with_a_zero_level(call, undrawn, tmp_path):
+    options = ["--recipe", "int3", "--group", "4", "--budget", "9", "--asymmetric", "--no-pairs", "--out", tmp_path]
+    code, stdout, _ = call("sensitivity", *FAST, *options, "--json")
+    rows = {row["by"]: row["bits"] for row in json.loads(stdout)["allocations"]}
+    assert code == 0 and rows["uniform int4"] == 9  # for 4 weights: 4 times 4 bits, a scale of 16, a zero level of 4
+
+
 def test_heads_pruning_and_no_pairs(call, undrawn, tmp_path):
     code, stdout, _ = call("sensitivity", *FAST, "--drop-heads", "--json", "--out", tmp_path)
     heads = json.loads(stdout)

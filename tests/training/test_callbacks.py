@@ -66,7 +66,8 @@ class TestTransformers:
         assert [record.step for record in monitor.records] == [1, 2] and monitor.incidents == []
         first = monitor.records[0]
         assert first.critical_sharpness is not None and "h.0.attn" in first.attention
-        assert first.lr is not None and first.lr <= 1e-3
+        # linear decay to zero after two steps; the Trainer has moved the scheduler on before its callbacks are asked
+        assert [record.lr for record in monitor.records] == pytest.approx([1e-3, 5e-4])
         moves = [float((after - before).norm()) for before, after in pairwise(weights.seen)]
         assert [record.update.length for record in monitor.records] == pytest.approx(moves)
 

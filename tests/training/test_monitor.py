@@ -135,8 +135,10 @@ def test_critical_sharpness_of_descent_on_a_quadratic(rate):
     loss = half_squares(model(probe[0][0]), None)
     loss.backward()
     optimizer.step()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 7.0)  # sets another rate for the next step
     record = monitor.step(loss)
     assert float(record.critical_sharpness) == pytest.approx(float(g @ (EIGENVALUES * g) / (g @ g)), rel=1e-6)
+    assert record.lr == rate and record.edge == 2 / rate
     assert float(record.largest_eigenvalue) == pytest.approx(10)
     assert record.details.condition == pytest.approx(10)
     assert float(record.details.negative_curvature_share) == 0
@@ -336,6 +338,20 @@ def test_a_logger_that_fails_is_an_incident_and_the_record_stays():
     logger.repaired = True
     monitor.step(1.0, 0.1)
     assert logger.steps == [3] and seen == monitor.records and len(seen) == 3
+
+
+def test_parameters_that_are_trained_later():
+    x, y = points(8)
+    model = MLP(nn.Tanh)
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.requires_grad_(False)
+    monitor = CurvatureMonitor(model, nn.functional.mse_loss, [(x, y)], every=1)
+    some = CurvatureMonitor(model, nn.functional.mse_loss, [(x, y)], monitor._blocks, every=1)
+    assert monitor.step(1.0, lr=0.1) is not None
+    parameter.requires_grad_(True)
+    with pytest.raises(ModelError, match=f"'{name}' was frozen when the monitor was made and is trained now"):
+        monitor.measure()
+    assert some.measure().largest_eigenvalue == monitor.records[0].largest_eigenvalue  # of the blocks that were chosen
 
 
 def test_counting_from_a_later_step():

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvoscope import commands
 from curvoscope.analysis import recipes
 from curvoscope.analysis.allocation import Allocation, Menu, allocate, menu
-from curvoscope.analysis.changes import Change
+from curvoscope.analysis.changes import Change, changed_state, displacement
 from curvoscope.analysis.ledger import Ledger, spearman
 from curvoscope.analysis.scores import scores
 from curvoscope.analysis.sensitivity import measured_change, sensitivity
@@ -61,6 +61,7 @@ def run(request: Request, options: SensitivityOptions, out: Path, as_json: bool)
         blocks = blocks.select("*.attn.O").per_head()
     if options.blocks:
         blocks = select(blocks, options.blocks)
+        words += f" of {', '.join(options.blocks)}"
     _check_groups(subject, options)
     commands.make_directory(out)
     data = [subject.batch]
@@ -72,7 +73,7 @@ def run(request: Request, options: SensitivityOptions, out: Path, as_json: bool)
         step("scores")
         ranks = {} if options.no_pairs else _ranks(subject, change, blocks, ledger)
         step("formats")
-        formats = _Formats(subject, options, blocks) if options.budget is not None else None
+        formats = _Formats(subject, options) if options.budget is not None else None
         step("the figures")
         figures = _draw(ledger, words)
     facts = common_facts("sensitivity", subject, request, options, ledger.loss.value) | {
@@ -141,8 +142,9 @@ def _change(options: SensitivityOptions) -> tuple[Change, str]:
 
 
 def _bits(options: SensitivityOptions) -> dict[str, float]:
-    """Bits per weight of the formats for a budget, with the scales of their groups."""
-    return {name: bits + _SCALE_BITS / (options.group or _GROUP) for name, bits in _BITS.items()}
+    """Bits per weight of the formats for a budget, with the scales and the zero levels of their groups."""
+    group = options.group or _GROUP
+    return {name: bits + (_SCALE_BITS + bits * options.asymmetric) / group for name, bits in _BITS.items()}
 
 
 def _check_budget(options: SensitivityOptions) -> None:
@@ -174,20 +176,28 @@ def _ranks(subject: Subject, change: Change, blocks: Blocks, ledger: Ledger) -> 
     return ranks
 
 
+def _moved(subject: Subject, options: SensitivityOptions, change: Change) -> Blocks:
+    """The chosen blocks that a format changes."""
+    delta = displacement(subject.model, changed_state(subject.model, change))
+    chosen = select(subject.blocks, options.blocks)
+    return Blocks(block for block in chosen.values() if bool(block.gather(delta).any()))
+
+
 class _Formats:
     """Formats for a budget, chosen by several kinds of costs, each measured."""
 
-    def __init__(self, subject: Subject, options: SensitivityOptions, blocks: Blocks) -> None:
+    def __init__(self, subject: Subject, options: SensitivityOptions) -> None:
         group = options.group or _GROUP
         self._budget = float(options.budget or 0)
         symmetric = not options.asymmetric
         changes = {name: partial(ROUNDING[name], group=group, symmetric=symmetric) for name in _BITS}
         bits = _bits(options)
         data = [subject.batch]
+        blocks = None if options.drop_heads or not options.blocks else _moved(subject, options, changes["int3"])
         costs = menu(
-            subject.model, subject.loss, data, {name: (changes[name], bits[name]) for name in _BITS}, blocks=None
+            subject.model, subject.loss, data, {name: (changes[name], bits[name]) for name in _BITS}, blocks=blocks
         )
-        others = {name: scores(subject.model, subject.loss, data, changes[name]) for name in _BITS}
+        others = {name: scores(subject.model, subject.loss, data, changes[name], blocks=blocks) for name in _BITS}
         kinds: dict[str, Menu] = {
             "½ d·Hd with interactions": costs.without_gradient(),
             "½ d·Hd without interactions": costs.without_gradient().without_interactions(),

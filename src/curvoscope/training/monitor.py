@@ -99,6 +99,7 @@ class CurvatureMonitor:
         self._model, self._loss_fn, self._probe = model, loss_fn, probe
         self._blocks = blocks if blocks is not None else trainable(model, blocks_of(model))
         self._blocks.check(model)
+        self._frozen = set() if blocks is not None else _frozen(model)
         self._batches = _batches(probe)
         self._attention = AttentionMoments(model)
         self._matvecs, self._seed = matvecs, chosen_seed(seed)
@@ -141,7 +142,7 @@ class CurvatureMonitor:
 
         Args:
             loss: the loss of the step, for the record; None if unknown.
-            lr: the learning rate; None: that of the optimizer given to `watch`.
+            lr: the learning rate; None: the one that the optimizer given to `watch` made the step with.
 
         Returns:
             The record, or None if nothing was measured.
@@ -154,6 +155,9 @@ class CurvatureMonitor:
         value = None if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
         decided, self._decision = self._decision, None
         move = None if self._optimizer is None else self._optimizer.last_move()
+        if self._optimizer is not None:
+            rate = self._optimizer.last_rate()
+            lr = rate if lr is None else lr
         if value is not None and not math.isfinite(value):
             self._pause(f"the loss is {value}")
             return None
@@ -176,7 +180,8 @@ class CurvatureMonitor:
         Errors are raised, except those of store, logger and `on_record`.
 
         Args:
-            loss, lr: as in `step`.
+            loss: as in `step`.
+            lr: the learning rate; None: the optimizer's present one.
             details: whether to measure the details, too.
             move: the optimizer's last step (P,), over the blocks in their order; None: neither critical sharpness nor
                 `Update`.
@@ -191,6 +196,12 @@ class CurvatureMonitor:
         with self.pace.measuring(self.pace.cheap, self._steps), self._looking():
             for _ in self._batches:  # raises when the probe is no longer what it was
                 pass
+            if thawed := self._frozen - _frozen(self._model):
+                raise ModelError(
+                    "model",
+                    f"{min(thawed)!r} was frozen when the monitor was made and is trained now; make another monitor, "
+                    "or give blocks=",
+                )
             surface = Surface(self._model, self._loss_fn, self._probe, self._blocks)
             H, known = surface.hessian, self._vectors
             top, known["top"] = quantities.largest(H, known.get("top"), seed)
@@ -319,6 +330,10 @@ class CurvatureMonitor:
         with self._beside():
             for message in self._outlets.tell(record):
                 self._note("failed", message)
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def _batches(probe: Iterable[Any]) -> Batches:

@@ -90,7 +90,7 @@ class Record:
     Args:
         step: the number of training steps so far.
         loss: of the training batch, as given to `CurvatureMonitor.step`.
-        lr: the learning rate.
+        lr: the learning rate of the step.
         probe_loss: the loss of the probe, on which everything else is measured.
         largest_eigenvalue: λ_max, the sharpness.
         gradient_norm: |g|.

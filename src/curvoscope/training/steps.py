@@ -30,6 +30,7 @@ class WatchedOptimizer:
     ) -> None:
         self._optimizer, self._model, self._blocks, self._wanted, self._guard = optimizer, model, blocks, wanted, guard
         self._move: Tensor | None = None  # of the last step, (P,) over the blocks in their order, if it was wanted
+        self._rate: float | None = None  # of the last step: a scheduler may have moved on since
         self._before: dict[str, Tensor] | None = None
         _ = self.learning_rate
         self._hooks = [
@@ -39,7 +40,7 @@ class WatchedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The largest learning rate of the parameter groups."""
+        """The largest learning rate of the parameter groups at present."""
         rates = [group["lr"] for group in self._optimizer.param_groups if group.get("lr") is not None]
         if not rates:
             name = type(self._optimizer).__name__
@@ -58,8 +59,13 @@ class WatchedOptimizer:
         move, self._move = self._move, None
         return move
 
+    def last_rate(self) -> float | None:
+        """The learning rate that the last step was made with; reading it clears it."""
+        rate, self._rate = self._rate, None
+        return rate
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._before, self._move = None, None
+        self._before, self._move, self._rate = None, None, self.learning_rate
         if self._wanted():
             with self._guard():
                 self._before = self._weights()

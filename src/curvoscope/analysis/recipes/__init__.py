@@ -1,9 +1,9 @@
 """Changes of weights made from the model alone: rounding, pruning, dropping, low rank, merging. Model -> state dict.
 
 A recipe rewrites weights W (a, p), as in X @ W: columns are output channels, and groups are runs of inputs of one
-channel. By default it rewrites the weights of attention and feed-forward layers; in a model without known layers all
-matrices but embeddings. `names`, shell patterns of block names, choose others. The result has all tensors of
-`model.state_dict()`; unchanged tensors are the model's own.
+channel. By default it rewrites the weights of attention and feed-forward layers, every expert of a mixture as a matrix
+of its own; in a model without known layers all matrices but embeddings. `names`, shell patterns of block names, choose
+others. The result has all tensors of `model.state_dict()`; unchanged tensors are the model's own.
 """
 
 from curvoscope.analysis.recipes.merging import average, merge_lora, mix

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from curvoscope import checks
-from curvoscope.analysis.recipes.rewriting import check_divides, rewritten
+from curvoscope.analysis.recipes.rewriting import check_divides, rewritten, unnamed_in_layers
 from curvoscope.blocks import Block, Blocks, layer_and_role
-from curvoscope.errors import BlockNameError, EmptyError, RangeError
+from curvoscope.errors import BlockNameError, EmptyError, ModelError, RangeError
 from curvoscope.families.block_maps import blocks_of
 
-_BRANCH_ENDS = ("attn.O", "attn.b_O", "cross.O", "cross.b_O", "mlp.down", "mlp.b_down")
+_BRANCH_ENDS = (
+    *("attn.O", "attn.b_O", "cross.O", "cross.b_O", "mlp.down", "mlp.b_down", "mlp.shared.down", "mlp.shared.b_down"),
+    *("mixer.out", "mixer.b_out", "channel.down"),
+)
 
 
 def prune(model: nn.Module, share: float = 0.5, names: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -108,6 +111,7 @@ def drop_neurons(model: nn.Module, share: float = 0.5) -> dict[str, Tensor]:
         2
     """
     _check_share(share)
+    _check_named(model)
     return rewritten(
         model, lambda block, W: W * _largest(W.norm(dim=1), share)[:, None], list(_with_role(model, ("mlp.down",)))
     )
@@ -137,6 +141,8 @@ def drop_layers(model: nn.Module, layers: Sequence[str]) -> dict[str, Tensor]:
         known = ", ".join(dict.fromkeys(places.values()))
         raise BlockNameError("layers", f"got {unknown!r}, expected some of {known}")
     chosen = [name for name, layer in places.items() if layer in layers]
+    if any(f"{layer}.mlp.down" not in chosen for layer in layers):
+        _check_named(model)
     return rewritten(model, lambda block, W: torch.zeros_like(W), chosen)
 
 
@@ -181,6 +187,13 @@ def _largest(sizes: Tensor, share: float) -> Tensor:
     kept = torch.ones_like(sizes)
     kept[sizes.argsort(stable=True)[: round(share * len(sizes))]] = 0
     return kept
+
+
+def _check_named(model: nn.Module) -> None:
+    """Raise if the layers have weights, such as experts, of which names do not tell what they do there."""
+    found = unnamed_in_layers(model, blocks_of(model))
+    if found:
+        raise ModelError("model", f"the role of {found[0]!r} is not known by name; pass a changed state dict instead")
 
 
 def _check_share(share: float) -> None:
