@@ -158,6 +158,22 @@ def test_scalar_attention_of_parameters_that_require_gradients(recwarn):
         return (f - y).square().mean()
 
     truth = torch.func.jacfwd(torch.func.grad(value))(torch.cat([w_Q, w_K, w_V]).detach())
+    recwarn.clear()
     found = cv.exact.ScalarAttention(w_Q, w_K, w_V[0]).spectrum(x, y)
+    assert not recwarn.list and not found.outliers.requires_grad
     assert relative(found.eigenvalues, torch.linalg.eigvalsh(truth.detach())) < 1e-10
-    assert not found.outliers.requires_grad and not recwarn.list
+
+
+@pytest.mark.parametrize("kind", ["attention", "feedforward", "norm"])
+def test_bounds_of_parameters_that_require_gradients(kind, recwarn):
+    case = Case(kind, "mse")
+    plain = layer_of(kind, {name: weight.detach() for name, weight in case.weights.items()})
+    bound = {"attention": cv.exact.bounds.attention, "feedforward": cv.exact.bounds.feed_forward}.get(kind)
+    if bound is None:
+        bound = lambda layer, X, loss: cv.exact.bounds.layer_norm(layer, X)  # noqa: E731
+    found, expected = (bound(layer, X, case.loss) for layer, X in ((case.layer, case.X), (plain, case.X.detach())))
+    keys = list(expected) if kind == "norm" else [(name, name) for name in case.names]
+    assert [(found[key].value, found[key].measured) for key in keys] == [
+        (expected[key].value, expected[key].measured) for key in keys
+    ]
+    assert not recwarn.list
