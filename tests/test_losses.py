@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import curvoscope as cv
 from curvoscope import losses
-from curvoscope.errors import LossError
+from curvoscope.errors import LossError, NonFiniteError
 from curvoscope.losses import PairCurvature, ScalarCurvature, SoftmaxCurvature, TokenCurvature
 from reference import normal, relative
 
@@ -204,3 +204,26 @@ def test_a_torch_loss_that_is_altered_is_the_function_that_it_computes(kind, alt
     expected = 3 / 5 * torch.einsum("nij,na,nb->iajb", S.double(), inputs, inputs).reshape(6, 6)
     batches = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
     assert relative(cv.hessian(model, loss, batches).dense(), expected) < 1e-12
+
+
+def test_a_loss_may_overwrite_the_output():
+    F = normal(1)(N, L, M)
+    found, before = losses.at(lambda F: F.mul_(2).pow(3).sum(), F, False), F.clone()
+    expected = losses.at(lambda F: (2 * F).pow(3).sum(), F, False)
+    assert torch.equal(F, before) and found.value == expected.value
+    assert torch.equal(found.gradient, expected.gradient)
+    assert torch.equal(found.curvature.apply(F), expected.curvature.apply(F))
+
+
+@pytest.mark.parametrize(
+    "loss, derivative",
+    [(lambda F: (F - F.detach()).square().sum().sqrt(), "first"), (lambda F: (F - F.detach()).norm(), "second")],
+)
+def test_a_loss_without_derivatives_at_the_output(loss, derivative):
+    with pytest.raises(NonFiniteError, match=f"^loss: has a {derivative} derivative that is not finite"):
+        losses.at(loss, normal(1)(N, L, M), False)
+
+
+def test_a_complex_loss():
+    with pytest.raises(LossError, match=r"^loss: must return a real number; got torch\.complex128"):
+        losses.at(lambda F: F.sum() * 1j, normal(1)(N, L, M), False)

@@ -3,7 +3,7 @@
 import difflib
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -114,6 +114,21 @@ def block_named(argument: str, name: object, known: Collection[str], hint: str =
     """Raise `BlockNameError` unless the name is known; the error lists the known names and ends with the hint."""
     if name not in known:
         raise BlockNameError(argument, f"there is no {name!r} among {listed(name, known)}{hint}")
+
+
+def block_pair(argument: str, key: object) -> tuple[str, str]:
+    """The names of a row and a column, for a pair or a single name; raise `BlockNameError` for anything else."""
+    pair = key if isinstance(key, tuple) else (key, key)
+    if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
+        raise BlockNameError(argument, f"expected a name or two, got {key!r}; for several blocks use select(names)")
+    return pair
+
+
+def different_blocks(argument: str, names: Sequence[str], aliases: Mapping[str, str]) -> None:
+    """Raise `BlockNameError` unless `names` is a list of different blocks."""
+    own = {aliases.get(name, name) for name in names}
+    if isinstance(names, str) or not 0 < len(own) == len(names):
+        raise BlockNameError(argument, f"expected a list of different blocks, got {names!r}")
 
 
 def nearest(name: object, known: Collection[str], cutoff: float = 0.0) -> str:

@@ -198,3 +198,10 @@ class TestErrors:
         # Runtime type checks of the test run would see it first; the class says it to everyone else.
         with pytest.raises(Exception, match="weights"):
             cv.exact.LinearMLP(self.W)
+
+
+@pytest.mark.parametrize("ask", ["hessian", "jacobian"])
+def test_an_integer_input(ask):
+    layer, X = cv.exact.LinearMLP([torch.eye(2).double()]), torch.eye(2, dtype=torch.long)
+    with pytest.raises(DtypeError, match=r"^X: expected floating point"):
+        layer.jacobian(X) if ask == "jacobian" else layer.hessian(X, cv.losses.MSE(torch.eye(2).double()))

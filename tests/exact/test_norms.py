@@ -317,3 +317,9 @@ class TestErrors:
         monkeypatch.setattr("curvoscope.checks.memory_budget", lambda: 1)
         with pytest.raises(MemoryLimitError, match="Jacobian"):
             layer.jacobian(self.X)
+
+
+def test_an_epsilon_that_is_too_small_for_half_precision():
+    rows = torch.tensor([[1e-3, -1e-3]]).half()
+    with pytest.raises(RangeError, match=r"^eps: .*overflows in torch\.float16; convert to float32"):
+        cv.exact.LayerNorm(torch.ones(2).half(), None, 1e-5)(rows)

@@ -285,6 +285,30 @@ def test_operators_of_different_shape_cannot_be_added():
         _few_tokens()[0] + _symmetric(0)[0]
 
 
+@pytest.mark.parametrize("names", [[], ["a", "a"], "a", "ab", ["a", "other"]])
+def test_selection_of_anything_but_different_blocks(names):
+    with pytest.raises(BlockNameError, match=r"names|block"):
+        _block_matrix()[0].select(names)
+
+
+@pytest.mark.parametrize("key", [0, slice(1), ("a",), ("a", "b", "a"), ("a", 1), ["a", "b"], None])
+def test_keys_that_name_no_block(key):
+    with pytest.raises(BlockNameError, match=r"^block: expected a name or two"):
+        _block_matrix()[0][key]
+
+
+@pytest.mark.parametrize("other", [[1.0] * 30, None, 2.0, _block_matrix()[0]])
+def test_products_with_anything_but_a_tensor(other):
+    with pytest.raises(DtypeError, match=r"^vector: expected a torch\.Tensor"):
+        _block_matrix()[0] @ other
+
+
+@pytest.mark.parametrize("k", [1.5, 2.0, "2"])
+def test_a_number_of_eigenvalues_that_is_not_whole(k):
+    with pytest.raises(RangeError, match=r"^k: got .*, expected a whole number"):
+        _block_matrix()[0].eigenvalues(k)
+
+
 def test_selection_keeps_the_blocks():
     operator, truth = _block_matrix()
     picked = operator.select(["b", "a"])

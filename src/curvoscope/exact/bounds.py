@@ -31,6 +31,7 @@ from curvoscope.exact.bound_factors import (
     norm,
 )
 from curvoscope.exact.feedforward import FeedForward
+from curvoscope.exact.frozen import frozen
 from curvoscope.exact.norms import LayerNorm, RMSNorm
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
@@ -194,6 +195,7 @@ def attention(layer: SelfAttention, X: Tensor, loss: losses.LossFunction, mask: 
     if not layer.is_bilinear or layer.sinks is not None:
         what = "rotary positions" if layer.rotary is not None else "norms of queries and keys, soft caps and sinks"
         raise RangeError("layer", f"the bounds do not cover {what}; use bounds.block(layer.hessian(X, loss))")
+    layer, X, mask = frozen(layer), frozen(X), frozen(mask)
     passed = layer.forward_pass(X, mask)
     found = losses.at(loss, passed.F, passed.squeeze)
     hessian = layer.hessian(X, loss, mask, biases=False)
@@ -234,6 +236,7 @@ def feed_forward(layer: FeedForward, X: Tensor, loss: losses.LossFunction) -> Bl
         >>> found["W1", "W2"].measured <= found["W1", "W2"].value
         True
     """
+    layer, X = frozen(layer), frozen(X)
     hessian, F = layer.hessian(X, loss), layer(X)
     found = losses.at(loss, F if F.ndim == 3 else F[None], F.ndim == 2)
     factors = feed_forward_factors(layer, X.double().flatten(0, -2), found.gradient.double().flatten(0, 1))
@@ -263,6 +266,7 @@ def layer_norm(layer: LayerNorm | RMSNorm, X: Tensor) -> dict[str, Bound]:
         >>> round(found["jacobian"].tightness, 4)
         1.0
     """
+    layer, X = frozen(layer), frozen(X)
     scale = float(layer.gamma.abs().max())
     jacobian = layer.input_jacobian(X)
     identity = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)

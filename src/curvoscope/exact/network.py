@@ -21,6 +21,7 @@ from curvoscope.errors import DtypeError, EmptyError, ShapeError
 from curvoscope.exact.assembly import ColumnProducts, assembled, tiled
 from curvoscope.exact.chain import Branch, Chain, Descent
 from curvoscope.exact.factor import Factor, TermList, fits_jacobians
+from curvoscope.exact.frozen import frozen
 from curvoscope.exact.links import AttentionLink, FactoredPart, TokenwiseLink
 from curvoscope.losses import PairCurvature
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
@@ -48,7 +49,7 @@ class Network:
     def chain(self, X: Tensor, loss: losses.LossFunction) -> Chain:
         """All layers at X, with the gradients of the loss at their outputs."""
         self._check(X)
-        return Chain(self.branches, X, loss)
+        return Chain(frozen(self.branches), frozen(X), loss)
 
     def jacobian(self, X: Tensor) -> dict[str, Tensor]:
         """dZ/dW for each weight and for "X": (N L m, size), rows in the order of Z."""
@@ -84,6 +85,7 @@ class Network:
             raise ShapeError("X", f"expected (L, {self.d}) or (N, L, {self.d}), got {tuple(X.shape)}")
         if X.numel() == 0:
             raise EmptyError("X", f"has no {'tokens' if X.shape[-2] == 0 else 'sequences'}, shape {tuple(X.shape)}")
+        checks.floating("X", X)
 
 
 class ChainHessian(BlockHessian):

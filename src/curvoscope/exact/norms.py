@@ -50,9 +50,9 @@ class Normalised:
         singular = ~torch.isfinite(1 / shifted)
         if bool(singular.any()):
             row = int(singular.flatten().nonzero()[0])
-            raise RangeError(
-                "eps", f"got {eps}, and row {row} of X has variance {float(variance[row]):.3g}; use eps > 0"
-            )
+            remedy = f"1/(variance + eps) overflows in {rows.dtype}; convert to float32 or use a larger eps"
+            remedy = "use eps > 0" if eps == 0 else remedy
+            raise RangeError("eps", f"got {eps}, and row {row} of X has variance {float(variance[row]):.3g}; {remedy}")
         sigma = shifted.sqrt()
         return cls(rows / sigma, sigma, centred)
 

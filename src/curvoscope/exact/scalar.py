@@ -106,6 +106,7 @@ class ScalarAttention:
         """f, in the shape of x, (L,) or (N, L)."""
         return self._layer(self._tokens(x), mask)[..., 0]
 
+    @torch.no_grad()
     def spectrum(
         self,
         x: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from curvoscope import checks, losses
 from curvoscope.exact.assembly import ColumnProducts, Directions, assembled
 from curvoscope.exact.factor import Factor, Pairing, TermList, fits_jacobians
+from curvoscope.exact.frozen import frozen
 from curvoscope.exact.grouped import Grouped
 from curvoscope.losses import LossAt, PairCurvature
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
@@ -192,17 +193,19 @@ class TokenwiseLayer(ABC):
         Returns:
             A `BlockHessian` over the layer's blocks; that of a bias has the shape (1, size).
         """
-        F = self(X)
+        layer, X = frozen(self), frozen(X)
+        F = layer(X)
         found = losses.at(loss, F if X.ndim == 3 else F[None], X.ndim == 2)
         aliases = {label: name for name, label in self.labels.items() if label}
-        return self.around(X, found, wrt_input=wrt_input, biases=biases).assemble(aliases)
+        return layer.around(X, found, wrt_input=wrt_input, biases=biases).assemble(aliases)
 
     def jacobian(self, X: Tensor) -> dict[str, Tensor]:
         """dF/dW for each weight and bias, and dF/dX for "X": (N L m, size), rows in the order of F."""
-        F = self(X)
+        layer, X = frozen(self), frozen(X)
+        F = layer(X)
         fits_jacobians(F, {**{name: values.numel() for name, values in self.weights.items()}, "X": X.numel()})
         nothing = LossAt(0.0, torch.zeros_like(F if F.ndim == 3 else F[None]), losses.ScalarCurvature(0.0))
-        at = self.around(X, nothing, wrt_input=False)
+        at = layer.around(X, nothing, wrt_input=False)
         found = {name: factor.jacobian(self.d_out, name) for name, factor in at.factors.items()}
         return {**found, "X": Grouped(at.input_jacobian(), 1).dense()}
 

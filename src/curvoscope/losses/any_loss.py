@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import LossError, NonFiniteError
 from curvoscope.losses.curvatures import LossAt, curvature_of, group_size
 from curvoscope.losses.objectives import LossFunction, Objective, described, scalar, takes
@@ -28,9 +29,20 @@ def at(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
         (4.0, tensor([3., 3.]), 'TokenCurvature')
     """
     found = loss.at(F) if isinstance(loss, Objective) else _by_autodiff(loss, F, squeeze)
-    if not math.isfinite(found.value):
-        raise NonFiniteError("loss", f"is {found.value} at this input")
+    _check_value(found.value)
     return found
+
+
+def _check_value(value: float) -> None:
+    if not math.isfinite(value):
+        raise NonFiniteError("loss", f"is {value} at this input")
+
+
+def _check_derivative(which: str, derivative: Tensor) -> None:
+    if not checks.all_finite(derivative):
+        raise NonFiniteError(
+            "loss", f"has a {which} derivative that is not finite at this input: not differentiable there, or overflows"
+        )
 
 
 def _by_autodiff(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
@@ -42,16 +54,22 @@ def _by_autodiff(loss: LossFunction, F: Tensor, squeeze: bool) -> LossAt:
         )
     leaf = F.detach().clone().requires_grad_()
     with torch.enable_grad():
-        value = scalar("loss", loss(leaf[0] if squeeze else leaf))
+        copied = leaf.clone()  # which the loss may overwrite
+        value = scalar("loss", loss(copied[0] if squeeze else copied))
         if not value.requires_grad:
             raise LossError("loss", "does not depend on the layer's output, or detaches it")
         gradient = torch.autograd.grad(value, leaf, create_graph=True)[0]
+    _check_value(float(value.detach()))
+    _check_derivative("first", gradient)
 
     def product(direction: Tensor) -> Tensor:
         if not gradient.requires_grad:  # a loss linear in F
             return torch.zeros_like(leaf)
         found = torch.autograd.grad(gradient, leaf, direction, retain_graph=True, allow_unused=True)[0]
-        return torch.zeros_like(leaf) if found is None else found
+        if found is None:
+            return torch.zeros_like(leaf)
+        _check_derivative("second", found)
+        return found
 
     def products(directions: Tensor) -> Tensor:
         return torch.stack([product(direction) for direction in directions])

@@ -332,8 +332,8 @@ class CrossEntropy(ClosedLoss):
             raise LossError("axis", f"got {self.axis}; a layer's output has its classes last: -1")
         logits, _, weights, _ = self.rows(F, None)
         shape, words = F.shape[:-1], logits.shape[-1]
-        U = torch.eye(words, dtype=F.dtype, device=F.device) if self.unembedding is None else self.unembedding
-        return SoftmaxCurvature(weights.view(shape), logits.softmax(-1).view(*shape, words), U)
+        U = torch.eye(words, dtype=F.dtype, device=F.device) if self.unembedding is None else self.unembedding.detach()
+        return SoftmaxCurvature(weights.view(shape), logits.softmax(-1).view(*shape, words), U.clone())
 
     def logits(self, F: Tensor) -> Tensor:
         """F U + b (..., v), for an output F (..., m); F itself without unembedding and bias."""

@@ -110,8 +110,9 @@ class ClosedLoss(Objective):
         if self.targets is None:
             name = type(self).__name__
             raise LossError("loss", f"is {name} without targets; pass {name}(targets) or loss.bound(targets)")
-        _, (gradient,) = self.gradient(F)
-        return LossAt(float(self(F)), gradient, self.curvature(F))
+        with torch.no_grad():  # targets or an unembedding may require gradients
+            _, (gradient,) = self.gradient(F)
+            return LossAt(float(self(F)), gradient, self.curvature(F))
 
     def wanted(self, targets: Any, F: Tensor) -> Tensor:
         """The targets: those given, or the loss's own. If there are both, they must be the same."""
@@ -294,6 +295,8 @@ def scalar(argument: str, value: object, what: str = "") -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise LossError(argument, f"must return a scalar tensor{what}; got {seen}")
+    if value.is_complex():
+        raise LossError(argument, f"must return a real number{what}; got {value.dtype}")
     return value.reshape(())
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks, estimate
-from curvoscope.errors import ShapeError
+from curvoscope.errors import DtypeError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Estimate
 from curvoscope.estimate.space import empty
 from curvoscope.magnitudes import norm
@@ -137,6 +137,8 @@ class LinearOperator(Spectral, ABC):
     # ---- what everyone asks
 
     def __matmul__(self, other: Tensor) -> Tensor:
+        if not isinstance(other, Tensor):
+            raise DtypeError("vector", f"expected a torch.Tensor, got {type(other).__name__}")
         if other.ndim not in (1, 2) or other.shape[0] != self.shape[1]:
             raise ShapeError(
                 "vector",

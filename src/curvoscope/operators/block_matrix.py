@@ -158,7 +158,7 @@ class BlockMatrix(LinearOperator):
         self._made: dict[tuple[str, str], LinearOperator] = {}
 
     def __getitem__(self, key: str | tuple[str, str]) -> LinearOperator:
-        row, column = (self.aliases.get(name, name) for name in ((key, key) if isinstance(key, str) else key))
+        row, column = (self.aliases.get(name, name) for name in checks.block_pair("block", key))
         for name in (row, column):
             checks.block_named("block", name, self.shapes)
         if self.names.index(row) > self.names.index(column):
@@ -169,6 +169,7 @@ class BlockMatrix(LinearOperator):
 
     def select(self, names: Sequence[str]) -> "BlockMatrix":
         """The matrix on some of the blocks, as a `BlockMatrix` with these `names`, in the order given."""
+        checks.different_blocks("names", names, self.aliases)
         shapes = {name: self[name].row_shape for name in names}
         return BlockMatrix(shapes, lambda row, column: self[row, column], self.like)
 

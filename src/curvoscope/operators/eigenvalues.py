@@ -1,5 +1,6 @@
 """What an operator answers about its eigenvalues and singular values: all of them, a few, their density, their size."""
 
+from numbers import Integral
 from typing import Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -124,8 +125,8 @@ class Spectral(Solvable):
         self._whole._square("eigenvalues")
         if not self.symmetric:
             raise ShapeError("eigenvalues", "this block is not symmetric; use spectral_norm()")
-        if k is not None and not 1 <= k <= self.shape[0]:
-            raise RangeError("k", f"got {k}, expected 1 to {self.shape[0]}")
+        if k is not None and (not isinstance(k, Integral) or not 1 <= k <= self.shape[0]):
+            raise RangeError("k", f"got {k}, expected a whole number from 1 to {self.shape[0]}")
         checks.choice("which", which, ("LM", "LA", "SA"))
         if k is not None and self._whole._estimated(matvecs, tolerance):
             found = estimate.lanczos(

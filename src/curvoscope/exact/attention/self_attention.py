@@ -11,6 +11,7 @@ from curvoscope.exact.attention.layer import AttentionLayer
 from curvoscope.exact.attention.moments import Moments
 from curvoscope.exact.attention.product import AttentionProduct
 from curvoscope.exact.factor import fits_jacobians
+from curvoscope.exact.frozen import frozen
 
 
 class SelfAttention(AttentionLayer):
@@ -133,10 +134,11 @@ class SelfAttention(AttentionLayer):
         Returns:
             An `AttentionHessian`: a `BlockHessian` with its split at the scores.
         """
-        passed = self.forward_pass(X, mask)
+        layer = frozen(self)
+        passed = layer.forward_pass(frozen(X), frozen(mask))
         found = losses.at(loss, passed.F, passed.squeeze)
         with_biases = self.biases if biases is None else biases
-        return AttentionHessian(self, passed, found, with_biases, per_head, wrt_input)
+        return AttentionHessian(layer, passed, found, with_biases, per_head, wrt_input)
 
     def jacobian(self, X: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         """dF/dW for each weight, and dF/dX, as dense matrices.
@@ -148,8 +150,9 @@ class SelfAttention(AttentionLayer):
         Returns:
             By name, for weights, biases (if they are blocks) and "X": (N L d_out, size), rows in the order of F.
         """
-        passed = self.forward_pass(X, mask)
-        product = AttentionProduct(self, passed, None)
+        layer = frozen(self)
+        passed = layer.forward_pass(frozen(X), frozen(mask))
+        product = AttentionProduct(layer, passed, None)
         shapes = {**self.shapes(self.biases), "X": (passed.X[..., 0].numel(), self.d)}
         fits_jacobians(passed.F, {name: a * p for name, (a, p) in shapes.items()})
         return {
