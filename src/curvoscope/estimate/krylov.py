@@ -19,6 +19,7 @@ _ROUNDING = 16  # units of rounding below which a vector is not a new direction
 _INDEPENDENT = 1e-8  # the length of what a random vector adds, at least
 _SHRUNK = 0.1  # of its length, below which a vector is made orthogonal again
 _ENOUGH = 4  # random vectors, after which an invariant subspace is believed to hold the ends
+_PATIENCE, _STUBBORN = 16, 512  # times the products for the residuals, and more, before bars are given up
 _TINY = 1e-30  # a length that no random vector has
 _RECORDS = 2**26  # bytes of records of restarts, if the basis itself does not take more
 _SIGNS = {"LM": (1, -1), "LA": (1,), "SA": (-1,)}
@@ -170,6 +171,7 @@ class _Run:
         self._done = self._joined = 0  # rows that have been multiplied, and rows
         self._coupled = 0  # the first row that B couples with those not yet multiplied, but for rounding
         self._scale = 0.0  # the largest |B v| so far
+        self._found = 0  # products at which the residuals first were within the tolerance
         self._settled: Tensor | None = None
         self._starts = Starts()
         self._starts.add(self._join(first, _INDEPENDENT)[0].T * lengths[:, None])
@@ -212,13 +214,16 @@ class _Run:
                 look = self._k
 
     def _converged(self, tolerance: float) -> bool:
-        """Whether the residuals and, if so, what may have been missed are within the tolerance."""
+        """Whether the residuals and, if so, what may have been missed are within the tolerance. Also if many more
+        products than the residuals took have not brought the latter there: noise in products does not let them."""
         projection = self._project()
         wanted = self._wanted(projection)
         limit = tolerance * self._norm(projection.values[wanted])
-        return bool(self._residuals(projection, wanted).max() <= limit) and bool(
-            self._missed(projection, wanted).max() <= limit
-        )
+        if float(self._residuals(projection, wanted).max()) > limit:
+            return False
+        made = self._products.matvecs
+        self._found = self._found or made
+        return float(self._missed(projection, wanted).max()) <= limit or made > _PATIENCE * self._found + _STUBBORN
 
     def _step(self) -> None:
         """Multiply the new rows; their projections go to H, what is outside V becomes the next rows."""
