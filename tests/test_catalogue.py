@@ -205,6 +205,29 @@ CALLS = {
     "hessian: no batches": (lambda: hessian(batches=[]), EMPTY, "batches"),
     "hessian: a generator": (lambda: hessian(batches=(b for b in BATCHES)), BatchError, "batches"),
     "hessian: batches that are no pairs": (lambda: hessian(batches=[X]), BatchError, "batches"),
+    "hessian: no model": (lambda: hessian(lambda inputs: inputs), MODEL, "model"),
+    "hessian: batches that are a number": (lambda: hessian(batches=3), BatchError, "batches"),
+    "hessian: names as blocks": (lambda: hessian(blocks=["0.weight"]), MODEL, "blocks"),
+    "hessian: half a row": (lambda: hessian(micro_batch=1.5), RANGE, "micro_batch"),
+    "hessian: unknown device": (lambda: hessian(device="nowhere"), DEVICE, "device"),
+    "hessian: a list as vector": (lambda: hessian() @ [1.0] * 43, DTYPE, "vector"),
+    "hessian: a negative number of terms": (
+        lambda: hessian(loss=cv.losses.MeanLoss(mse_loss, lambda F, Y: -1)), RANGE, "terms",
+    ),
+    "hessian: a number of terms that is none": (
+        lambda: hessian(loss=cv.losses.MeanLoss(mse_loss, lambda F, Y: "4")), RANGE, "terms",
+    ),
+    "MeanLoss: terms that are no function": (lambda: cv.losses.MeanLoss(mse_loss, 4), LOSS, "terms"),
+    "CrossEntropy: ignore_index that is no number": (
+        lambda: cv.losses.CrossEntropy(ignore_index=None), LOSS, "ignore_index",
+    ),
+    "CrossEntropy: an axis that logits do not have": (
+        lambda: hessian(loss=cv.losses.CrossEntropy(axis=5), batches=[(X, torch.zeros(6).long())]), LOSS, "axis",
+    ),
+    "gradients: half a sample": (lambda: hessian().gradient_source("0.weight", samples=1.5), RANGE, "samples"),
+    "gradients: seed that is no number": (
+        lambda: hessian().gradient_source("0.weight", samples=2, seed="a"), RANGE, "seed",
+    ),
     "hessian: unknown method": (lambda: hessian(method="fast"), RANGE, "method"),
     "hessian: unknown split": (lambda: hessian(split="head"), RANGE, "split"),
     "hessian: unknown hvp": (lambda: hessian(hvp="forward"), RANGE, "hvp"),

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import TypeVar
 
 import psutil
@@ -126,7 +127,7 @@ def block_pair(argument: str, key: object) -> tuple[str, str]:
 
 def different_blocks(argument: str, names: Sequence[str], aliases: Mapping[str, str]) -> None:
     """Raise `BlockNameError` unless `names` is a list of different blocks."""
-    own = {aliases.get(name, name) for name in names}
+    own = {aliases.get(name, name) for name in names} if isinstance(names, Collection) else set()
     if isinstance(names, str) or not 0 < len(own) == len(names):
         raise BlockNameError(argument, f"expected a list of different blocks, got {names!r}")
 
@@ -136,9 +137,25 @@ def nearest(name: object, known: Collection[str], cutoff: float = 0.0) -> str:
     return ", ".join(difflib.get_close_matches(str(name), known, n=3, cutoff=cutoff))
 
 
+def real(argument: str, value: object, expected: str = "a number") -> None:
+    """Raise `RangeError` unless the value is a real number."""
+    if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
+        raise RangeError(argument, f"got {value!r}, expected {expected}")
+
+
+def whole(least: int, **numbers: float | None) -> None:
+    """Raise `RangeError` if one of the named numbers is not a whole number of at least `least`; None is none."""
+    at_least(least, **numbers)
+    for argument, value in numbers.items():
+        if value is not None and not isinstance(value, Integral):
+            raise RangeError(argument, f"got {value}, expected a whole number")
+
+
 def at_least(least: int, **numbers: float | None) -> None:
     """Raise `RangeError` if one of the named numbers is below `least`; None is none."""
     for argument, value in numbers.items():
+        if value is not None:
+            real(argument, value)
         if value is not None and value < least:
             raise RangeError(argument, f"got {value}, expected at least {least}")
 
@@ -146,12 +163,15 @@ def at_least(least: int, **numbers: float | None) -> None:
 def positive(expected: str = "a positive number", **numbers: float | None) -> None:
     """Raise `RangeError` if one of the named numbers is not positive and finite; None is none."""
     for argument, value in numbers.items():
+        if value is not None:
+            real(argument, value, expected)
         if value is not None and not 0 < value < math.inf:
             raise RangeError(argument, f"got {value}, expected {expected}")
 
 
 def probability(argument: str, value: float) -> None:
     """Raise `RangeError` unless the value is between 0 and 1."""
+    real(argument, value, "a probability between 0 and 1")
     if not 0 < value < 1:
         raise RangeError(argument, f"got {value}, expected a probability between 0 and 1")
 

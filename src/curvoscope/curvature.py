@@ -40,7 +40,7 @@ from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objecti
 from curvoscope.losses.objectives import Objective
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import PARTS, BlockHessian
-from curvoscope.settings import settings
+from curvoscope.settings import chosen_seed, settings
 
 __all__ = [
     "BatchError",
@@ -203,8 +203,8 @@ class ModelHessian(BlockHessian):
         Returns:
             The gradients.
         """
-        checks.at_least(1, samples=samples)
-        block = self._block(name)
+        checks.whole(1, samples=samples)
+        seed, block = chosen_seed(seed), self._block(name)
         return enumerated(self._engine, block) if samples is None else sampled(self._engine, block, samples, seed)
 
     def _block(self, name: str) -> Block:
@@ -339,6 +339,8 @@ def hessian(
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
     checks.choice("recompute", recompute or "layer", ("layer",))
+    if not isinstance(model, nn.Module):
+        raise ModelError("model", f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
     mesh = mesh_of(model)
@@ -347,6 +349,9 @@ def hessian(
         budget = checks.memory_budget()
     with ranks.together():
         everything = blocks_of(model)
+        if blocks is not None and not isinstance(blocks, Blocks):
+            hint = "expected those of cv.blocks_of(model), or some by .select(names)"
+            raise ModelError("blocks", f"got {type(blocks).__name__}, {hint}")
         if blocks is None:
             blocks = trainable(model, everything)
         layers = ClosedFormLayers(model, *([blocks.whole] if blocks.whole.covers(model) else []), everything)

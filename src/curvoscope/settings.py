@@ -1,9 +1,12 @@
 """The settings that all computations share: memory limit, progress bars, seed, scratch. One context holds them."""
 
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
 from curvoscope.errors import RangeError
@@ -56,15 +59,15 @@ def settings(
         Traceback (most recent call last):
         curvoscope.errors.MemoryLimitError: memory_limit: a dense block of 9 x 9 needs ...
     """
-    if memory_limit is not None and memory_limit <= 0:
-        raise RangeError("memory_limit", f"got {memory_limit}, expected a positive number of bytes")
-    if scratch is not None and not Path(scratch).is_dir():
+    if memory_limit is not None and not (isinstance(memory_limit, Real) and 1 <= memory_limit < math.inf):
+        raise RangeError("memory_limit", f"got {memory_limit!r}, expected a positive number of bytes")
+    if scratch is not None and not (isinstance(scratch, str | os.PathLike) and Path(scratch).is_dir()):
         raise RangeError("scratch", f"got {str(scratch)!r}, expected a folder that exists")
     around = current()
     here = Settings(
-        around.memory_limit if memory_limit is None else memory_limit,
+        around.memory_limit if memory_limit is None else int(memory_limit),
         around.progress if progress is None else progress,
-        around.seed if seed is None else seed,
+        chosen_seed(seed),
         scratch=around.scratch if scratch is None else Path(scratch),
     )
     token = _current.set(here)
@@ -76,8 +79,10 @@ def settings(
 
 
 def chosen_seed(seed: int | None) -> int:
-    """`seed`, or the seed of the settings in force if it is None."""
-    return current().seed if seed is None else seed
+    """`seed`, or the seed of the settings in force if it is None; `RangeError` unless it is a whole number."""
+    if seed is not None and not isinstance(seed, Integral):
+        raise RangeError("seed", f"got {seed!r}, expected a whole number")
+    return current().seed if seed is None else int(seed)
 
 
 def current() -> Settings:

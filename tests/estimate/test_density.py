@@ -133,6 +133,8 @@ class TestFunctions:
                 found.smooth(torch.zeros(1), bad)
         with pytest.raises(RangeError, match="count"):
             found.moments(0)
+        with pytest.raises(RangeError, match="order"):
+            density(Dense(rotated(outliers(300))), matvecs=40, steps=5).moment(10)
         with pytest.raises(NonFiniteError, match="x"):
             found.cdf(torch.tensor([math.nan]))
         with pytest.raises(NonFiniteError, match="eigenvalues"):

@@ -393,4 +393,9 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
         raise DeviceError("model", f"has parameters on {seen}; move it with model.to(...), or give device=")
     if torch.device("meta") in found:
         raise DeviceError("model", "has parameters on the meta device, with no data; load its weights first")
-    return found.pop() if device is None else torch.device(device)
+    if device is None:
+        return found.pop()
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise DeviceError("device", f"got {device!r}, which torch does not have here") from error

@@ -184,5 +184,12 @@ def leave_one_out(sketch: Sketch, form: Form) -> Sample:
     single = 2 * (n - k + 1) / (n - k + 3) * square
     least = (0.15 + 1.5 / k) * single  # from few columns the covariance is noisy, and may be far below zero
     variance = max(single + (k - 1) * covariance, least) / k
-    degrees = 1.5 * (k - 1)  # there are more pairs than columns, and the variance is known better than from k values
-    return Sample(float(t.mean()), variance, skewness(square, cube, k), degrees)
+    return Sample(float(t.mean()), variance, skewness(square, cube, k), max(1.0, _holding(centred) - 1))
+
+
+def _holding(matrix: Tensor) -> float:
+    """How many columns hold the squares off the diagonal of (k, k): k if all alike, few if one direction is left over
+    that few probes meet. The variance from these pairs is known no better than from so many values."""
+    shares = matrix.square().sum(0) - matrix.diagonal().square()
+    squares = float(shares.square().sum())
+    return float(shares.sum()) ** 2 / squares if squares else float(len(matrix))

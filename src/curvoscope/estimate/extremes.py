@@ -12,7 +12,7 @@ from curvoscope.errors import NonFiniteError, RangeError
 from curvoscope.estimate.krylov import DEFAULT_TOLERANCE, WHICH, Eigenvalues, lanczos
 from curvoscope.estimate.products import Matrix, check_budget, check_symmetric
 from curvoscope.magnitudes import power_of_two
-from curvoscope.settings import current
+from curvoscope.settings import chosen_seed
 
 METHODS = ("lanczos", "eigsh", "lobpcg")
 _ITERATIONS = 1000
@@ -75,7 +75,7 @@ def eigenvalues(
     checked = None if matvecs is None else max(2, k, matvecs // 3)
     left = None if matvecs is None or checked is None else matvecs - checked
     counted = _Counted(operator.to_scipy())
-    seed = current().seed if seed is None else seed
+    seed = chosen_seed(seed)
     first = _start(start, size, k, seed).astype(counted.dtype)
     if not counted.matmat(first).any():  # a zero matrix, on which neither can start
         found = first

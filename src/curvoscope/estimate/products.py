@@ -18,7 +18,7 @@ from curvoscope.errors import NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate.progress import Ticker
 from curvoscope.estimate.space import RandomFill, Space
 from curvoscope.magnitudes import exponent_of
-from curvoscope.settings import current
+from curvoscope.settings import chosen_seed, current
 
 COLUMNS = 8  # vectors that are drawn and compared with each other
 LEAST = 16  # products before a tolerance may end the work
@@ -202,8 +202,7 @@ class Probes:
     def __init__(self, products: Products, seed: int | None) -> None:
         self._products = products
         # mixed, so that the probes of seeds 0, 1, 2, ... have nothing in common
-        chosen = current().seed if seed is None else seed
-        mixed = int(np.random.SeedSequence(chosen % 2**64).generate_state(1)[0])
+        mixed = int(np.random.SeedSequence(chosen_seed(seed) % 2**64).generate_state(1)[0])
         self._generator = torch.Generator(device="cpu").manual_seed(mixed)
 
     def signs(self, count: int, out: Tensor | None = None) -> Tensor:
@@ -239,7 +238,9 @@ def check_budget(matvecs: int | None, tolerance: float | None, least: int = 2) -
     """Raise `RangeError` unless at most one of the two is given, and in its range."""
     if matvecs is not None and tolerance is not None:
         raise RangeError("tolerance", "got both matvecs and tolerance; give a budget or a precision, not both")
-    checks.at_least(least, matvecs=matvecs)
+    checks.whole(least, matvecs=matvecs)
+    if tolerance is not None:
+        checks.real("tolerance", tolerance)
     if tolerance is not None and not 0 < tolerance < 1:
         raise RangeError("tolerance", f"got {tolerance}, expected a relative error between 0 and 1")
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
+from curvoscope.errors import RangeError
 from curvoscope.estimate.result import Estimate, student
 from curvoscope.magnitudes import unit
 
@@ -179,11 +180,17 @@ class Density:
         """(1/n) tr B^order, exact for each probe below twice its number of steps.
 
         Args:
-            order: the power of B.
+            order: the power of B, below twice the number of steps unless the quadrature found all eigenvalues that its
+                probes meet.
 
         Returns:
             The mean over the probes, with its standard error: 0 for a single probe.
         """
+        steps = self.nodes.shape[1]
+        if self.quadrature and order >= 2 * steps and bool((self.residuals * self.weights).any()):
+            raise RangeError(
+                "order", f"got {order}, but {steps} Lanczos steps give moments below {2 * steps}; use more steps"
+            )
         return self._mean((self.weights * self.nodes**order).sum(1))
 
     def moments(self, count: int) -> list[Estimate]:
@@ -195,7 +202,7 @@ class Density:
         Returns:
             One Estimate per order, as from `moment`.
         """
-        checks.at_least(1, count=count)
+        checks.whole(1, count=count)
         return [self.moment(order) for order in range(1, count + 1)]
 
     def error(self) -> float:

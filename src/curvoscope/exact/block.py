@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import EmptyError, RangeError, ShapeError
+from curvoscope.errors import EmptyError, ModelError, RangeError, ShapeError
 from curvoscope.exact.attention.self_attention import SelfAttention
 from curvoscope.exact.chain import Branch, Chain
 from curvoscope.exact.feedforward import FeedForward
 from curvoscope.exact.links import Layer
 from curvoscope.exact.network import Network
 from curvoscope.exact.norms import LayerNorm, RMSNorm
+from curvoscope.exact.tokenwise import TokenwiseLayer
 
 Norm = LayerNorm | RMSNorm
 
@@ -60,6 +61,8 @@ class TransformerBlock(Network):
         placement: str = "pre",
     ) -> None:
         checks.choice("placement", placement, ("pre", "post", "none"))
+        _is("attention", attention, SelfAttention)
+        _is("feedforward", feedforward, FeedForward)
         self.d, self.placement = attention.d, placement
         _fits("attention", attention, self.d)
         _fits("feedforward", feedforward, self.d)
@@ -71,6 +74,7 @@ class TransformerBlock(Network):
             if placement != "none" and norm is None:
                 raise RangeError(name, f"is missing; placement {placement!r} needs both norms, 'none' has none")
             if norm is not None:
+                _is(name, norm, LayerNorm, RMSNorm)
                 _fits(name, norm, self.d)
                 checks.floating(name, norm.gamma, like=dtype)
         self.attention, self.feedforward, self.norm1, self.norm2 = attention, feedforward, norm1, norm2
@@ -111,6 +115,7 @@ class Stack(Network):
         self.branches = []
         blocks, width = 0, -1
         for place, layer in enumerate(self.layers):
+            _is("layers", layer, TransformerBlock, SelfAttention, TokenwiseLayer)
             into, out, like = _widths(layer)
             if place == 0:
                 self.d, first = into, like
@@ -128,6 +133,12 @@ class Stack(Network):
             else:
                 last = place == len(self.layers) - 1 and isinstance(layer, LayerNorm | RMSNorm)
                 self.branches.append(Branch((("final_norm" if last else f"layer.{place}", layer),), False))
+
+
+def _is(argument: str, layer: object, *kinds: type) -> None:
+    if not isinstance(layer, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ModelError(argument, f"expected {names}, got {type(layer).__name__}")
 
 
 def _widths(layer: TransformerBlock | Layer) -> tuple[int, int, Tensor]:

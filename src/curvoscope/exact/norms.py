@@ -108,6 +108,7 @@ class _Norm(TokenwiseLayer):
         self.beta = beta
         if beta is not None and checks.floating("beta", beta, like=gamma).shape != gamma.shape:
             raise ShapeError("beta", f"expected {tuple(gamma.shape)} like gamma, got {tuple(beta.shape)}")
+        checks.real("eps", eps)
         if not 0 <= eps < math.inf:
             raise RangeError("eps", f"got {eps}, expected a finite number that is not negative")
         self.eps = float(eps)

@@ -95,6 +95,7 @@ class ScalarAttention:
             if weight.shape != w_Q.shape or weight.ndim != 1:
                 raise ShapeError(name, f"expected (k,), got {tuple(weight.shape)}")
         if not isinstance(w_V, Tensor):
+            checks.real("w_V", w_V)
             w_V = torch.tensor(w_V, dtype=w_Q.dtype, device=w_Q.device)
         if checks.floating("w_V", w_V, like=w_Q).ndim:
             raise ShapeError("w_V", f"expected a number, got a tensor of shape {tuple(w_V.shape)}")

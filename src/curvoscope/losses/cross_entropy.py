@@ -12,6 +12,7 @@ if p_t is nearly one-hot. Any word can take the place of y here; G then differs 
 
 from collections.abc import Iterator
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -223,6 +224,9 @@ class CrossEntropy(ClosedLoss):
             if bias.ndim != 1 or (unembedding is not None and bias.shape != unembedding.shape[1:]):
                 vocabulary = "vocabulary" if unembedding is None else unembedding.shape[1]
                 raise ShapeError("bias", f"expected ({vocabulary},), got {tuple(bias.shape)}")
+        for name, number in (("ignore_index", ignore_index), ("axis", axis)):
+            if not isinstance(number, Integral):
+                raise LossError(name, f"got {number!r}, expected a whole number")
         if axis != -1 and not (unembedding is None and bias is None):
             raise LossError("axis", f"got {axis}; an unembedding or a bias gives logits with the classes last: -1")
         if targets is not None:
@@ -261,9 +265,11 @@ class CrossEntropy(ClosedLoss):
         if probabilities:
             checks.floating("targets", targets)
             return
-        counted = targets[targets != self.ignore_index]
+        read = targets[..., 1:] if self.shift else targets
+        counted = read[read != self.ignore_index]
         if not counted.numel():
-            raise RangeError("targets", f"all equal ignore_index = {self.ignore_index}; the mean has no terms")
+            which = "that follow a position " if self.shift else ""
+            raise RangeError("targets", f"all {which}equal ignore_index = {self.ignore_index}; the mean has no terms")
         if U is not None:
             _check_range(counted, U.shape[1])
 
@@ -347,7 +353,11 @@ class CrossEntropy(ClosedLoss):
 
     def class_axis(self, logits: Tensor) -> int:
         """The axis of the classes: `axis`, or the last one if the logits have only one."""
-        return self.axis if logits.ndim > 1 else -1
+        if logits.ndim == 1:
+            return -1
+        if not -logits.ndim <= self.axis < logits.ndim:
+            raise LossError("axis", f"got {self.axis} for logits of shape {tuple(logits.shape)}")
+        return self.axis
 
     def rows(self, F: Tensor, targets: Any) -> SoftmaxRows:
         """The logits, one row per position, with what their loss needs.

@@ -7,6 +7,7 @@ it.
 """
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.nn import functional
 
 from curvoscope import checks
-from curvoscope.errors import LossError
+from curvoscope.errors import LossError, RangeError
 from curvoscope.losses.counting import SUM, Count, Inquiry, number_of_terms
 from curvoscope.losses.curvatures import Curvature, LossAt
 from curvoscope.losses.outputs import flatten, tensors
@@ -178,6 +179,8 @@ class MeanLoss(Objective):
                 "loss_fn",
                 f"must accept (outputs, targets), got {described(function)}; pass lambda outputs, targets: ...",
             )
+        if terms is not None and not takes(terms, 2):
+            raise LossError("terms", f"must accept (outputs, targets), got {described(terms)}")
         self.function, self._terms, self.summed = function, terms, summed
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
@@ -192,11 +195,16 @@ class MeanLoss(Objective):
             targets: those of the batch.
 
         Returns:
-            The number; raises `LossError` if `terms` is None, because the terms have not been counted.
+            The number; raises `LossError` if `terms` is None, because the terms have not been counted, and `RangeError`
+            if it returns no number or a negative one.
         """
         if self._terms is None:
             raise LossError("loss_fn", "its terms have not been counted")
-        return self._terms(outputs, targets)
+        found = self._terms(outputs, targets)
+        checks.real("terms", found, "the number of terms of a batch")
+        if not 0 <= found < math.inf:
+            raise RangeError("terms", f"got {found}, expected the number of terms of a batch")
+        return found
 
     def inquiry(self) -> Inquiry | None:
         """An inquiry, if `terms` was not given."""

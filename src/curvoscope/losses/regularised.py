@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvoscope.errors import LossError
 from curvoscope.losses.counting import Count, Inquiry
-from curvoscope.losses.objectives import LossFunction, Objective, objective_of, scalar
+from curvoscope.losses.objectives import LossFunction, Objective, described, objective_of, scalar, takes
 
 Penalty = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -50,6 +50,8 @@ class Regularised(Objective):
             raise LossError("loss", "is None; give the loss of the outputs and targets")
         if found.couples_rows or found.reads_parameters:
             raise LossError("loss", f"is {type(found).__name__}, which takes no penalty; write it into one function")
+        if not takes(penalty, 1):
+            raise LossError("penalty", f"must accept a dict of parameters, got {described(penalty)}")
         self._loss, self._penalty = found, penalty
 
     def seen(self, outputs: Any, parameters: Mapping[str, Tensor]) -> Any:

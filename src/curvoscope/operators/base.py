@@ -161,11 +161,14 @@ class LinearOperator(Spectral, ABC):
     def __add__(self, other: "LinearOperator") -> "LinearOperator":
         from curvoscope.operators.compositions import Sum
 
+        if not isinstance(other, LinearOperator):
+            raise DtypeError("operator", f"expected a LinearOperator to add, got {type(other).__name__}")
         return Sum(self, other)
 
     def __mul__(self, factor: float) -> "LinearOperator":
         from curvoscope.operators.compositions import Scaled
 
+        checks.real("factor", factor)
         return Scaled(self, factor)
 
     def __rmul__(self, factor: float) -> "LinearOperator":

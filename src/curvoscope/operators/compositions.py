@@ -32,7 +32,12 @@ class MatrixFree(LinearOperator):
     """
 
     def __matmul__(self, other: Tensor) -> Tensor:
-        fits = other.ndim == 1 and other.shape[0] == self.shape[1] and other.dtype == self.dtype
+        fits = (
+            isinstance(other, Tensor)
+            and other.ndim == 1
+            and other.shape[0] == self.shape[1]
+            and other.dtype == self.dtype
+        )
         if fits and other.device == self.device and bool(torch.isfinite(other.sum())):
             # the usual checks take 5 % of a product's time
             return checks.finite("product", self._matmat(other[:, None])[:, 0])

@@ -62,12 +62,13 @@ class Solver:
     ) -> None:
         check_symmetric(operator, "a solve")
         checks.choice("method", method, METHODS)
+        checks.real("damping", damping)
         if not (damping >= 0 and math.isfinite(damping)):
             raise RangeError("damping", f"got {damping}, expected a finite number of at least 0")
+        checks.real("tolerance", tolerance)
         if not 0 < tolerance < 1:
             raise RangeError("tolerance", f"got {tolerance}, expected a relative residual between 0 and 1")
-        if matvecs is not None and matvecs < 2:
-            raise RangeError("matvecs", f"got {matvecs}, expected at least 2")
+        checks.whole(2, matvecs=matvecs)
         self.operator, self.damping, self.tolerance = operator, float(damping), tolerance
         self._asked, self._matvecs, self._seed = method, matvecs, seed
         self._choice = PreconditionerChoice(tuple(preconditioners), race)

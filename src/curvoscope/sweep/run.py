@@ -20,7 +20,7 @@ from curvoscope.errors import ModelError, NonFiniteError, RangeError
 from curvoscope.estimate.progress import Ticker
 from curvoscope.families.block_maps import blocks_of
 from curvoscope.losses import LossFunction, objective_of
-from curvoscope.settings import current
+from curvoscope.settings import chosen_seed
 from curvoscope.sweep.plan import CHUNK, MOST, SweepPlan, planned
 from curvoscope.sweep.result import Sweep
 from curvoscope.sweep.statistics import LEAST
@@ -94,7 +94,7 @@ def sweep(
         >>> bool(low < truth["0.weight", "2.weight"].dense().norm() < high)
         True
     """
-    seed = (current().seed if seed is None else seed) % 2**63
+    seed = chosen_seed(seed) % 2**63
     if samples is not None and samples < LEAST:
         raise RangeError("samples", f"got {samples}, expected at least {LEAST}: pairs of samples need an error bar")
     if not tolerance > 0:

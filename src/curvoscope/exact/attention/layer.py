@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import EmptyError, MaskError, NonFiniteError, RangeError, ShapeError
+from curvoscope.errors import DtypeError, EmptyError, MaskError, ModelError, NonFiniteError, RangeError, ShapeError
 from curvoscope.exact.attention.query_key_norm import HeadMap, QueryKeyNorm
 from curvoscope.exact.attention.rotary import PositionMap, Rotary
 from curvoscope.losses import Port
@@ -121,17 +121,14 @@ class AttentionLayer:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
+        checks.whole(1, heads=heads, kv_heads=kv_heads)
         kv_heads = heads if kv_heads is None else kv_heads
         checks.choice("combine", combine, ("concat", "sum"))
         checks.choice("activation", activation, ("softmax", "linear"))
-        if heads < 1:
-            raise RangeError("heads", f"got {heads}, expected at least 1")
-        if kv_heads < 1 or heads % kv_heads:
+        if heads % kv_heads:
             raise RangeError("kv_heads", f"got {kv_heads}, expected a divisor of heads = {heads}")
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise RangeError("temperature", f"got {temperature}, expected a positive number")
-        if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-            raise RangeError("softcap", f"got {softcap}, expected a positive number")
+        checks.real("temperature", temperature, "a positive number")
+        checks.positive(temperature=temperature, softcap=softcap)
         if sinks is not None and activation != "softmax":
             raise RangeError("sinks", f"need a softmax, got activation={activation!r}; leave out one of the two")
         for name, weight in (("W_Q", W_Q), ("W_K", W_K), ("W_V", W_V)):
@@ -157,6 +154,8 @@ class AttentionLayer:
         if sinks is not None and checks.floating("sinks", sinks, like=W_Q).shape != (heads,):
             raise ShapeError("sinks", f"expected ({heads},), a logit for each head, got {tuple(sinks.shape)}")
         for name, norm, weight in (("q_norm", q_norm, W_Q), ("k_norm", k_norm, W_K)):
+            if norm is not None and not isinstance(norm, QueryKeyNorm):
+                raise ModelError(name, f"expected a QueryKeyNorm, got {type(norm).__name__}")
             if norm is not None and norm.width not in (self.d_k, weight.shape[1]):
                 raise ShapeError(name, f"has width {norm.width}, expected {self.d_k} or {weight.shape[1]}")
         self.W_Q, self.W_K, self.W_V, self.W_O = W_Q, W_K, W_V, W_O
@@ -298,6 +297,8 @@ class AttentionLayer:
         visible = visible.tril() if self.causal else visible
         if mask is None:
             return None, visible
+        if not isinstance(mask, Tensor):
+            raise DtypeError("mask", f"expected a torch.Tensor, got {type(mask).__name__}")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise MaskError("mask", f"expected boolean or floating point, got {mask.dtype}")
         if mask.ndim not in (2, 3, 4):

@@ -45,6 +45,7 @@ class QueryKeyNorm:
             raise ShapeError("gamma", f"expected a vector, got {tuple(gamma.shape)}")
         if beta is not None and checks.floating("beta", beta, like=gamma).shape != gamma.shape:
             raise ShapeError("beta", f"expected {tuple(gamma.shape)} like gamma, got {tuple(beta.shape)}")
+        checks.real("eps", eps)
         if not 0 <= eps < float("inf"):
             raise RangeError("eps", f"got {eps}, expected a finite number that is not negative")
         self.gamma, self.beta, self.eps, self.centred = gamma, beta, float(eps), centred

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.losses.curvatures import multiplied
 
@@ -38,6 +39,7 @@ class Rotary(PositionMap):
     def __init__(self, base: float, width: int) -> None:
         if width % 2:
             raise ShapeError("rotary", f"needs an even d_k, got {width}")
+        checks.real("rotary", base, "a base, or a linear map for each position")
         if not base > 0:
             raise RangeError("rotary", f"the base must be positive, got {base}")
         self.base, self.width = base, width
