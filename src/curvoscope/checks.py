@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import TypeVar
 
 import psutil
@@ -18,6 +19,7 @@ from curvoscope.errors import (
     DtypeError,
     EmptyError,
     MemoryLimitError,
+    ModelError,
     NonFiniteError,
     RangeError,
 )
@@ -90,6 +92,12 @@ def commensurate(factors: Mapping[str, Tensor]) -> None:
         )
 
 
+def module(model: object) -> None:
+    """Raise `ModelError` unless the model is one of torch."""
+    if not isinstance(model, nn.Module):
+        raise ModelError("model", f"got a {type(model).__name__}, expected a torch.nn.Module")
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is the `forward` of its class alone: hooks may change what goes in and out."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or _hooked_globally())
@@ -136,9 +144,11 @@ def nearest(name: object, known: Collection[str], cutoff: float = 0.0) -> str:
     return ", ".join(difflib.get_close_matches(str(name), known, n=3, cutoff=cutoff))
 
 
-def at_least(least: int, **numbers: float | None) -> None:
-    """Raise `RangeError` if one of the named numbers is below `least`; None is none."""
+def at_least(least: int, **numbers: int | None) -> None:
+    """Raise `RangeError` unless the named numbers are whole and at least `least`; None is none."""
     for argument, value in numbers.items():
+        if value is not None and not isinstance(value, Integral):
+            raise RangeError(argument, f"got {value!r}, expected a whole number of at least {least}")
         if value is not None and value < least:
             raise RangeError(argument, f"got {value}, expected at least {least}")
 
@@ -146,14 +156,14 @@ def at_least(least: int, **numbers: float | None) -> None:
 def positive(expected: str = "a positive number", **numbers: float | None) -> None:
     """Raise `RangeError` if one of the named numbers is not positive and finite; None is none."""
     for argument, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise RangeError(argument, f"got {value}, expected {expected}")
+        if value is not None and not (isinstance(value, Real) and 0 < value < math.inf):
+            raise RangeError(argument, f"got {value!r}, expected {expected}")
 
 
 def probability(argument: str, value: float) -> None:
     """Raise `RangeError` unless the value is between 0 and 1."""
-    if not 0 < value < 1:
-        raise RangeError(argument, f"got {value}, expected a probability between 0 and 1")
+    if not (isinstance(value, Real) and 0 < value < 1):
+        raise RangeError(argument, f"got {value!r}, expected a probability between 0 and 1")
 
 
 def torch_seed(seed: int) -> None:

@@ -35,7 +35,7 @@ from curvoscope.distributed.sharded_operators import ShardedMatrix, ShardedParts
 from curvoscope.errors import CompileWarning, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import adapters_of
-from curvoscope.families.block_maps import blocks_of, trainable
+from curvoscope.families.block_maps import blocks_of, chosen_blocks, trainable
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
 from curvoscope.losses.objectives import Objective
 from curvoscope.operators.base import LinearOperator
@@ -336,6 +336,7 @@ def hessian(
         >>> float(H["h.0.attn.Q"].frobenius_norm()) > 0, H.method_of("h.0.attn.Q")
         (True, 'exact')
     """
+    checks.module(model)
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
     checks.choice("recompute", recompute or "layer", ("layer",))
@@ -347,8 +348,7 @@ def hessian(
         budget = checks.memory_budget()
     with ranks.together():
         everything = blocks_of(model)
-        if blocks is None:
-            blocks = trainable(model, everything)
+        blocks = trainable(model, everything) if blocks is None else chosen_blocks(model, blocks)
         layers = ClosedFormLayers(model, *([blocks.whole] if blocks.whole.covers(model) else []), everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from curvoscope import checks
 from curvoscope.autodiff.safety import same_randomness
-from curvoscope.errors import CurvoscopeError, EmptyError, RangeError
+from curvoscope.errors import CurvoscopeError, EmptyError
 
 _FORMS = "expected (inputs, targets), inputs being a tensor, a tuple or a dict, or a dict with the key 'labels'"
 _LABELS = ("label", "label_ids")  # other names of "labels", as transformers' collator knows them
@@ -89,8 +90,7 @@ class Batches:
     """
 
     def __init__(self, source: Iterable[Any], micro_batch: int | None = None, may_be_empty: bool = False) -> None:
-        if micro_batch is not None and micro_batch < 1:
-            raise RangeError("micro_batch", f"got {micro_batch}, expected at least 1 row")
+        checks.at_least(1, micro_batch=micro_batch)
         if isinstance(source, Mapping | Tensor):
             several = f"choose one of {', '.join(map(str, source))}" if _is_dataset(source) else None
             cure = several or "put it into a list: [(inputs, targets)]"
