@@ -6,6 +6,7 @@ import transformers
 from torch import nn
 
 import curvoscope as cv
+from autodiff_cases import Routed, routed_batches
 from curvoscope.errors import (
     BlockNameError,
     EmptyError,
@@ -195,22 +196,6 @@ def test_the_model_is_left_as_it_was():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-class Routed(nn.Module):
-    """Layers in the order that the batch says, and the head that it says."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 4, bias=False)
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-        self.heads = nn.ModuleList([nn.Linear(4, 2, bias=False) for _ in range(2)])
-
-    def forward(self, x, order, heads):
-        z = torch.tanh(self.inner(x))
-        for number in order:
-            z = z + torch.tanh(self.layers[number](z))
-        return sum(self.heads[number](z * k) for k, number in enumerate(heads, 1))
-
-
 @pytest.mark.parametrize(
     "routes",
     [
@@ -228,7 +213,7 @@ def test_batches_that_use_different_parameters(routes, first):
     torch.manual_seed(0)
     model = Routed().double()
     routes = routes if first == 0 else routes[::-1]
-    batches = [((torch.randn(3, 3).double(), *map(torch.tensor, some)), torch.tensor([0, 1, 1])) for some in routes]
+    batches = routed_batches(routes)
     sweep = cv.sweep(model, nn.CrossEntropyLoss(), batches, samples=256, seed=3)
     outer = pieces(sweep.blocks, cv.hessian(model, nn.CrossEntropyLoss(), batches, method="autodiff").outer.dense())
     for name in sweep.names:
