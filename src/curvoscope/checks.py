@@ -19,6 +19,7 @@ from curvoscope.errors import (
     DtypeError,
     EmptyError,
     MemoryLimitError,
+    ModelError,
     NonFiniteError,
     RangeError,
 )
@@ -91,6 +92,12 @@ def commensurate(factors: Mapping[str, Tensor]) -> None:
         )
 
 
+def module(model: object) -> None:
+    """Raise `ModelError` unless the model is one of torch."""
+    if not isinstance(model, nn.Module):
+        raise ModelError("model", f"got a {type(model).__name__}, expected a torch.nn.Module")
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is the `forward` of its class alone: hooks may change what goes in and out."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or _hooked_globally())
@@ -143,19 +150,11 @@ def real(argument: str, value: object, expected: str = "a number") -> None:
         raise RangeError(argument, f"got {value!r}, expected {expected}")
 
 
-def whole(least: int, **numbers: float | None) -> None:
-    """Raise `RangeError` if one of the named numbers is not a whole number of at least `least`; None is none."""
-    at_least(least, **numbers)
+def at_least(least: int, **numbers: int | None) -> None:
+    """Raise `RangeError` unless the named numbers are whole and at least `least`; None is none."""
     for argument, value in numbers.items():
         if value is not None and not isinstance(value, Integral):
-            raise RangeError(argument, f"got {value}, expected a whole number")
-
-
-def at_least(least: int, **numbers: float | None) -> None:
-    """Raise `RangeError` if one of the named numbers is below `least`; None is none."""
-    for argument, value in numbers.items():
-        if value is not None:
-            real(argument, value)
+            raise RangeError(argument, f"got {value!r}, expected a whole number of at least {least}")
         if value is not None and value < least:
             raise RangeError(argument, f"got {value}, expected at least {least}")
 

@@ -35,7 +35,7 @@ from curvoscope.distributed.sharded_operators import ShardedMatrix, ShardedParts
 from curvoscope.errors import CompileWarning, ModelError
 from curvoscope.estimate.products import DEFAULT_MATVECS
 from curvoscope.families.adapters import adapters_of
-from curvoscope.families.block_maps import blocks_of, trainable
+from curvoscope.families.block_maps import blocks_of, chosen_blocks, trainable
 from curvoscope.losses import MSE, CrossEntropy, LossFunction, MeanLoss, objective_of
 from curvoscope.losses.objectives import Objective
 from curvoscope.operators.base import LinearOperator
@@ -203,7 +203,7 @@ class ModelHessian(BlockHessian):
         Returns:
             The gradients.
         """
-        checks.whole(1, samples=samples)
+        checks.at_least(1, samples=samples)
         seed, block = chosen_seed(seed), self._block(name)
         return enumerated(self._engine, block) if samples is None else sampled(self._engine, block, samples, seed)
 
@@ -336,11 +336,10 @@ def hessian(
         >>> float(H["h.0.attn.Q"].frobenius_norm()) > 0, H.method_of("h.0.attn.Q")
         (True, 'exact')
     """
+    checks.module(model)
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
     checks.choice("recompute", recompute or "layer", ("layer",))
-    if not isinstance(model, nn.Module):
-        raise ModelError("model", f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
     mesh = mesh_of(model)
@@ -349,11 +348,7 @@ def hessian(
         budget = checks.memory_budget()
     with ranks.together():
         everything = blocks_of(model)
-        if blocks is not None and not isinstance(blocks, Blocks):
-            hint = "expected those of cv.blocks_of(model), or some by .select(names)"
-            raise ModelError("blocks", f"got {type(blocks).__name__}, {hint}")
-        if blocks is None:
-            blocks = trainable(model, everything)
+        blocks = trainable(model, everything) if blocks is None else chosen_blocks(model, blocks)
         layers = ClosedFormLayers(model, *([blocks.whole] if blocks.whole.covers(model) else []), everything)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
         objective = objective_of(loss_fn)

@@ -110,3 +110,25 @@ def truth_of(function, parameters: dict[str, Tensor], loss, blocks) -> Dense:
         start += p.numel()
     order = blocks.gather(numbers)
     return Dense(*(matrix[order][:, order] for matrix in (dense.total, dense.outer, dense.functional)))
+
+
+class Routed(nn.Module):
+    """Layers in the order that the batch says, and the head that it says."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 4, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.heads = nn.ModuleList([nn.Linear(4, 2, bias=False) for _ in range(2)])
+
+    def forward(self, x, order, heads):
+        z = torch.tanh(self.inner(x))
+        for number in order:
+            z = z + torch.tanh(self.layers[number](z))
+        return sum(self.heads[number](z * k) for k, number in enumerate(heads, 1))
+
+
+def routed_batches(routes):
+    """One batch per pair of an order of layers and of heads."""
+    torch.manual_seed(2)
+    return [((torch.randn(3, 3).double(), *map(torch.tensor, some)), torch.tensor([0, 1, 1])) for some in routes]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import curvoscope as cv
-from autodiff_cases import GPT, MLP, points, tokens
+from autodiff_cases import GPT, MLP, Routed, points, routed_batches, tokens
 from curvoscope.blocks import Blocks
 from curvoscope.curvature import CrossEntropy, MeanSquaredError, RankError, blocks_of, hessian
 from curvoscope.distributed import rank_sum
@@ -112,6 +112,41 @@ def swept(rank, cuts):
 def swept_by(found, group=None):
     sweep = cv.sweep(GPT(), CrossEntropy(), found, samples=8, seed=3, process_group=group)
     return dict(sweep.chunks[0]) | {"loss": torch.tensor(sweep.loss)}
+
+
+ROUTES = [((0, 1), (0,)), ((1, 0), (1,)), ((0, 1, 2), (0, 0)), ((2,), (0,))]
+
+
+def swept_routes(rank, cut):
+    """As `swept`, of a model whose batches use different layers and heads: before `cut` on rank 0, after it on rank 1."""
+    return swept_by_routes(slice(0, cut) if rank == 0 else slice(cut, None), "world")
+
+
+def swept_by_routes(some, group=None, model=Routed):
+    torch.manual_seed(1)
+    found = routed_batches(ROUTES)[some]
+    sweep = cv.sweep(model().double(), nn.CrossEntropyLoss(), found, samples=16, seed=3, process_group=group)
+    return dict(sweep.chunks[0]) | {"loss": torch.tensor(sweep.loss)}
+
+
+class Tires(Routed):
+    """A model that fails in its fourth forward pass, as one does that runs out of memory."""
+
+    passes = 0
+
+    def forward(self, *arguments):
+        self.passes += 1
+        if self.passes == 4:
+            raise ValueError("tired")
+        return super().forward(*arguments)
+
+
+def swept_until_tired(rank):
+    """What a sweep raises on each rank if a layer fails on one of them."""
+    try:
+        swept_by_routes(slice(2 * rank, 2 * rank + 2), "world", Routed if rank == 0 else Tires)
+    except (RankError, ValueError) as error:
+        return type(error).__name__, str(error)
 
 
 class Labelled(nn.Module):

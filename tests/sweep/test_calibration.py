@@ -98,9 +98,9 @@ class Swept:
         for b, trace in enumerate(self.traces):
             shares.append(held([statistics.trace([draw[b]]) for draw in self.whole], float(trace)))
             for c in {0, b}:
-                square, variance, share = statistics.squared_norms([self.whole[:, b]], [self.whole[:, c]])
-                terms = zip(square.tolist(), variance.tolist(), share.tolist(), strict=True)
-                shares.append(held([statistics.norm(*one, CHUNK) for one in terms], float(self.squares[b, c]) ** 0.5))
+                several = zip(*statistics.squared_norms([self.whole[:, b]], [self.whole[:, c]]), strict=True)
+                norms = [statistics.norm(statistics.SquaredNorms(*one), CHUNK) for one in several]
+                shares.append(held(norms, float(self.squares[b, c]) ** 0.5))
         return shares
 
 

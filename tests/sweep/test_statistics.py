@@ -37,8 +37,7 @@ def held(estimates, truth):
 
 def norms(found):
     for some in found:
-        value, variance, share = statistics.squared_norms(some, some)
-        yield statistics.norm(float(value), float(variance), float(share), sum(map(len, some)))
+        yield statistics.norm(statistics.squared_norms(some, some), sum(map(len, some)))
 
 
 # the share of 400 intervals of 92 to 98 % lies within this of them in all but one of 10,000 cases
@@ -67,6 +66,31 @@ def test_unbiased(name):
     assert abs(float(squares.mean()) - expected[1]) <= 5 * float(squares.std()) / DRAWS**0.5
     variances = torch.stack([statistics.squared_norms(some, some)[1] for some in found])
     assert 0.6 <= float(variances.mean() / squares.var()) <= 1.8
+
+
+@pytest.mark.parametrize("c", [16, 64])
+def test_a_norm_of_zero_is_in_its_interval(c):
+    """Two blocks whose gradients are independent."""
+    torch.manual_seed(1)
+    root = torch.arange(1.0, 31).double().rsqrt()
+    first, second = (torch.randn(DRAWS, c, len(root)).double() * root for _ in range(2))
+    first, second = first @ first.mT, second @ second.mT
+    found = [statistics.norm(statistics.squared_norms([a], [b]), c) for a, b in zip(first, second, strict=True)]
+    assert held(found, 0.0) >= 0.94 - SLACK
+
+
+def test_the_largest_eigenvalue_if_few_batches_see_its_direction():
+    """A quarter of the samples is not zero: squares have more than a normal variable's variance."""
+    torch.manual_seed(1)
+    gamma = torch.randn(DRAWS, 64, 1).double() * 2 * (torch.rand(DRAWS, 64, 1) < 0.25)
+    found = [statistics.largest_eigenvalue([one @ one.T]) for one in gamma]
+    assert held(found, 1.0) >= 0.93 - SLACK
+
+
+def test_one_sample_alone_shows_no_norm():
+    K = torch.zeros(8, 8).double()
+    K[2, 2] = 4.0
+    assert statistics.effective_rank([K]) == 1.0 and statistics.effective_rank([K]).stderr == 8.0
 
 
 def test_moments_by_hand():

@@ -6,9 +6,11 @@ import transformers
 from torch import nn
 
 import curvoscope as cv
+from autodiff_cases import Routed, routed_batches
 from curvoscope.errors import (
     BlockNameError,
     EmptyError,
+    LossError,
     MemoryLimitError,
     ModelError,
     NonFiniteError,
@@ -194,6 +196,75 @@ def test_the_model_is_left_as_it_was():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    "routes",
+    [
+        [((0, 1), (0,)), ((1, 0), (0,))],  # another order
+        [((0, 1, 2), (0,)), ((0, 2), (0,))],  # a layer fewer
+        [((0,), (0,)), ((1,), (0,)), ((2,), (0,))],  # another layer
+        [((0, 1, 0), (0,)), ((0, 1), (0,))],  # a layer twice
+        [((0, 1), (0,)), ((0, 1), (1,))],  # another head
+        [((0, 1), (0,)), ((0, 1), (0, 0))],  # a head twice
+    ],
+    ids=["order", "fewer", "other", "twice", "head", "head twice"],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_batches_that_use_different_parameters(routes, first):
+    torch.manual_seed(0)
+    model = Routed().double()
+    routes = routes if first == 0 else routes[::-1]
+    batches = routed_batches(routes)
+    sweep = cv.sweep(model, nn.CrossEntropyLoss(), batches, samples=256, seed=3)
+    outer = pieces(sweep.blocks, cv.hessian(model, nn.CrossEntropyLoss(), batches, method="autodiff").outer.dense())
+    for name in sweep.names:
+        assert agrees(sweep.trace(name), float(outer[name, name].trace()))
+        for other in sweep.names:
+            low, high = sweep.frobenius_norm(name, other).interval(1 - 1e-6)
+            assert low - 1e-9 <= float(outer[name, other].norm()) <= high + 1e-9
+    assert len(sweep.table()) == len(sweep.names)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [slice(0, 7), slice(2, 9)], ids=["first", "last"])
+def test_a_vocabulary_that_is_a_part_of_a_parameter(tied, rows):
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(9, 4)
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+            self.out = self.embed.weight if tied else nn.Parameter(torch.randn(9, 4))
+
+        def forward(self, x):
+            return torch.tanh(self.layers[0](self.embed(x))) @ self.out[rows].T
+
+    torch.manual_seed(0)
+    model, batches = Padded().double(), [(torch.randint(9, (3, 4)), torch.randint(7, (3, 4)))]
+    sweep = cv.sweep(model, cv.losses.CrossEntropy(), batches, samples=256, seed=2)
+    outer = cv.hessian(model, cv.losses.CrossEntropy(), batches, method="autodiff").outer
+    for name in sweep.names:
+        assert agrees(sweep.trace(name), float(outer[name].dense().trace()))
+
+
+def test_parameters_without_a_gradient_have_the_rank_zero():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle, self.scale = nn.Linear(3, 2), nn.Linear(3, 2), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return torch.where(x[:, :1].isfinite(), self.used(x), self.idle(x)) * self.scale
+
+    torch.manual_seed(0)
+    X = torch.randn(6, 3).double()
+    model = Idle().double()
+    sweep = cv.sweep(model, nn.MSELoss(), [(X, X[:, :2])], samples=64)
+    row = {row.block: row for row in sweep.table()}["idle.weight"]
+    assert (row.trace, row.frobenius_norm, row.effective_rank) == (0, 0, 0)
+    assert sweep.alignment("used.weight", "idle.weight") == 0
+    exact = cv.hessian(model, nn.MSELoss(), [(X, X[:, :2])]).outer["scale"].trace()  # a parameter without axes
+    assert agrees(sweep.trace("scale"), float(exact))
+
+
 def test_a_sum_is_not_a_mean():
     """A loss that is a sum over rows has a Hessian that grows with the batches."""
     torch.manual_seed(0)
@@ -211,8 +282,21 @@ class TestErrors:
         model, batches = small()
         with pytest.raises(RangeError, match="samples: got 1, expected at least 4"):
             cv.sweep(model, None, batches, samples=1)
+        with pytest.raises(RangeError, match="samples: got 16.5, expected a whole number"):
+            cv.sweep(model, None, batches, samples=16.5)
         with pytest.raises(RangeError, match="tolerance"):
             cv.sweep(model, None, batches, tolerance=0.0)
+
+    def test_kinds(self):
+        model, batches = small()
+        with pytest.raises(BlockNameError, match="blocks: got a list, expected Blocks"):
+            cv.sweep(model, None, batches, blocks=["h.0.attn.Q"], samples=8)
+        with pytest.raises(ModelError, match="model: got a str, expected a torch.nn.Module"):
+            cv.sweep("gpt2", None, batches, samples=8)
+        with pytest.raises(ModelError, match="earlier: got a str"):
+            cv.sweep(model, None, batches, samples=8, earlier="table.json")
+        with pytest.raises(LossError, match="has the eigenvalue -"):
+            cv.sweep(nn.Linear(2, 2), lambda F, Y: -(F - Y).square().mean(), [(torch.ones(3, 2), torch.ones(3, 2))])
 
     def test_no_parameters(self):
         model, batches = small()
@@ -234,6 +318,10 @@ class TestErrors:
             sweep.trace("h.9")
         with pytest.raises(RangeError, match="order: got 7"):
             sweep.moment("embed", 7)
+        with pytest.raises(RangeError, match="order: got 2.0"):
+            sweep.moment("embed", 2.0)
+        with pytest.raises(RangeError, match="tolerance: got 0"):
+            sweep.needed(0)
         with pytest.raises(EmptyError, match="names"):
             sweep.norms([])
 

@@ -11,9 +11,8 @@ from curvoscope.analysis.changes import Change, changed_state, displacement
 from curvoscope.analysis.expansion import Expansion, Move, engine_of
 from curvoscope.analysis.ledger import Ledger
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, RangeError
-from curvoscope.families.block_maps import blocks_of
+from curvoscope.families.block_maps import chosen_blocks
 from curvoscope.losses import LossFunction
 
 _MOST_STEPS = 10_000  # of one local search; each lowers the cost
@@ -205,7 +204,7 @@ def menu(
         name: None if change is None else displacement(model, changed_state(model, change))
         for name, (change, _) in formats.items()
     }
-    everything = trainable(model, blocks_of(model)) if blocks is None else blocks
+    everything = chosen_blocks(model, blocks)
     everything.check(model)
     vectors = {
         (block, name): delta_of

@@ -13,10 +13,9 @@ from curvoscope.analysis.changes import Change, changed_state, check_covered, di
 from curvoscope.analysis.expansion import Expansion, Move, engine_of
 from curvoscope.analysis.ledger import Ledger, Units, mean_over_units
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, RangeError
 from curvoscope.estimate import Estimate
-from curvoscope.families.block_maps import blocks_of
+from curvoscope.families.block_maps import chosen_blocks
 from curvoscope.losses import LossFunction
 
 _UNITS = 16  # units of rounding that a loss may be off by
@@ -164,7 +163,7 @@ def expanded(
 ) -> Expanded:
     """The expansion of the loss in a change of the weights."""
     delta = displacement(model, changed_state(model, changed))
-    everything = trainable(model, blocks_of(model)) if blocks is None else blocks
+    everything = chosen_blocks(model, blocks)
     everything.check(model)
     if blocks is None:
         check_covered(everything, delta)

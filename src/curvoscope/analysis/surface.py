@@ -14,10 +14,10 @@ from curvoscope.autodiff.batches import Batch, Batches
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import unless_unbatched
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import ModelHessian, trainable
+from curvoscope.curvature import ModelHessian
 from curvoscope.errors import DtypeError, LossError, NonFiniteError, RangeError, ShapeError
 from curvoscope.estimate import Estimate, lanczos
-from curvoscope.families.block_maps import blocks_of
+from curvoscope.families.block_maps import chosen_blocks
 from curvoscope.losses import LossFunction, Objective, objective_of
 from curvoscope.settings import chosen_seed
 
@@ -51,8 +51,7 @@ class Surface:
         blocks: Blocks | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if blocks is None:
-            blocks = trainable(model, blocks_of(model))
+        blocks = chosen_blocks(model, blocks)
         self.engine = Autodiff(model, objective_of(loss_fn), Batches(batches), blocks, device=device)
         self.hessian = ModelHessian(self.engine)
         self.blocks, self.size = blocks, self.hessian.shape[0]

@@ -90,7 +90,7 @@ class Batches:
     """
 
     def __init__(self, source: Iterable[Any], micro_batch: int | None = None, may_be_empty: bool = False) -> None:
-        checks.whole(1, micro_batch=micro_batch)
+        checks.at_least(1, micro_batch=micro_batch)
         if isinstance(source, Mapping | Tensor):
             several = f"choose one of {', '.join(map(str, source))}" if _is_dataset(source) else None
             cure = several or "put it into a list: [(inputs, targets)]"

@@ -258,6 +258,6 @@ def _check_convex(least: float, most: float, dtype: torch.dtype) -> None:
     if least < -_INDEFINITE * torch.finfo(dtype).eps * most:
         raise LossError(
             "loss_fn",
-            f"is not convex in the model's outputs: its Hessian there has eigenvalues from {least:.3g} to {most:.3g}, "
-            "and a covariance has none below 0; use cv.hessian(...).outer",
+            f"is not convex in the model's outputs: its Hessian there has the eigenvalue {least:.3g}, and a covariance "
+            "has none below 0; use cv.hessian(...).outer",
         )

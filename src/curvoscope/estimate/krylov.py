@@ -118,7 +118,7 @@ def lanczos(
     size = operator.shape[0]
     if not 1 <= k <= size:
         raise RangeError("k", f"got {k}, expected 1 to {size}")
-    checks.whole(1, block=block)
+    checks.at_least(1, block=block)
     checks.choice("which", which, WHICH)
     with Products(operator, "eigenvalues", matvecs) as products:
         probes = Probes(products, seed)

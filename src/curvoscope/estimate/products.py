@@ -238,7 +238,7 @@ def check_budget(matvecs: int | None, tolerance: float | None, least: int = 2) -
     """Raise `RangeError` unless at most one of the two is given, and in its range."""
     if matvecs is not None and tolerance is not None:
         raise RangeError("tolerance", "got both matvecs and tolerance; give a budget or a precision, not both")
-    checks.whole(least, matvecs=matvecs)
+    checks.at_least(least, matvecs=matvecs)
     if tolerance is not None:
         checks.real("tolerance", tolerance)
     if tolerance is not None and not 0 < tolerance < 1:

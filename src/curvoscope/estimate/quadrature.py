@@ -71,7 +71,7 @@ def quadrature_budget(
     """The products to spend on a question to a symmetric operator, once all is checked; None: see `budget_of`."""
     check_symmetric(operator, question)
     budget, size = budget_of(matvecs, tolerance, DENSITY_MATVECS), operator.shape[0]
-    checks.whole(1, steps=steps)
+    checks.at_least(1, steps=steps)
     if steps is not None and steps > size:
         raise RangeError("steps", f"got {steps}, expected 1 to {size}")
     return budget

@@ -202,7 +202,7 @@ class Density:
         Returns:
             One Estimate per order, as from `moment`.
         """
-        checks.whole(1, count=count)
+        checks.at_least(1, count=count)
         return [self.moment(order) for order in range(1, count + 1)]
 
     def error(self) -> float:

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import nn
 
+from curvoscope import checks
 from curvoscope.blocks import Blocks
-from curvoscope.errors import EmptyError
+from curvoscope.errors import BlockNameError, EmptyError
 from curvoscope.families import direct, huggingface, recurrences, torch_nn, transformer_lens
 from curvoscope.families.adapters import adapters_of, with_adapters, without_adapters
 from curvoscope.families.assembly import Assembly
@@ -77,6 +78,7 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
         >>> cv.blocks_of(model, X).names == cv.blocks_of(model).names
         True
     """
+    checks.module(model)
     adapters = adapters_of(model)
     if batch is None:
         return with_adapters(Assembly(model, adapters).blocks(_FAMILIES), adapters)
@@ -106,3 +108,13 @@ def trainable(model: nn.Module, blocks: Blocks) -> Blocks:
     if not chosen:
         raise EmptyError("model", "all its parameters are frozen; call requires_grad_(True) on some")
     return Blocks(chosen, blocks.whole)
+
+
+def chosen_blocks(model: nn.Module, blocks: Blocks | None) -> Blocks:
+    """`blocks`, once they are known to be blocks; those of all parameters that are not frozen for None."""
+    if blocks is None:
+        return trainable(model, blocks_of(model))
+    if not isinstance(blocks, Blocks):
+        kind = type(blocks).__name__
+        raise BlockNameError("blocks", f"got a {kind}, expected Blocks: cv.blocks_of(model).select('h.0.*')")
+    return blocks

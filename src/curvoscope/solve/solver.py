@@ -68,7 +68,7 @@ class Solver:
         checks.real("tolerance", tolerance)
         if not 0 < tolerance < 1:
             raise RangeError("tolerance", f"got {tolerance}, expected a relative residual between 0 and 1")
-        checks.whole(2, matvecs=matvecs)
+        checks.at_least(2, matvecs=matvecs)
         self.operator, self.damping, self.tolerance = operator, float(damping), tolerance
         self._asked, self._matvecs, self._seed = method, matvecs, seed
         self._choice = PreconditionerChoice(tuple(preconditioners), race)

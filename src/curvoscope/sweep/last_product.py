@@ -33,6 +33,12 @@ class LastProduct:
     below: Tensor  # the cotangents of X, (n, T, a)
 
     @property
+    def kind(self) -> tuple[str | None, bool, int, str | None]:
+        """What the passes of a chunk must have in common: the parameter, whether transposed, the classes, the bias."""
+        use, classes = self.use, self.draws.classes
+        return (None, False, classes, self.bias) if use is None else (use.parameter, use.transposed, classes, self.bias)
+
+    @property
     def edge(self) -> GradientEdge | None:
         """Where the cotangents of X go on; None if X has no derivatives."""
         before, output = self.node.next_functions[_FACTORS[self.node.name()]]
@@ -65,6 +71,8 @@ def last_product(
     if use is None and (fixed is None or fixed.shape[1] != logits.shape[-1]):
         return None
     if use is not None and (use.flipped or use.is_look_up or not alone(use.parameter)):
+        return None
+    if use is not None and use.region != tuple(slice(0, side) for side in leaves[use.parameter].shape):
         return None
     if use is not None and len(use.factor) * use.width != logits.numel():
         return None

@@ -131,9 +131,11 @@ class Sweep(ShownAsTable):
             The norm, with its standard error.
         """
         first, second = self.grams(name, name if other is None else other)
-        value, variance, share = statistics.squared_norms(first, second)
-        samples = sum(map(len, first))
-        return statistics.norm(float(value), float(variance), float(share), samples).checked("frobenius_norm")
+        square = statistics.squared_norms(first, second)
+        found = statistics.norm(square, sum(map(len, first))).checked("frobenius_norm")
+        if not found.stderr and other in (None, name):  # one sample alone, or none, has no pair: |H|_F <= tr H
+            return Estimate(**found.facts() | {"stderr": self.trace(name).value})
+        return found
 
     def norms(self, names: Iterable[str] | None = None) -> PairNorms:
         """|H_bc|_F for all pairs.
@@ -157,7 +159,7 @@ class Sweep(ShownAsTable):
         return PairNorms(wanted, value, stderr)
 
     def effective_rank(self, name: str) -> Estimate:
-        """(tr H)^2 / |H|_F^2: the number of equal eigenvalues that would give both.
+        """(tr H)^2 / |H|_F^2: the number of equal eigenvalues that would give both; 0 if H is 0.
 
         Args:
             name: of a block or head.
@@ -177,7 +179,7 @@ class Sweep(ShownAsTable):
         Returns:
             The moment, with its standard error.
         """
-        if order not in range(1, statistics.LEAST + 1):
+        if not isinstance(order, int) or order not in range(1, statistics.LEAST + 1):
             raise RangeError("order", f"got {order}, expected 1 to {statistics.LEAST}")
         return statistics.moment(self.grams(name)[0], order).checked("moment")
 
@@ -191,9 +193,8 @@ class Sweep(ShownAsTable):
         Returns:
             The ratio of three estimates; it may exceed 1 by their errors.
         """
-        return float(self.frobenius_norm(name, other)) / math.sqrt(
-            self.frobenius_norm(name) * self.frobenius_norm(other)
-        )
+        scale = math.sqrt(self.frobenius_norm(name) * self.frobenius_norm(other))
+        return self.frobenius_norm(name, other) / scale if scale else 0.0
 
     def largest_eigenvalue(self, name: str) -> Bracket:
         """A bracket of the largest eigenvalue: a Ritz value that does not overestimate it, and the largest eigenvalue
@@ -268,6 +269,7 @@ class Sweep(ShownAsTable):
         Returns:
             The number of samples; at most `samples` if these are enough.
         """
+        checks.positive(tolerance=tolerance)
         errors = torch.tensor([found.stderr / found for found in map(self.frobenius_norm, self.names) if found])
         if not errors.numel():
             return 0

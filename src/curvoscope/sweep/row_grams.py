@@ -71,6 +71,6 @@ class RowGrams:
             for one in factors:
                 add_crossed(gram, one.among(read), head)
         if gradients is not None:
-            flat = gradients[(slice(None), *piece.index)].flatten(1)
+            flat = gradients[(slice(None), *piece.index)].reshape(self._count, -1)
             gram += moment(flat.mT).double()
         return gram

@@ -14,17 +14,16 @@ from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.layer_calls import NotRepeatableError, without_cache
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import trainable
 from curvoscope.distributed.ranks import mesh_of, ranks_of
-from curvoscope.errors import ModelError, NonFiniteError, RangeError
+from curvoscope.errors import ModelError, NonFiniteError
 from curvoscope.estimate.progress import Ticker
-from curvoscope.families.block_maps import blocks_of
+from curvoscope.families.block_maps import chosen_blocks
 from curvoscope.losses import LossFunction, objective_of
 from curvoscope.settings import chosen_seed
 from curvoscope.sweep.plan import CHUNK, MOST, SweepPlan, planned
 from curvoscope.sweep.result import Sweep
 from curvoscope.sweep.statistics import LEAST
-from curvoscope.sweep.walk import SampleDraw, Walk
+from curvoscope.sweep.walk import SampleDraw, UnlikeHeadsError, UnseenUseError, Walk
 
 _AGREE = 2e-2  # relative difference of a squared length that is found in two ways
 _SHARE = 0.5  # of the memory that a chunk may use
@@ -95,18 +94,16 @@ def sweep(
         True
     """
     seed = chosen_seed(seed) % 2**63
-    if samples is not None and samples < LEAST:
-        raise RangeError("samples", f"got {samples}, expected at least {LEAST}: pairs of samples need an error bar")
-    if not tolerance > 0:
-        raise RangeError("tolerance", f"got {tolerance}, expected a positive number")
+    checks.module(model)
+    checks.at_least(LEAST, samples=samples)  # pairs of samples need an error bar
+    checks.positive(tolerance=tolerance)
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module")
     if mesh_of(model) is not None:
         raise ModelError("model", "is sharded, and a sweep needs it in one piece; use cv.hessian(...).outer")
     ranks = ranks_of(process_group)
     with ranks.together():
-        if blocks is None:
-            blocks = trainable(model, blocks_of(model))
+        blocks = chosen_blocks(model, blocks)
         found = Batches(batches, micro_batch, may_be_empty=ranks.size > 1)
     with without_cache(model):
         engine = Autodiff(model, objective_of(loss_fn), found, blocks, device=device, ranks=ranks)
@@ -136,6 +133,8 @@ class _Sweeping:
             for number, weight in enumerate(weights)
         ]
         self._weights = torch.tensor([weight for _, _, weight in self._batches], dtype=torch.float64)
+        if earlier is not None and not isinstance(earlier, Sweep):
+            raise ModelError("earlier", f"got a {type(earlier).__name__}, expected what cv.sweep has returned")
         chunks, kept = ([], []) if earlier is None else (earlier.chunks, earlier.kept)
         self._kept = [dict(chunk) for chunk in kept]  # of all chunks; `earlier` keeps its own
         self.sweep = Sweep(engine.blocks, chunks, engine.survey.loss, self._kept)
@@ -144,7 +143,8 @@ class _Sweeping:
         if earlier is not None and abs(earlier.loss - self.sweep.loss) > _AGREE * abs(self.sweep.loss):
             raise ModelError("earlier", f"has the loss {earlier.loss:.6g}, not {self.sweep.loss:.6g}: of other data?")
         self._first = len(self.sweep.chunks)  # the chunk whose first sample is checked
-        self._cut = True
+        self._cut, self._apart = True, True
+        self._surveyed = False  # whether to look at all batches of a chunk first: they use different parameters
         self._about = ""  # how many samples there will be
 
     def until(self, tolerance: float, samples: int | None) -> Sweep:
@@ -174,7 +174,7 @@ class _Sweeping:
         scale = float(self._weights.sum()) ** 0.5
         with self._engine.running():
             shown = self._take if self._keep or self._room or self._observe is not None else None
-            self._walk = Walk(self._engine, self._rows, scale, self._cut, shown)
+            self._walk = Walk(self._engine, self._rows, scale, self._cut, self._apart, shown)
             draws, _ = self._draws(1, self._first)
             start = time.perf_counter()
             self._lengths, one = self._walk.examine(draws)
@@ -220,15 +220,22 @@ class _Sweeping:
 
     def _add(self, count: int) -> None:
         """One more chunk; of the whole model at once, if its layers cannot be run alone."""
-        try:
-            self._add_chunk(count)
-        except NotRepeatableError:
-            if not self._cut:
-                raise
-            self._cut = False
-            self._kept.pop()
-            self._examine()
-            self._add_chunk(count)
+        done = False
+        while not done:
+            try:
+                self._add_chunk(count)
+                done = True
+            except NotRepeatableError as error:
+                self._kept.pop()
+                if isinstance(error, UnlikeHeadsError) and self._apart:
+                    self._apart = False
+                elif isinstance(error, UnseenUseError) and not self._surveyed:
+                    self._surveyed = True
+                elif self._cut:
+                    self._cut = False
+                else:
+                    raise
+                self._examine()
 
     def _add_chunk(self, count: int) -> None:
         chunk, grams = len(self.sweep.chunks), dict[str, Tensor]()
@@ -253,6 +260,8 @@ class _Sweeping:
             draws, order = self._draws(count, chunk)
         try:
             with self._engine.running():
+                if self._surveyed:
+                    self._walk.survey(draws)
                 self._walk.run(draws, count, tell)
         finally:
             ticker.close()

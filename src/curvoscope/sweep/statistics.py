@@ -13,6 +13,9 @@ h_ij = K_b[i, j] K_c[i, j], the variance of a mean over pairs is
 and has an unbiased estimate. The jackknife's is between one and two times as large: two times when z1 = 0. So the
 unbiased one is used, held within these limits. Samples are sums over many tokens and nearly normal: if one eigenvalue
 dominates, traces and norms are as skew as a chi-square variable.
+
+The share of z1 in the variance says how |H_bc|_F is distributed: like a mean if z1 dominates, and like the root of one
+if z2 does, as for two blocks whose true norm is 0. The interval is that of a power in between.
 """
 
 import math
@@ -73,26 +76,37 @@ def trace(grams: Sequence[Tensor]) -> Estimate:
     return Estimate(float(values.mean()), math.sqrt(variance / m), m, METHOD, m - 1, skewness(square, cube, m))
 
 
-def squared_norms(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """|H_bc|_F^2 of pairs of blocks from Gram matrices (..., c, c) of each chunk, its variance, and how skew it is: the
-    share of one eigenvalue, between 0 and 1."""
+class SquaredNorms(NamedTuple):
+    """Estimates of |H_bc|_F^2 of pairs of blocks, (...)."""
+
+    value: Tensor
+    variance: Tensor
+    share: Tensor  # of one eigenvalue, between 0 and 1: how skew it is
+    power: Tensor  # of the norm whose distribution is that of a mean, between 1 and 2
+
+
+def squared_norms(first: Sequence[Tensor], second: Sequence[Tensor]) -> SquaredNorms:
+    """|H_bc|_F^2 of pairs of blocks from Gram matrices (..., c, c) of each chunk."""
     m = sum(chunk.shape[-1] for chunk in first)
-    value, variance, z1 = (
+    value, variance, z1, linear, quadratic = (
         sum(terms)
         for terms in zip(
             *(
-                (share * mean, share**2 * spread, share * z1)
+                (share * mean, share**2 * spread, share * z1, share**2 * of_z1, share**2 * of_z2)
                 for one, other in zip(first, second, strict=True)
-                for share, (mean, spread, z1) in [(one.shape[-1] / m, _pair_mean(one, other))]
+                for share, (mean, spread, z1, of_z1, of_z2) in [(one.shape[-1] / m, _pair_mean(one, other))]
             ),
             strict=True,
         )
     )
-    return value, variance, (z1 / (2 * value.square())).nan_to_num(0.0).clamp(0, 1)
+    share = (z1 / (2 * value.square())).nan_to_num(0.0).clamp(0, 1)
+    quadratic = quadratic.clamp_min(0)
+    power = 1 + (quadratic / (quadratic + linear.clamp_min(0))).nan_to_num(0.0)
+    return SquaredNorms(value, variance, share, power)
 
 
-def _pair_mean(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of h_ij over i != j, its variance, and z1."""
+def _pair_mean(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The mean of h_ij over i != j, its variance, z1, and the parts of the variance that are due to z1 and to z2."""
     c = one.shape[-1]
     h = one * other
     h = h - torch.diag_embed(h.diagonal(dim1=-2, dim2=-1))
@@ -103,16 +117,17 @@ def _pair_mean(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     alone = (total.square() - 4 * row_squares + 2 * squares) / (count * (c - 2) * (c - 3))  # E h_12 h_34
     z1 = (row_squares - squares) / (count * (c - 2)) - alone
     z2 = squares / count - alone
-    unbiased = (4 * (c - 2) * z1 + 2 * z2) / count
-    return total / count, unbiased.clamp(left_out / 2, left_out), z1
+    linear, quadratic = 4 * (c - 2) * z1 / count, 2 * z2 / count
+    return total / count, (linear + quadratic).clamp(left_out / 2, left_out), z1, linear, quadratic
 
 
-def norm(value: float, variance: float, share: float, m: int) -> Estimate:
-    """|H_bc|_F from its square, the variance of that and the share of one eigenvalue."""
+def norm(square: SquaredNorms, m: int) -> Estimate:
+    """|H_bc|_F from its square, of one pair of blocks."""
+    value, variance, share, power = map(float, square)
     root = max(value, 0.0) ** 0.5
     stderr = math.sqrt(variance) / (2 * root) if root else variance**0.25
     # the standard error is a fourth moment: it is known as badly as a variance from a quarter of the samples
-    return Estimate(root, stderr, m, METHOD, (m - 1) / 4, math.sqrt(8 * share / m))
+    return Estimate(root, stderr, m, METHOD, (m - 1) / 4, math.sqrt(8 * share / m), power)
 
 
 def moment(grams: Sequence[Tensor], order: int) -> Estimate:
@@ -149,8 +164,11 @@ def _closed_walks(K: Tensor, order: int) -> Tensor:
 
 
 def effective_rank(grams: Sequence[Tensor]) -> Estimate:
-    """(tr H)^2 / |H|_F^2, both as means over pairs of samples."""
+    """(tr H)^2 / |H|_F^2, both as means over pairs of samples; 0 if H is 0."""
     lengths = [K.diagonal() for K in grams]
+    m, seen = sum(map(len, lengths)), sum(int(some.count_nonzero()) for some in lengths)
+    if seen < 2:  # one sample shows one direction, and there may be as many as samples
+        return Estimate(float(seen), float(m * seen), m, METHOD)
     return jackknifed_ratio([torch.outer(some, some) for some in lengths], [K.square() for K in grams])
 
 
@@ -211,6 +229,8 @@ def largest_eigenvalue(grams: Sequence[Tensor]) -> Bracket:
 
 
 def _square_mean(values: Tensor) -> Estimate:
-    """The mean of squares of nearly normal variables: its standard error is sqrt(2 / m) of it."""
+    """The mean of squares of variables with normal tails or heavier ones, as if few batches see a direction: its
+    standard error is at least sqrt(2 / m) of it."""
     m, value = len(values), float(values.mean())
-    return Estimate(value, value * math.sqrt(2 / m), m, METHOD, m - 1, math.sqrt(8 / m))
+    variance = max(2 * value**2, float(values.var()))
+    return Estimate(value, math.sqrt(variance / m), m, METHOD, m - 1, math.sqrt(8 / m))

@@ -9,6 +9,7 @@ other X and delta, and make the same Gram matrix of all samples.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from curvoscope.autodiff.cotangents import COLUMNS, Cotangents, SampleSeed, colu
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in_turn
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
-from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
+from curvoscope.autodiff.uses import Factors, WeightUse, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
 from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, cut_at
@@ -32,6 +33,14 @@ from curvoscope.sweep.row_grams import RowGrams
 
 _GROUPS = 8  # that the samples of a micro-batch are divided into, each of which passes a layer at once
 _COPIES = 2.5  # of a layer's deltas, in memory at once
+
+
+class UnseenUseError(NotRepeatableError):
+    """A micro-batch uses a parameter in a way that those seen before do not: look at all of them first."""
+
+
+class UnlikeHeadsError(NotRepeatableError):
+    """The last products of the micro-batches cannot be treated apart."""
 
 
 @dataclass(eq=False)
@@ -65,6 +74,7 @@ class Walk:
         rows: what Gram matrices are wanted of: blocks, or heads of them.
         scale: of all samples, the root of the sum of the batches' weights.
         cut: whether to cut the model at its layers.
+        apart: whether to treat the last product apart.
         observe: called with X and delta of each block that is one weight, when they are known; they are not kept.
     """
 
@@ -74,9 +84,10 @@ class Walk:
         rows: Blocks,
         scale: float,
         cut: bool,
+        apart: bool,
         observe: Callable[[GradientSource], None] | None = None,
     ) -> None:
-        self._engine, self._rows, self._scale, self._observe = engine, rows, scale, observe
+        self._engine, self._rows, self._scale, self._apart, self._observe = engine, rows, scale, apart, observe
         self._observed: dict[str, list[Block]] = {}
         for block in engine.blocks.values():
             if observe is not None and len(block.pieces) == 1:
@@ -113,8 +124,7 @@ class Walk:
             return add
 
         def action() -> None:
-            cut, draws = self._drawn(self._engine.snapshot.as_it_is(batch), batch)
-            uses, self._dense = find_uses(nodes_below([F.grad_fn for F in cut if F.grad_fn is not None]), self._leaves)
+            cut, draws, uses, self._dense = self._seen(batch)
             for use in uses:
                 if not use.is_look_up:
                     self._readers[use.parameter] = self._readers.get(use.parameter, 0) + 1
@@ -139,6 +149,23 @@ class Walk:
         found, most, self._dense, self._readers = next(one for one in told if one is not None)
         return found, most
 
+    def survey(self, draws: Sequence[SampleDraw]) -> None:
+        """Run the model whole on each micro-batch of a chunk, to see which parameters are dense in any of them."""
+
+        def action() -> None:
+            for draw in draws:
+                self._dense |= self._seen(draw.batch)[-1]
+
+        with self._ranks.together():
+            self._inside(action)
+        self._dense = set().union(*self._ranks.exchange(self._dense))
+
+    def _seen(self, batch: Batch) -> tuple[list[Tensor], Cotangents, list[WeightUse], set[str]]:
+        """What a whole pass shows: its outputs and their cotangents, its products, and its dense parameters."""
+        cut, draws = self._drawn(self._engine.snapshot.as_it_is(batch), batch)
+        nodes = nodes_below([F.grad_fn for F in cut if F.grad_fn is not None])
+        return cut, draws, *find_uses(nodes, self._leaves)
+
     def _layer_of(self, name: str) -> str:
         """The path of the layer that holds a parameter, or ""."""
         path = self._engine.snapshot.paths[name]
@@ -156,20 +183,38 @@ class Walk:
         self._gradients: dict[str, Tensor] = {}
         self._beside: dict[str, list[Factors]] = {}
         self._count, self._read = count, torch.zeros(0, dtype=torch.long)
+        self._head, self._finished = None, set[str]()
         self._single_rows = all(self._ranks.exchange(all(draw.batch.rows == 1 for draw in draws)))
 
         def action() -> None:
             passes = self._forward(draws)
-            told = self._ranks.exchange([path for path, _ in passes[0].calls] if passes else None)
-            paths = next(one for one in told if one is not None)
-            for number in reversed(range(len(paths))):
-                for one in passes:
-                    self._through(one)
-                if paths.count(paths[number]) == 1:
-                    self._finish([name for name in self._leaves if self._layer_of(name) == paths[number]])
-            self._finish(list(self._leaves))
+            told = self._ranks.exchange([[path for path, _ in one.calls] for one in passes])
+            left = [paths for some in told for paths in some]
+            while any(left):
+                with self._locally():
+                    for one in passes:
+                        if one.calls:
+                            self._through(one)
+                walked = {paths.pop() for paths in left if paths}
+                self._finish([name for name in self._leaves if self._layer_of(name) in walked.difference(*left)])
+            self._finish([name for name in self._leaves if name not in self._finished])
 
         self._inside(action)
+
+    @contextmanager
+    def _locally(self) -> Iterator[None]:
+        """Work of this rank alone, without collectives; what it finds the model unfit for holds on all ranks."""
+        found: NotRepeatableError | None = None
+        with self._ranks.together():
+            try:
+                yield
+            except NotRepeatableError as error:
+                found = error
+        told = [one for one in self._ranks.exchange(None if found is None else (type(found), str(found))) if one]
+        if told:
+            kinds = {kind for kind, _ in told}
+            kind = next(iter(kinds)) if len(kinds) == 1 else NotRepeatableError
+            raise kind("model", told[0][1].removeprefix("model: ")) from found
 
     def _inside(self, action: Callable[[], None]) -> None:
         """Run with the copies as the model's weights."""
@@ -183,27 +228,35 @@ class Walk:
         """Run the model on each micro-batch, cut at its layers, and go back from the loss to the last layer."""
         passes: list[_CutPass] = []
         heads: list[tuple[_CutPass, LastProduct]] = []
-        for draw in draws:
-            with cut_at(self._layers) as calls:
-                outputs = self._engine.snapshot.as_it_is(draw.batch)
-            one = _CutPass(draw, calls)
-            passes.append(one)
-            head = last_product(self._engine.objective, outputs, draw.batch, draw.seeds, self._leaves, self._alone)
-            if head is not None:
-                heads.append((one, head))
-                continue
-            cut, g = self._drawn(outputs, draw.batch)
-            drawn = [[F * self._scale for F in g.draw(seed)] for seed in draw.seeds]
-            starts = [get_gradient_edge(F) for F in cut]
-            self._back(one, starts, [torch.stack(column) for column in zip(*drawn, strict=True)])
-        mine = None
-        if heads:
-            use, classes = heads[0][1].use, heads[0][1].draws.classes
-            mine = (None, False, classes) if use is None else (use.parameter, use.transposed, classes)
-        of_some = next((one for one in self._ranks.exchange(mine) if one is not None), None)
-        if of_some is not None:
-            self._through_heads(heads, *of_some)
+        with self._locally():
+            for draw in draws:
+                with cut_at(self._layers) as calls:
+                    outputs = self._engine.snapshot.as_it_is(draw.batch)
+                one = _CutPass(draw, calls)
+                passes.append(one)
+                head = self._last_product(outputs, draw)
+                if head is not None:
+                    heads.append((one, head))
+                    continue
+                cut, g = self._drawn(outputs, draw.batch)
+                drawn = [[F * self._scale for F in g.draw(seed)] for seed in draw.seeds]
+                starts = [get_gradient_edge(F) for F in cut]
+                self._back(one, starts, [torch.stack(column) for column in zip(*drawn, strict=True)])
+        kinds = {head.kind for _, head in heads} | ({None} if len(heads) < len(passes) else set())
+        kinds = set().union(*self._ranks.exchange(kinds))
+        if len(kinds) > 1:
+            raise UnlikeHeadsError("model", "its batches end in different products")
+        (kind,) = kinds
+        if kind is not None:
+            self._head = kind[0]
+            self._through_heads(heads, *kind[:3])
         return passes
+
+    def _last_product(self, outputs: Any, draw: SampleDraw) -> LastProduct | None:
+        """The last product of a pass, if it is treated apart."""
+        if not self._apart:
+            return None
+        return last_product(self._engine.objective, outputs, draw.batch, draw.seeds, self._leaves, self._alone)
 
     def _through(self, one: _CutPass) -> None:
         """Take the samples of a pass through its last layer."""
@@ -235,7 +288,11 @@ class Walk:
         below = set(nodes)
         uses, dense = find_uses(nodes, self._leaves)
         if not dense <= self._dense:
-            raise NotRepeatableError("model", "a layer uses its parameters otherwise when it runs alone")
+            raise UnseenUseError("model", "a layer uses its parameters otherwise when it runs alone")
+        if not self._finished.isdisjoint(dense.union(use.parameter for use in uses)):
+            raise NotRepeatableError("model", "parameters of a layer are used outside of it")
+        if any(use.parameter == self._head and not use.is_look_up for use in uses):
+            raise UnlikeHeadsError("model", "some of its batches use the weight of the last product twice")
         uses = [use for use in uses if use.parameter not in self._dense]
         leaves = {id(node.variable) for node in below if hasattr(node, "variable")}
         wide = [name for name in sorted(self._dense) if id(self._leaves[name]) in leaves]
@@ -294,7 +351,7 @@ class Walk:
         """Whether one product reads a parameter, which is one row as a whole."""
         (_, piece), *others = self._pieces[name]
         whole = not others and piece.size == self._leaves[name].numel()
-        return whole and name not in self._dense and self._readers[name] == 1
+        return whole and name not in self._dense and self._readers.get(name, 1) == 1
 
     def _through_heads(
         self, heads: Sequence[tuple[_CutPass, LastProduct]], name: str | None, transposed: bool, classes: int
@@ -382,6 +439,7 @@ class Walk:
 
     def _finish(self, names: Sequence[str]) -> None:
         """Make the Gram matrices of parameters all of whose uses are known, and tell of the rows that are complete."""
+        self._finished.update(names)
         for name in names:
             factors, beside = (self._of_all(known.pop(name, [])) for known in (self._factors, self._beside))
             told = self._ranks.exchange(self._gradients.pop(name, None))

@@ -16,9 +16,8 @@ from curvoscope.analysis.surface import Surface
 from curvoscope.autodiff.batches import BatchError, Batches
 from curvoscope.autodiff.safety import undisturbed
 from curvoscope.blocks import Blocks
-from curvoscope.curvature import trainable
 from curvoscope.errors import EmptyError, ModelError, NonFiniteError, RangeError
-from curvoscope.families.block_maps import blocks_of
+from curvoscope.families.block_maps import chosen_blocks
 from curvoscope.losses.objectives import LossFunction
 from curvoscope.settings import chosen_seed
 from curvoscope.training import quantities
@@ -97,7 +96,7 @@ class CurvatureMonitor:
         self.incidents: list[Incident] = []
         self.paused = False
         self._model, self._loss_fn, self._probe = model, loss_fn, probe
-        self._blocks = blocks if blocks is not None else trainable(model, blocks_of(model))
+        self._blocks = chosen_blocks(model, blocks)
         self._blocks.check(model)
         self._frozen = set() if blocks is not None else _frozen(model)
         self._batches = _batches(probe)

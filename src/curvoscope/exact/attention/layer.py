@@ -121,7 +121,7 @@ class AttentionLayer:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        checks.whole(1, heads=heads, kv_heads=kv_heads)
+        checks.at_least(1, heads=heads, kv_heads=kv_heads)
         kv_heads = heads if kv_heads is None else kv_heads
         checks.choice("combine", combine, ("concat", "sum"))
         checks.choice("activation", activation, ("softmax", "linear"))
