@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
 from curvoscope.autodiff.hooks import Written
+from curvoscope.autodiff.layer_calls import within
 from curvoscope.autodiff.safety import WeightWatch, can_be_watched, check_reads, in_modes, rewritten_by
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
@@ -40,8 +40,10 @@ class Snapshot:
         named = dict(model.named_parameters())
         structural = list(nn.Module.named_parameters(model, remove_duplicate=True))
         places = {id(tensor): path for path, tensor in structural}
-        # All places of each, whatever names the model gives: tied parameters are replaced in all of them.
+        # All places of each, whatever names the model gives: tied tensors are replaced in all of them.
         self._ties = {path: places[id(t)] for path, t in nn.Module.named_parameters(model, remove_duplicate=False)}
+        buffers = {id(tensor): path for path, tensor in nn.Module.named_buffers(model)}
+        self._ties |= {path: buffers[id(t)] for path, t in nn.Module.named_buffers(model, remove_duplicate=False)}
         # Where parameters stand in the tree of modules, by the names that the model gives them; mostly the same.
         self.paths = {name: places[id(tensor)] for name, tensor in named.items() if id(tensor) in places}
         self.dtype = torch.float32
@@ -125,12 +127,12 @@ class Snapshot:
             raise explained from error
 
     def _run(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        tensors = {path: weights[first] for path, first in self._ties.items()} | self.buffers()
-        return functional_call(self._model, tensors, arguments, keywords, tie_weights=True)
+        return within(self._model, self.placed(weights), lambda: self._model(*arguments, **keywords))
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers by path, which a run may change."""
-        return {path: buffer.clone() for path, buffer in self._buffers.items()}
+    def placed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights, and copies of the buffers, which a run may change, by the paths of all their places."""
+        tensors = {**weights, **{path: buffer.clone() for path, buffer in self._buffers.items()}}
+        return {path: tensors[first] for path, first in self._ties.items()}
 
     def _is_fit(self, tensor: Tensor) -> bool:
         """Whether a parameter can be used as it is."""

@@ -173,7 +173,7 @@ class Walk:
 
     def _inside(self, action: Callable[[], None]) -> None:
         """Run with the copies as the model's weights."""
-        within(self._engine.model, self._weights | self._engine.snapshot.buffers(), action)
+        within(self._engine.model, self._engine.snapshot.placed(self._weights), action)
 
     def _drawn(self, outputs: Any, batch: Batch) -> tuple[list[Tensor], Cotangents]:
         parameters = self._engine.snapshot.parameters(self._weights)
