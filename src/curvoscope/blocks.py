@@ -464,6 +464,13 @@ class Blocks(ShownAsTable, Mapping[str, Block]):
         return TextTable(header, rows, f"{len(self)} blocks, {sum(self.sizes.values()):,} entries")
 
 
+def check_blocks(blocks: object) -> None:
+    """Raise unless an argument `blocks` is `Blocks` or None."""
+    if blocks is not None and not isinstance(blocks, Blocks):
+        cure = "cv.blocks_of(model), or a part of it: cv.blocks_of(model).select('*.attn.Q')"
+        raise BlockNameError("blocks", f"got a {type(blocks).__name__}; expected {cure}")
+
+
 def parameters_of(blocks: Iterable[Block]) -> list[str]:
     """Names of the parameters that hold the blocks, each once, in the order of the blocks."""
     return list(dict.fromkeys(piece.parameter for block in blocks for piece in block.pieces))

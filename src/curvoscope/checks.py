@@ -18,6 +18,7 @@ from curvoscope.errors import (
     DtypeError,
     EmptyError,
     MemoryLimitError,
+    ModelError,
     NonFiniteError,
     RangeError,
 )
@@ -93,6 +94,12 @@ def commensurate(factors: Mapping[str, Tensor]) -> None:
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is the `forward` of its class alone: hooks may change what goes in and out."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or _hooked_globally())
+
+
+def module(argument: str, value: object) -> None:
+    """Raise unless the value is a module."""
+    if not isinstance(value, nn.Module):
+        raise ModelError(argument, f"got a {type(value).__name__}, expected a torch.nn.Module")
 
 
 def choice(argument: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -22,7 +22,7 @@ from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import SecondDerivativeError
 from curvoscope.autodiff.matrix import AutodiffMatrix, AutodiffParts
 from curvoscope.autodiff.output_jacobian import output_jacobian
-from curvoscope.blocks import Block, Blocks
+from curvoscope.blocks import Block, Blocks, check_blocks
 from curvoscope.closed.closed_forms import ClosedForms
 from curvoscope.closed.gauge import Gauge, factors_of
 from curvoscope.closed.layer_curvatures import CurvatureAtOutput, layer_curvatures
@@ -336,6 +336,8 @@ def hessian(
         >>> float(H["h.0.attn.Q"].frobenius_norm()) > 0, H.method_of("h.0.attn.Q")
         (True, 'exact')
     """
+    checks.module("model", model)
+    check_blocks(blocks)
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
     checks.choice("recompute", recompute or "layer", ("layer",))

@@ -59,7 +59,11 @@ class Snapshot:
         self._modes = {module: module.training for module in model.modules()}
 
     def check(self) -> None:
-        """Raise if the model has changed weights that are shared with it."""
+        """Raise if the model has changed weights that are shared with it, or if autocast would round what is asked."""
+        if self.dtype != torch.float64 and torch.is_autocast_enabled(self.device.type):
+            kind = torch.get_autocast_dtype(self.device.type)
+            cure = "make the Hessian and ask it outside of autocast"
+            raise ModelError("model", f"torch.autocast is on, and would round numbers to {kind}; {cure}")
         self._watch.check()
 
     def steady(self) -> AbstractContextManager[None]:
@@ -117,14 +121,8 @@ class Snapshot:
 
     def _explaining(self, batch: Batch, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         keywords = {**batch.keywords, "labels": batch.targets} if self._labelled else batch.keywords
-        try:
-            with in_modes(self._modes):
-                return run(batch.arguments, keywords)
-        except (RuntimeError, TypeError, ValueError) as error:
-            explained = _explained(error, self._model, keywords)
-            if explained is None:
-                raise
-            raise explained from error
+        with in_modes(self._modes):
+            return call(self._model, batch.arguments, keywords, run)
 
     def _run(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return within(self._model, self.placed(weights), lambda: self._model(*arguments, **keywords))
@@ -144,6 +142,22 @@ class Snapshot:
         return copy.to(self.dtype) if copy.is_floating_point() else copy
 
 
+def call(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+) -> Any:
+    """What the model returns, and what to do about its errors if that is known. `run`: how it is called."""
+    try:
+        return model(*arguments, **keywords) if run is None else run(arguments, keywords)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        explained = _explained(error, model, keywords)
+        if explained is None:
+            raise
+        raise explained from error
+
+
 def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) -> CurvoscopeError | None:
     """What to do about an error of the model's forward pass, if that is known."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -156,6 +170,9 @@ def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) 
     unknown = next((name for name in keywords if f"unexpected keyword argument '{name}'" in said), None)
     if isinstance(error, TypeError) and unknown not in (None, "labels"):
         return BatchError("batches", f"the model takes no {unknown!r}; leave it out of the batches ({said})")
+    if isinstance(error, IndexError) and "index out of range in self" in said:
+        cure = "compare the largest with the sizes of the tables"
+        return BatchError("batches", f"a token or a position lies outside of a table of the model ({said}); {cure}")
     grouped = any(word in said for word in ("grouped_mm", "mat_a", "multiple of 16 bytes"))
     if grouped and hasattr(model, "set_experts_implementation"):
         return ModelError(
@@ -390,6 +407,8 @@ def keywords_for(model: nn.Module, batch: Batch) -> dict[str, Any]:
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """The device given, otherwise the one that holds all parameters."""
     found = {tensor.device for tensor in model.parameters()}
+    if any(tensor.is_inference() for tensor in model.parameters()):
+        raise ModelError("model", "was made in torch.inference_mode(), without derivatives; load it outside of that")
     if len(found) > 1 and device is None:
         seen = ", ".join(sorted(map(str, found)))
         raise DeviceError("model", f"has parameters on {seen}; move it with model.to(...), or give device=")

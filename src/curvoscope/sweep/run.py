@@ -13,7 +13,7 @@ from curvoscope.approximations.gradients import GradientSource
 from curvoscope.autodiff.batches import Batches
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.layer_calls import NotRepeatableError, without_cache
-from curvoscope.blocks import Blocks
+from curvoscope.blocks import Blocks, check_blocks
 from curvoscope.curvature import trainable
 from curvoscope.distributed.ranks import mesh_of, ranks_of
 from curvoscope.errors import ModelError, NonFiniteError, RangeError
@@ -94,6 +94,8 @@ def sweep(
         >>> bool(low < truth["0.weight", "2.weight"].dense().norm() < high)
         True
     """
+    checks.module("model", model)
+    check_blocks(blocks)
     seed = (current().seed if seed is None else seed) % 2**63
     if samples is not None and samples < LEAST:
         raise RangeError("samples", f"got {samples}, expected at least {LEAST}: pairs of samples need an error bar")

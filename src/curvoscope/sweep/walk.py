@@ -26,6 +26,7 @@ from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
+from curvoscope.errors import ModelError
 from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, cut_at
 from curvoscope.sweep.row_grams import RowGrams
@@ -114,6 +115,8 @@ class Walk:
 
         def action() -> None:
             cut, draws = self._drawn(self._engine.snapshot.as_it_is(batch), batch)
+            if not any(F.requires_grad for F in cut):
+                raise ModelError("model", "its outputs have no derivatives in the chosen blocks")
             uses, self._dense = find_uses(nodes_below([F.grad_fn for F in cut if F.grad_fn is not None]), self._leaves)
             for use in uses:
                 if not use.is_look_up:
