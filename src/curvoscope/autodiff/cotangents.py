@@ -203,8 +203,8 @@ def cotangents(objective: Objective, outputs: Any, targets: Any) -> tuple[list[T
     if not any(G.requires_grad for G in gradient):
         raise LossError(
             "loss_fn",
-            "is linear in the model's outputs, so that the Gauss-Newton part is 0. If the model computes its loss, give "
-            "a loss of its predictions, or None for that of a Hugging Face model",
+            "is linear in the model's outputs, so the Gauss-Newton part is 0. If the model computes its loss, give "
+            "one of its predictions, or None for that of a Hugging Face model",
         )
 
     def product(directions: Sequence[Tensor]) -> list[Tensor]:
