@@ -137,6 +137,37 @@ class TwoOutputs(nn.Module):
         return x * self.w * 1e300
 
 
+class Stopped(nn.Module):
+    """Its outputs have no derivatives, as those of a model that predicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = copy.deepcopy(NETWORK)
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Scoring(nn.Module):
+    """It computes its loss itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = copy.deepcopy(NETWORK)
+
+    def forward(self, x):
+        return self.inner(x), mse_loss(self.inner(x), Y)
+
+
+class Quantised(nn.Linear):
+    """Its class stands where those of torch's quantised layers do."""
+
+
+Quantised.__module__ = "torch.ao.nn.quantized.dynamic.modules.linear"
+QUANTISED, EMBEDDING = nn.Sequential(NETWORK[:2], Quantised(5, 3).double()), nn.Embedding(3, 2)
+with torch.inference_mode():
+    PREDICTING = nn.Linear(4, 3).double()
 NORM = cv.exact.LayerNorm(torch.ones(4).double())
 
 CALLS = {
@@ -202,6 +233,19 @@ CALLS = {
     "GaussNewton: a batch without targets": (lambda: optimizer().step(X), BatchError, "batches"),
     "GaussNewton: loss nan": (lambda: optimizer().step((X * NAN, Y)), FINITE, "loss"),
     # ---- cv.hessian
+    "hessian: a function in place of a model": (lambda: hessian(NETWORK.forward), MODEL, "model"),
+    "hessian: a model of inference mode": (lambda: hessian(PREDICTING), MODEL, "model"),
+    "hessian: a quantised layer": (lambda: hessian(QUANTISED), MODEL, "model"),
+    "hessian: outputs without derivatives": (
+        lambda: hessian(Stopped(), loss=nn.CrossEntropyLoss()) @ r(43), MODEL, "model",
+    ),
+    "hessian: names of blocks": (lambda: hessian(blocks=["0.weight"]), NAME, "blocks"),
+    "hessian: classes on the last axis": (
+        lambda: hessian(loss=nn.CrossEntropyLoss(), batches=[(r(2, 5, 4), torch.zeros(2, 5).long())]), SHAPE, "targets",
+    ),
+    "hessian: a token outside of the table": (
+        lambda: hessian(EMBEDDING, batches=[(torch.tensor([3]), r(1, 2).float())]), BatchError, "batches",
+    ),
     "hessian: no batches": (lambda: hessian(batches=[]), EMPTY, "batches"),
     "hessian: a generator": (lambda: hessian(batches=(b for b in BATCHES)), BatchError, "batches"),
     "hessian: batches that are no pairs": (lambda: hessian(batches=[X]), BatchError, "batches"),
@@ -295,6 +339,10 @@ CALLS = {
     "gauge: operator of one block": (lambda: gauge().projected(hessian()["0.bias"]), SHAPE, "operator"),
     "LayerScale: a matrix": (lambda: cv.exact.LayerScale(r(2, 2)), SHAPE, "scale"),
     "LayerScale: input of another width": (lambda: cv.exact.LayerScale(r(2))(r(3, 4)), SHAPE, "X"),
+    "blocks: of a name": (lambda: cv.blocks_of("gpt2"), MODEL, "model"),
+    "blocks: of a batch without rows": (lambda: cv.blocks_of(NETWORK, X[:0]), EMPTY, "batch"),
+    "blocks: of a batch of lists": (lambda: cv.blocks_of(NETWORK, ([[1.0]], Y)), BatchError, "batch"),
+    "blocks: of weights without data": (lambda: cv.blocks_of(nn.Linear(2, 2, device="meta"), r(1, 2)), DEVICE, "model"),
     "blocks: nothing selected": (lambda: cv.blocks_of(NETWORK).select("attn"), NAME, None),
     # ---- estimates
     "trace: not square": (lambda: estimate.trace(Oblong()), SHAPE, "operator"),
@@ -546,6 +594,13 @@ CALLS = {
         "part",
     ),
     "block-diagonal: one block": (lambda: cv.analysis.block_diagonal_error(hessian(), ["0.weight"]), EMPTY, "blocks"),
+    "sweep: outputs without derivatives": (
+        lambda: cv.sweep(Stopped(), nn.CrossEntropyLoss(), BATCHES, samples=8), MODEL, "model",
+    ),
+    "sweep: a loss that the model computes": (
+        lambda: cv.sweep(Scoring(), lambda outputs, _: outputs[1], BATCHES, samples=8), LOSS, "loss_fn",
+    ),
+    "sweep: names of blocks": (lambda: cv.sweep(NETWORK, mse_loss, BATCHES, blocks="*"), NAME, "blocks"),
     "sweep: keep what is not there": (
         lambda: cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=["h.*"]), NAME, "patterns",
     ),

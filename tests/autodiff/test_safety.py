@@ -5,16 +5,20 @@ import random
 import threading
 import weakref
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from autodiff_cases import GPT, MLP, points, tokens
 from curvoscope.autodiff.safety import undisturbed
-from curvoscope.curvature import CrossEntropy, hessian
+from curvoscope.curvature import CrossEntropy, blocks_of, hessian
+from curvoscope.errors import ModelError
+from curvoscope.sweep import sweep
 from reference import normal, relative
 
 
@@ -213,3 +217,88 @@ def test_two_threads_may_use_one_hessian_after_another():
     worker.start()
     worker.join()
     assert torch.equal(found[0], expected)
+
+
+class Shared(nn.Module):
+    """A block that stands under three names, and an embedding under two, tied to the output; buffers in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.blocks = nn.ModuleList([block, nn.Tanh(), block])
+        self.last = block
+        self.source = nn.Embedding(5, 4)
+        self.target, self.out = self.source, nn.Linear(4, 5, bias=False)
+        self.out.weight = self.source.weight
+        self.register_buffer("shift", torch.linspace(-1, 1, 4))
+        block.register_buffer("shift", self.shift)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.source(x) + self.target(x.flip(1)) ** 2 + self.shift
+        for block in (*self.blocks, self.last):
+            x = block(x)
+        return self.out(x - self.blocks[0].shift)
+
+
+@pytest.mark.parametrize("recompute", [None, "layer"])
+def test_modules_under_several_names(recompute):
+    torch.manual_seed(0)
+    model, batch = Shared().double(), (torch.randint(5, (2, 3)), torch.randint(5, (2, 3)))
+
+    def loss(logits, targets):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    before = _state(model)
+    H = hessian(model, loss, [batch], recompute=recompute)
+    assert H.names == [name for name, _ in model.named_parameters()]
+    found = H.dense()
+    _assert_unchanged(before, model)
+    assert model.target.weight is model.out.weight is model.source.weight and model.last[0] is model.blocks[2][0]
+    weights = list(model.parameters())
+
+    def flat(value, **options):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, weights, **options)])
+
+    gradient = flat(loss(model(batch[0]), batch[1]), create_graph=True)
+    assert relative(found, torch.stack([flat(entry, retain_graph=True) for entry in gradient])) < 1e-12
+    sweep(model, loss, [batch], samples=16)
+    _assert_unchanged(before, model)
+
+
+class Checkpointed(GPT):
+    """A GPT that keeps no activations of its blocks."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(2)
+        for block in self.h:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_are_kept(reentrant):
+    model, batch = Checkpointed(reentrant), tokens()
+    plain = GPT(2)
+    plain.load_state_dict(model.state_dict())
+    expected, found = (hessian(one, CrossEntropy(), [batch]) for one in (plain, model))
+    v = normal(1)(expected.shape[0])
+    assert relative(found @ v, expected @ v) < 1e-12
+    assert found.method_of("h.0.attn.Q") == "exact"
+    assert blocks_of(model, batch).names == blocks_of(plain, batch).names
+    samples = [sweep(one, CrossEntropy(), [batch], samples=8).norms().value for one in (plain, model)]
+    assert relative(samples[1], samples[0]) < 1e-10
+    loss = CrossEntropy()(model(batch[0]), batch[1])  # afterwards the model checkpoints as before
+    if reentrant:
+        with pytest.raises(RuntimeError, match="use_reentrant"):
+            torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_autocast_rounds_nothing():
+    """Numbers of a float32 model are refused under autocast, which would compute them in bfloat16."""
+    model, batch = GPT().float(), tokens()
+    H = hessian(model, CrossEntropy(), [batch])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ModelError, match=r"autocast is on.*bfloat16"):
+            H.trace()
+        with pytest.raises(ModelError, match="autocast is on"):
+            hessian(model, CrossEntropy(), [batch])["h.0.attn.Q"].trace()
+    H["h.0.attn.Q"].trace()

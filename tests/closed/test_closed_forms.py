@@ -132,6 +132,10 @@ UNKNOWN = {
         lambda q, k, v: scaled_dot_product_attention(q**3, k, v),
         "its queries or keys are not a linear map of a norm of their projections",
     ),
+    "powers of one query": (
+        lambda q, k, v: scaled_dot_product_attention(torch.cat([q[..., :1, :] ** 3, q[..., 1:, :]], -2), k, v),
+        "its queries or keys are not a linear map of a norm of their projections",
+    ),
 }
 
 

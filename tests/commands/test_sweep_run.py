@@ -117,8 +117,9 @@ def test_a_broken_file_of_samples_is_ignored(analyze, tmp_path):
     assert document["rows"]
 
 
-def test_products_are_no_option_of_a_sweep(call, tmp_path):
-    code, _, stderr = call("analyze", *MODEL[:5], "--parts", "outer", "--matvecs", "8", "--out", tmp_path / "out")
+@pytest.mark.parametrize(("option", "value"), [("matvecs", "8"), ("split", "layer"), ("method", "exact")])
+def test_products_are_no_option_of_a_sweep(call, tmp_path, option, value):
+    code, _, stderr = call("analyze", *MODEL[:5], "--parts", "outer", f"--{option}", value, "--out", tmp_path / "out")
     assert code == 2
-    assert "matvecs" in stderr
+    assert f"{option}: got {value}" in stderr
     assert not (tmp_path / "out").exists()

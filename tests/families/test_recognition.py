@@ -251,6 +251,10 @@ def test_the_unembedding_stands_under_no_stack():
 D, HEADS, WORDS = 12, 3, 9
 
 
+def cross_entropy_of_tokens(logits, targets):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Einsums(nn.Module):
     """One tensor per weight, with an axis of heads; RMS norms; everything at the top of one module."""
 
@@ -367,6 +371,60 @@ def test_a_parallel_layer_with_fused_weights():
     assert {"norm1", "attn.q_norm", "attn.k_norm", "attn.O", "mlp.down"} <= {n.removeprefix("h.0.") for n in blocks}
     assert "final_norm" in blocks and "unembed" in blocks
     assert [blocks[f"h.0.attn.{role}"].heads for role in "QKVO"] == [HEADS, 1, 1, HEADS]
+
+
+class Weighing(Parallel):
+    """Causal attention of two key heads with a softmax of another spelling."""
+
+    def __init__(self, weigh, tiled=False):
+        super().__init__()
+        self.weigh, self.tiled = weigh, tiled
+        self.into, self.out = nn.Linear(D, 16 + 8 + 8, bias=False), nn.Linear(16, D)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in self.into(self.first(x)).split([16, 8, 8], -1))
+        k, v = (t.repeat(1, 2, 1, 1) if self.tiled else t.repeat_interleave(2, 1) for t in (k, v))
+        scores, seen = q @ k.mT / 2, torch.ones(tokens.shape[1], tokens.shape[1]).tril().bool()
+        x = x + self.out((self.weigh(scores, seen) @ v).transpose(1, 2).flatten(2))
+        return self.last(self.end(x + self.down(nn.functional.silu(self.wide(self.first(x))[..., :20]))))
+
+
+def over_sum(powers, around=lambda total: total):
+    return powers / around(powers.sum(-1, keepdim=True))
+
+
+def minus_log_sum(logits):
+    return (logits - logits.logsumexp(-1)[..., None]).exp()
+
+
+SOFTMAXES = {  # and whether attention with it is that of a softmax of torch
+    "masked powers": (lambda s, seen: over_sum((s - s.amax(-1, keepdim=True)).exp() * seen), True),
+    "filled powers": (lambda s, seen: over_sum(s.exp().masked_fill(~seen, 0)), True),
+    "chosen powers": (lambda s, seen: over_sum(torch.where(seen, s.exp(), s.new_zeros(()))), True),
+    "a clamped sum": (lambda s, seen: over_sum(s.exp() * seen, lambda total: total.clamp_min(1e-9)), True),
+    "one in the sum": (lambda s, seen: over_sum(s.exp() * seen, lambda total: total + 1), False),
+    "log-softmax": (lambda s, seen: s.masked_fill(~seen, -torch.inf).log_softmax(-1).exp(), True),
+    "logsumexp": (lambda s, seen: minus_log_sum(s.masked_fill(~seen, -torch.inf)), True),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmaxes_by_hand(name):
+    weigh, is_exact = SOFTMAXES[name]
+    model, tokens = made(lambda: Weighing(weigh))
+    blocks = cv.blocks_of(model, tokens)
+    assert [blocks[f"h.0.attn.{role}"].heads for role in "QKVO"] == [4, 2, 2, 4]
+    H = cv.hessian(model, cross_entropy_of_tokens, [(tokens, tokens)], blocks.select("h.0.attn.Q"))
+    assert H.method_of("h.0.attn.Q") == ("exact" if is_exact else "autodiff")
+
+
+def test_key_heads_in_another_order():
+    model, tokens = made(lambda: Weighing(lambda s, seen: s.masked_fill(~seen, -torch.inf).softmax(-1), tiled=True))
+    blocks = cv.blocks_of(model, tokens).select("h.0.attn.[QK]")
+    H = cv.hessian(model, cross_entropy_of_tokens, [(tokens, tokens)], blocks)
+    assert H.method_of("h.0.attn.K") == "autodiff"
+    assert "runs of consecutive heads" in H.plan["h.0.attn.K", "total"].reason
 
 
 # ---- cost and traces

@@ -121,6 +121,15 @@ def test_table(swept):
     assert norms == sorted(norms, reverse=True) and len(norms) == len(sweep.names)
 
 
+def test_a_block_without_curvature():
+    """A layer that the model does not use, as many a pooling head."""
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)}).double()
+    model.forward = model["used"].forward
+    found = cv.sweep(model, nn.CrossEntropyLoss(), [(torch.ones(4, 3).double(), torch.zeros(4).long())], samples=8)
+    assert found.effective_rank("unused.weight") == found.trace("unused.weight") == 0
+    assert "unused.weight  2 x 2  0 ± 0" in str(found.table())
+
+
 def test_how_many_samples_a_tolerance_needs(swept):
     sweep, _, _ = swept
     errors = torch.tensor([norm.stderr / norm for norm in map(sweep.frobenius_norm, sweep.names) if norm])

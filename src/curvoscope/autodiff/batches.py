@@ -40,7 +40,7 @@ class Batch:
     @property
     def rows(self) -> int:
         """Length of the first axis of the first tensor."""
-        return _rows((self.arguments, self.keywords))
+        return rows_of((self.arguments, self.keywords))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """A copy of the batch on `device`, its floating-point tensors in `dtype`: a loader may use its memory again."""
@@ -201,8 +201,9 @@ def _tensor(value: Any) -> Tensor | str | None:
     return "text" if array.dtype.kind in "US" else torch.as_tensor(array) if array.dtype.kind in "biuf" else None
 
 
-def _rows(tree: Any) -> int:
-    tensors = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+def rows_of(inputs: Any, argument: str = "batches") -> int:
+    """Length of the first axis of the first tensor."""
+    tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     if not tensors:
-        raise BatchError("batches", f"a batch has no tensors among its inputs; {_FORMS}")
+        raise BatchError(argument, f"a batch has no tensors among its inputs; {_FORMS}")
     return tensors[0].shape[0] if tensors[0].ndim else 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
-from curvoscope.errors import LossError
+from curvoscope.errors import LossError, ModelError
 from curvoscope.estimate.products import random_signs
 from curvoscope.losses import CrossEntropy, Objective
 from curvoscope.losses.curvatures import PairCurvature, TokenCurvature, curvature_of, group_size
@@ -35,7 +35,7 @@ def signs(shape: Sequence[int], seed: Sequence[int], like: Tensor) -> Tensor:
     """Independent signs, the same for the same seed."""
     mixed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
     found = random_signs(torch.Size(shape).numel(), torch.Generator().manual_seed(mixed))
-    return found.to(like).view(*shape)
+    return found.to(like).view(torch.Size(shape))
 
 
 class Cotangents(ABC):
@@ -198,6 +198,14 @@ def cotangents(objective: Objective, outputs: Any, targets: Any) -> tuple[list[T
             "or use cv.hessian(...).outer",
         )
     cut, gradient = objective.gradient(outputs, targets)
+    if not cut:
+        raise ModelError("model", "its outputs have no derivatives in the chosen blocks")
+    if not any(G.requires_grad for G in gradient):
+        raise LossError(
+            "loss_fn",
+            "is linear in the model's outputs, so the Gauss-Newton part is 0. If the model computes its loss, give "
+            "one of its predictions, or None for that of a Hugging Face model",
+        )
 
     def product(directions: Sequence[Tensor]) -> list[Tensor]:
         pairs = [(G, v) for G, v in zip(gradient, directions, strict=True) if G.requires_grad]

@@ -34,6 +34,7 @@ from curvoscope.blocks import Block, Blocks, parameters_of
 from curvoscope.distributed.ranks import Facts, Ranks, common, describe, hashes
 from curvoscope.errors import ModelError
 from curvoscope.losses.objectives import Objective
+from curvoscope.losses.outputs import has_derivatives
 
 Selection = tuple[frozenset[str], Site | None]  # parameters with derivatives, and where the graph is cut
 BatchProduct = Callable[[str, Sequence[Block], Sequence[Block], Tensor], Tensor]  # `Autodiff.product`, of one batch
@@ -371,8 +372,20 @@ class Autodiff(GraphProducts):
         self, weights: Mapping[str, Tensor], outputs: Any, batch: Batch
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """F and G of a micro-batch."""
+        if not has_derivatives(outputs):
+            self._check_derivatives(batch)
         seen = self.objective.seen(outputs, self.snapshot.parameters(weights))
         return self.objective.gradient(seen, batch.targets)
+
+    def _check_derivatives(self, batch: Batch) -> None:
+        """Raise if the model's outputs have no derivative in any of its parameters."""
+        weights, _ = self.snapshot.leaves(n for n in self.snapshot.paths if self.snapshot.weight(n).is_floating_point())
+        if not has_derivatives(self.snapshot(weights, batch)):
+            raise ModelError(
+                "model",
+                "its outputs have no derivatives: it runs inside torch.no_grad(), detaches what it computes, or has "
+                "weights that are not floating point",
+            )
 
     def _kept_graph(self, leaves: Mapping[str, Tensor], cut: Sequence[Tensor], gradient: Sequence[Tensor]) -> Graph:
         return Graph(leaves, cut, gradient)

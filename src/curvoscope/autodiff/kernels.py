@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from curvoscope import checks
 from curvoscope.attention.dot_product import sdpa
@@ -265,6 +266,50 @@ class _WhereverCalled(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._replaced.get(func, func)(*args, **(kwargs or {}))
+
+
+# ---- checkpoints
+
+
+class _KeptActivations:
+    """While any thread is inside, torch's activation checkpointing keeps all activations.
+
+    What it computes anew in a backward pass, it computes at the weights and with the kernels of that moment.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._own = {name: vars(checkpoint)[name] for name in self._replaced()}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            vars(checkpoint).update(self._replaced())
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                vars(checkpoint).update(self._own)
+
+    def _replaced(self) -> dict[str, Any]:
+        return {"CheckpointFunction": _RunAtOnce, "_checkpoint_without_reentrant_generator": _yielding_once}
+
+
+class _RunAtOnce:
+    """In place of the function that runs without a graph, and again in the backward pass."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+def _yielding_once(*_: Any, **__: Any) -> Iterator[None]:
+    """In place of what drops saved tensors while a function runs."""
+    yield
+
+
+kept_activations = _KeptActivations()
 
 
 # ---- DoRA

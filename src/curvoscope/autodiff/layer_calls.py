@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from curvoscope.errors import ModelError
 
@@ -16,21 +15,23 @@ class NotRepeatableError(ModelError):
     """A layer cannot be run a second time on its own."""
 
 
-class _Within(nn.Module):
-    """Runs any action while `functional_call` has replaced the weights of a module."""
+def within(module: nn.Module, tensors: Mapping[str, Tensor], action: Callable[[], Any]) -> Any:
+    """What the action returns while the module has these parameters and buffers, by path.
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, action: Callable[[], Any]) -> Any:
+    They are put back in reverse: a module with two names, whose tensors two paths replace, gets its own ones again.
+    """
+    held: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+    try:
+        for path, tensor in tensors.items():
+            parent, _, name = path.rpartition(".")
+            owner = module.get_submodule(parent)
+            table = owner._parameters if name in owner._parameters else owner._buffers
+            held.append((table, name, table[name]))
+            table[name] = tensor
         return action()
-
-
-def within(module: nn.Module, tensors: Mapping[str, Tensor], action: Callable[[], Any], tied: bool = True) -> Any:
-    """What the action returns while the module has these parameters and buffers, by path."""
-    renamed = {f"module.{path}": tensor for path, tensor in tensors.items()}
-    return functional_call(_Within(module), renamed, (action,), tie_weights=tied)
+    finally:
+        for table, name, own in reversed(held):
+            table[name] = own
 
 
 def listed_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -67,7 +67,7 @@ class _RecomputedCall:
         with undisturbed(self._layer), kept_derivatives(self._layer):
             paths = zip(self._paths, tensors[len(self._places) :], strict=True)
             weights = {**dict(paths), **{path: buffer.clone() for path, buffer in self._buffers.items()}}
-            returned = within(self._layer, weights, lambda: self._run(tensors), tied=False)
+            returned = within(self._layer, weights, lambda: self._run(tensors))
         found = [value for value in tree_flatten(returned)[0] if isinstance(value, Tensor)]
         sums = [float(value.detach().sum()) if value.is_floating_point() else 0.0 for value in found]
         sizes = [math.sqrt(value.numel()) * float(value.detach().norm()) for value in found]
@@ -222,7 +222,7 @@ class Recomputation:
             own: set[int] = set()
             args, kwargs = tree_map(inside, (args, kwargs))
             weights = {name: inside(weight) for name, weight in layer.named_parameters(remove_duplicate=False)}
-            returned = within(layer, weights, lambda: forward(*args, **kwargs), tied=False)
+            returned = within(layer, weights, lambda: forward(*args, **kwargs))
             if not own.issuperset(map(id, _leaves_below(tree_leaves(returned)))):
                 raise _escaping(path, "reads")
             return tree_map(_cut_off, returned)

@@ -19,7 +19,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 
-from curvoscope.autodiff.kernels import REPLACED, attached, long_attention, not_rescaled, rescales, torch_recurrences
+from curvoscope.autodiff.kernels import (
+    REPLACED,
+    attached,
+    kept_activations,
+    long_attention,
+    not_rescaled,
+    rescales,
+    torch_recurrences,
+)
 from curvoscope.autodiff.uses import nodes_below
 from curvoscope.errors import ChangedWeightsError, ModelError
 
@@ -38,9 +46,9 @@ def undisturbed(
 
     Inside, attention uses torch's MATH kernel, the one that has a second derivative, or ours if there are many
     scores and `own_kernels`; recurrent layers use torch's operations; the norm of DoRA has derivatives; compiled
-    modules run eagerly; autocast is off and gradients are on. Afterwards the kernels, the random states (torch, NumPy,
-    Python and `generators`), the model's mode, flags, gradients and buffers are what they were, also after an exception
-    or Ctrl-C.
+    modules run eagerly; activations are kept, not checkpointed; autocast is off and gradients are on. Afterwards the
+    kernels, the random states (torch, NumPy, Python and `generators`), the model's mode, flags, gradients and buffers
+    are what they were, also after an exception or Ctrl-C.
     """
     with same_randomness(generators):
         modes = [(module, module.training) for module in model.modules()]
@@ -62,10 +70,10 @@ def undisturbed(
                     settings.enter_context(long_attention(REPLACED))
                 settings.enter_context(torch_recurrences(model))
                 settings.enter_context(_without_cached_weights())
+                settings.enter_context(kept_activations)
                 settings.enter_context(not_rescaled(model))
                 settings.enter_context(torch.compiler.set_stance("force_eager"))
-                for device in {"cpu", *(parameter.device.type for parameter, _, _ in parameters)}:
-                    settings.enter_context(torch.autocast(device, enabled=False))
+                settings.enter_context(_without_autocast(parameter for parameter, _, _ in parameters))
                 torch.backends.mha.set_fastpath_enabled(False)  # its kernels have no derivative
                 yield
         finally:
@@ -76,6 +84,15 @@ def undisturbed(
                 parameter.requires_grad_(flag)
                 parameter.grad = gradient
             _restore(buffers)
+
+
+@contextmanager
+def _without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, operations on the devices of the tensors, and on the CPU, compute in the precision of their inputs."""
+    with ExitStack() as settings:
+        for device in {"cpu", *(tensor.device.type for tensor in tensors)}:
+            settings.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @contextmanager
@@ -126,6 +143,8 @@ def check_mode(model: nn.Module) -> None:
         name = f"{path or 'the model itself'} ({type(module).__name__})"
         if rescales(module) and 0 < module.config.rescale_every <= module.config.num_hidden_layers:
             raise ModelError("model", f"{name} rescales its weights on the next forward pass; run the model once first")
+        if type(module).__module__.startswith("torch.ao.nn.quantized"):
+            raise ModelError("model", f"{name} is quantised, and has no derivatives; use the model before quantisation")
         if not module.training:
             continue
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -177,7 +196,7 @@ class WeightWatch:
         self._tensors = dict(tensors)
         self._versions = self._counts()
         self._hashes, self._projections = self._hashed(), self._projected()
-        self._lengths = [_by_rows(tensor, lambda rows: rows.norm(dim=1)) for tensor in self._tensors.values()]
+        self._lengths = self._by_rows(lambda rows: rows.norm(dim=1))
         self._trusted = False
 
     @contextmanager
@@ -215,7 +234,11 @@ class WeightWatch:
         return all(_agree(now, then, _SAME * _epsilon(tensor) * length) for now, then, length, tensor in several)
 
     def _projected(self) -> list[Tensor]:
-        return [_by_rows(tensor, _projection) for tensor in self._tensors.values()]
+        return self._by_rows(_projection)
+
+    def _by_rows(self, number: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with _without_autocast(self._tensors.values()):
+            return [_by_rows(tensor, number) for tensor in self._tensors.values()]
 
     def _hashed(self) -> list[int]:
         """The exclusive or of the bits of all entries, which does not depend on the order of the work."""

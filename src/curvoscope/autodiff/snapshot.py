@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
 from curvoscope.autodiff.hooks import Written
+from curvoscope.autodiff.layer_calls import within
 from curvoscope.autodiff.safety import WeightWatch, can_be_watched, check_reads, in_modes, rewritten_by
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
@@ -40,8 +40,10 @@ class Snapshot:
         named = dict(model.named_parameters())
         structural = list(nn.Module.named_parameters(model, remove_duplicate=True))
         places = {id(tensor): path for path, tensor in structural}
-        # All places of each, whatever names the model gives: tied parameters are replaced in all of them.
+        # All places of each, whatever names the model gives: tied tensors are replaced in all of them.
         self._ties = {path: places[id(t)] for path, t in nn.Module.named_parameters(model, remove_duplicate=False)}
+        buffers = {id(tensor): path for path, tensor in nn.Module.named_buffers(model)}
+        self._ties |= {path: buffers[id(t)] for path, t in nn.Module.named_buffers(model, remove_duplicate=False)}
         # Where parameters stand in the tree of modules, by the names that the model gives them; mostly the same.
         self.paths = {name: places[id(tensor)] for name, tensor in named.items() if id(tensor) in places}
         self.dtype = torch.float32
@@ -57,7 +59,11 @@ class Snapshot:
         self._modes = {module: module.training for module in model.modules()}
 
     def check(self) -> None:
-        """Raise if the model has changed weights that are shared with it."""
+        """Raise if the model has changed weights that are shared with it, or if autocast would round what is asked."""
+        if self.dtype != torch.float64 and torch.is_autocast_enabled(self.device.type):
+            kind = torch.get_autocast_dtype(self.device.type)
+            cure = "make the Hessian and ask it outside of autocast"
+            raise ModelError("model", f"torch.autocast is on, and would round numbers to {kind}; {cure}")
         self._watch.check()
 
     def steady(self) -> AbstractContextManager[None]:
@@ -115,22 +121,16 @@ class Snapshot:
 
     def _explaining(self, batch: Batch, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         keywords = {**batch.keywords, "labels": batch.targets} if self._labelled else batch.keywords
-        try:
-            with in_modes(self._modes):
-                return run(batch.arguments, keywords)
-        except (RuntimeError, TypeError, ValueError) as error:
-            explained = _explained(error, self._model, keywords)
-            if explained is None:
-                raise
-            raise explained from error
+        with in_modes(self._modes):
+            return call(self._model, batch.arguments, keywords, run)
 
     def _run(self, weights: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        tensors = {path: weights[first] for path, first in self._ties.items()} | self.buffers()
-        return functional_call(self._model, tensors, arguments, keywords, tie_weights=True)
+        return within(self._model, self.placed(weights), lambda: self._model(*arguments, **keywords))
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers by path, which a run may change."""
-        return {path: buffer.clone() for path, buffer in self._buffers.items()}
+    def placed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights, and copies of the buffers, which a run may change, by the paths of all their places."""
+        tensors = {**weights, **{path: buffer.clone() for path, buffer in self._buffers.items()}}
+        return {path: tensors[first] for path, first in self._ties.items()}
 
     def _is_fit(self, tensor: Tensor) -> bool:
         """Whether a parameter can be used as it is."""
@@ -140,6 +140,22 @@ class Snapshot:
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().to(self.device, copy=True)
         return copy.to(self.dtype) if copy.is_floating_point() else copy
+
+
+def call(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+) -> Any:
+    """What the model returns, and what to do about its errors if that is known. `run`: how it is called."""
+    try:
+        return model(*arguments, **keywords) if run is None else run(arguments, keywords)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        explained = _explained(error, model, keywords)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) -> CurvoscopeError | None:
@@ -154,6 +170,9 @@ def _explained(error: Exception, model: nn.Module, keywords: Mapping[str, Any]) 
     unknown = next((name for name in keywords if f"unexpected keyword argument '{name}'" in said), None)
     if isinstance(error, TypeError) and unknown not in (None, "labels"):
         return BatchError("batches", f"the model takes no {unknown!r}; leave it out of the batches ({said})")
+    if isinstance(error, IndexError) and "index out of range in self" in said:
+        cure = "compare the largest with the sizes of the tables"
+        return BatchError("batches", f"a token or a position lies outside of a table of the model ({said}); {cure}")
     grouped = any(word in said for word in ("grouped_mm", "mat_a", "multiple of 16 bytes"))
     if grouped and hasattr(model, "set_experts_implementation"):
         return ModelError(
@@ -388,6 +407,8 @@ def keywords_for(model: nn.Module, batch: Batch) -> dict[str, Any]:
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """The device given, otherwise the one that holds all parameters."""
     found = {tensor.device for tensor in model.parameters()}
+    if any(tensor.is_inference() for tensor in model.parameters()):
+        raise ModelError("model", "was made in torch.inference_mode(), without derivatives; load it outside of that")
     if len(found) > 1 and device is None:
         seen = ", ".join(sorted(map(str, found)))
         raise DeviceError("model", f"has parameters on {seen}; move it with model.to(...), or give device=")

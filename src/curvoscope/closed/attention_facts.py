@@ -94,8 +94,9 @@ def attention_facts(
         key = _map(flow, call, "K", blocks["K"], projected["K"], multiplied["K"][:, ::share], share)
     scores = multiplied["Q"] @ multiplied["K"].mT
     result = getattr(call.softmax, "_saved_result", None)
-    keys = result.numel() / scores[..., 0].numel() if isinstance(result, Tensor) else 0
-    if not isinstance(result, Tensor) or keys not in (L, L + 1):
+    if not isinstance(result, Tensor):
+        raise UnknownAttentionError("its softmax is computed in several operations")
+    if result.numel() / scores[..., 0].numel() not in (L, L + 1):
         raise UnknownAttentionError("its softmax is not over the keys of one sequence")
     if result.dtype != scores.dtype:
         raise UnknownAttentionError(f"its softmax computes in lower precision, {result.dtype}")
@@ -135,6 +136,8 @@ def _map(
         return _derivative(flow, call, role, block, y, share, chosen)
 
     J = rows(slice(None)).view(k, N, L, heads, k).permute(1, 3, 2, 0, 4)  # (N, H, L, k, k)
+    if share > 1 and not J.any(-1).any(-1).any(-1).any(0).all():
+        raise UnknownAttentionError("its query heads do not share key heads in runs of consecutive heads")
     if _same((J @ x[..., None])[..., 0], y):
         return _turned(J)
     B, norm = _normalised(J, x, y)
@@ -221,6 +224,8 @@ def _normalised(J: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, QueryKeyNorm |
     along = ((J @ at[..., None])[..., 0] * y).sum(-1) / y.square().sum(-1)  # ε / σ²
     epsilons = at.square().mean(-1) * along / (1 - along)
     eps = max(0.0, float(epsilons.median()))
+    if not math.isfinite(eps):  # y is a multiple of J x: no norm makes that
+        return J, None
     x_hat, B = _without_norm(J, x, y, eps, centred)
     if not _same((B @ x_hat[..., None])[..., 0], y):
         return B, None

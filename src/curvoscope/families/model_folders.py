@@ -69,9 +69,6 @@ def _json(file: Path) -> dict[str, Any]:
 # ---- the files of weights
 
 
-# ---- the files of weights
-
-
 def weight_files(path: Path) -> list[Path]:
     """The files of weights, safetensors before pickles, one file before several."""
     for single, index in ((SINGLE, SHARDED), (PICKLED, PICKLED_SHARDS)):

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from curvoscope.autodiff.batches import BatchError
+from curvoscope.autodiff.batches import BatchError, rows_of
 from curvoscope.autodiff.safety import undisturbed
+from curvoscope.autodiff.snapshot import call, device_of
+from curvoscope.errors import EmptyError
 from curvoscope.families.data_flow import DataFlow
 
 
@@ -21,6 +23,7 @@ def traced(model: nn.Module, batch: Any, standing: Mapping[str, Tensor] | None =
         batch: (inputs, targets), a dict, with or without "labels", or inputs alone.
         standing: further weights that the pass uses, by name.
     """
+    device_of(model, "cpu")
     with undisturbed(model, own_kernels=False):
         model.eval()
         named = [*model.named_parameters(), *(standing or {}).items()]
@@ -39,8 +42,20 @@ def traced(model: nn.Module, batch: Any, standing: Mapping[str, Tensor] | None =
             inputs.append(leaf)
             return leaf
 
-        arguments, keywords = tree_map(moved, _call(batch))
-        yield data_flow(model(*arguments, **keywords), parameters, inputs)
+        arguments, keywords = tree_map(moved, _called_with(batch))
+        if not rows_of((arguments, keywords), "batch"):
+            raise EmptyError("batch", "has no rows")
+        yield data_flow(_outputs(model, arguments, keywords), parameters, inputs)
+
+
+def _outputs(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What the model returns, without labels if it takes none."""
+    try:
+        return call(model, arguments, keywords)
+    except TypeError as error:
+        if "labels" not in keywords or "unexpected keyword argument 'labels'" not in str(error):
+            raise
+    return call(model, arguments, {name: value for name, value in keywords.items() if name != "labels"})
 
 
 def data_flow(outputs: Any, parameters: Mapping[str, Tensor], inputs: Iterable[Tensor]) -> DataFlow:
@@ -48,7 +63,7 @@ def data_flow(outputs: Any, parameters: Mapping[str, Tensor], inputs: Iterable[T
     return DataFlow([leaf.grad_fn for leaf in _tensors(outputs)], parameters, inputs)
 
 
-def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _called_with(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model is called with: arguments and keywords."""
     if isinstance(batch, Mapping):
         return (), dict(batch)

@@ -372,9 +372,11 @@ class CrossEntropy(ClosedLoss):
         targets, logits = self.wanted(targets, F), self.logits(F)
         if targets.is_floating_point():
             return self._rows_of_probabilities(logits, targets)
-        logits = logits.movedim(self.class_axis(logits), -1)
+        axis, shape = self.class_axis(logits), tuple(logits.shape)
+        logits = logits.movedim(axis, -1)
         if targets.shape != logits.shape[:-1]:
-            raise ShapeError("targets", f"got {tuple(targets.shape)} for logits {tuple(logits.shape)}")
+            cure = "" if axis == -1 else f" with classes on axis {axis}; cv.losses.CrossEntropy() has them on the last"
+            raise ShapeError("targets", f"got {tuple(targets.shape)} for logits {shape}{cure}")
         if self.shift:
             targets = pad(targets[..., 1:], (0, 1), value=self.ignore_index)
         counted = targets != self.ignore_index

@@ -247,13 +247,16 @@ class MeanLoss(Objective):
             targets: those of the batch.
 
         Returns:
-            The aliases that the loss depends on, and the gradient G in each of them, which can be differentiated again.
+            The aliases that the loss depends on, and the gradient G in each of them, which can be differentiated again;
+            none if no output has a graph.
             Raises `LossError` unless the loss depends on the parameters through the outputs, and only so.
         """
         leaves, rebuild = flatten(outputs)
         found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         aliases = {i: leaves[i].view_as(leaves[i]) for i in found}
         value = self(rebuild([aliases.get(i, leaf) for i, leaf in enumerate(leaves)]), targets)
+        if not value.requires_grad and not found:  # no chosen parameter acts on the outputs
+            return [], []
         if not value.requires_grad:
             raise LossError("loss_fn", "does not depend on the model's outputs, or detaches them")
         opaque = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)}

@@ -53,6 +53,11 @@ def _fields(instance: Any) -> tuple[list[Any], Rebuild]:
     return leaves, rebuild
 
 
+def has_derivatives(tree: Any) -> bool:
+    """Whether one of the tensors of a tree is part of a graph."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(tree)[0])
+
+
 def tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree that have at least one axis."""
     return (leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.ndim)

@@ -165,7 +165,7 @@ class Sweep(ShownAsTable):
             name: of a block or head.
 
         Returns:
-            The effective rank, with its standard error.
+            The effective rank, with its standard error; 0 if H is 0.
         """
         return statistics.effective_rank(*self.grams(name)).checked("effective_rank")
 

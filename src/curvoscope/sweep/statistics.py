@@ -173,8 +173,10 @@ def effective_rank(grams: Sequence[Tensor]) -> Estimate:
 
 
 def jackknifed_ratio(above: Sequence[Tensor], below: Sequence[Tensor]) -> Estimate:
-    """The ratio of the means of two numbers over pairs of samples, each (c, c) for each chunk."""
+    """The ratio of the means of two numbers over pairs of samples, each (c, c) for each chunk; 0 / 0 is 0."""
     top, bottom = (torch.cat([_pair_values(some) for some in several]) for several in (above, below))
+    if not top.any() and not bottom.any():
+        return jackknifed(top)
     value = float(top.mean() / bottom.mean())
     return _root_interval(value, value * (1 + top / top.mean() - bottom / bottom.mean()), 1.0)
 

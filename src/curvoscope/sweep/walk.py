@@ -27,6 +27,7 @@ from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in
 from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
 from curvoscope.autodiff.uses import Factors, WeightUse, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
+from curvoscope.errors import ModelError
 from curvoscope.sweep.last_product import LastProduct, last_product
 from curvoscope.sweep.layers import LayerCall, cut_at
 from curvoscope.sweep.row_grams import RowGrams
@@ -125,6 +126,8 @@ class Walk:
 
         def action() -> None:
             cut, draws, uses, self._dense = self._seen(batch)
+            if not any(F.requires_grad for F in cut):
+                raise ModelError("model", "its outputs have no derivatives in the chosen blocks")
             for use in uses:
                 if not use.is_look_up:
                     self._readers[use.parameter] = self._readers.get(use.parameter, 0) + 1
@@ -218,7 +221,7 @@ class Walk:
 
     def _inside(self, action: Callable[[], None]) -> None:
         """Run with the copies as the model's weights."""
-        within(self._engine.model, self._weights | self._engine.snapshot.buffers(), action)
+        within(self._engine.model, self._engine.snapshot.placed(self._weights), action)
 
     def _drawn(self, outputs: Any, batch: Batch) -> tuple[list[Tensor], Cotangents]:
         parameters = self._engine.snapshot.parameters(self._weights)
