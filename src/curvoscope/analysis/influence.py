@@ -35,8 +35,8 @@ class Influence:
 
     is the change of the loss of test row j, to first order, if training row i is left out: g are gradients of single
     rows, H is the curvature of the mean training loss, and w_i the share of row i in it, 1/n if all rows have equally
-    many terms. This assumes that the weights minimise training loss + damping/2 |w|². A positive score: the row helps. A
-    row without loss terms, whose labels are all ignored, has the score 0.
+    many terms. This assumes that the weights minimise training loss + damping/2 |w|². A positive score: the row helps.
+    A row without loss terms, whose labels are all ignored, has the score 0.
 
     Args:
         scores: (test rows, training rows), in float64.
