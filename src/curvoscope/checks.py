@@ -168,6 +168,17 @@ def positive(expected: str = "a positive number", **numbers: float | None) -> No
             raise RangeError(argument, f"got {value}, expected {expected}")
 
 
+def damping(value: object) -> float:
+    """Check that a damping is one finite number of at least 0, and return it as a float."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # the last is what torch says of several numbers
+        raise DtypeError("damping", f"got {type(value).__name__}, expected one number") from None
+    if not 0 <= number < math.inf:
+        raise RangeError("damping", f"got {value!r}, expected a finite number of at least 0")
+    return number
+
+
 def probability(argument: str, value: float) -> None:
     """Raise `RangeError` unless the value is between 0 and 1."""
     real(argument, value, "a probability between 0 and 1")

@@ -80,6 +80,24 @@ def test_against_the_dense_formula(case):
     assert 0.5 < kfac.correlation(found) < 1 and kfac.bounds.max() == 0
 
 
+def test_rows_without_loss_terms_keep_their_place(case):
+    """In a batch with others, and as a batch of their own, among the training rows and among the test rows."""
+    X, y, (inputs, labels), head = case
+    train, none = [(X[:30], y[:30]), (X[30:], y[30:])], torch.full((2,), -100)
+    wide = [(X[:30], torch.cat([y[:10], none, y[12:30]])), (X[:2], none), train[1]]
+    narrow = [(torch.cat([X[:10], X[12:30]]), torch.cat([y[:10], y[12:30]])), train[1]]
+    test = [(inputs[:1], labels[:1]), (inputs[:1], none[:1]), (inputs[1:], labels[1:])]
+    for method in ("exact", "identity"):
+        found, others = (
+            cv.analysis.influence(head, nn.CrossEntropyLoss(), rows, tests, DECAY, method=method)
+            for rows, tests in ((wide, test), (narrow, [(inputs, labels)]))
+        )
+        assert found.scores.shape == found.bounds.shape == (7, 82) and not bool(found.scores[1].any())
+        assert not bool(found.scores[:, [10, 11, 30, 31]].any())
+        kept = [i for i in range(82) if i not in (10, 11, 30, 31)]
+        assert torch.allclose(found.scores[[0, 2, 3, 4, 5, 6]][:, kept], others.scores, rtol=1e-9, atol=1e-12)
+
+
 def test_subsets(case):
     """Predictions rank subsets of the training data as retraining does."""
     X, y, test, head = case

@@ -61,6 +61,21 @@ def test_covariance(name, monkeypatch):
     torch.testing.assert_close(A @ A.T, S, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("outputs", [2, 3, 4, 5])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), lambda F, Y: F.sum(-1).square().mean()])
+def test_few_outputs_that_a_loss_couples(loss, rows, outputs):
+    """One row at a time, as approximations take them: two probes of random signs can be equal there."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS[:outputs])
+    F, targets = torch.linspace(-1, 1, rows * outputs).double().view(rows, outputs), torch.arange(rows)
+    S = torch.func.hessian(lambda z: loss(z, targets))(F).reshape(F.numel(), F.numel())
+    with torch.enable_grad():
+        _, draws = cotangents(objective_of(loss), F.clone().requires_grad_(), targets)
+    A = draws.root()[0].reshape(-1, F.numel())
+    torch.testing.assert_close(A.T @ A, S, rtol=1e-10, atol=1e-12)
+
+
 def test_columns_are_those_of_the_whole(monkeypatch):
     monkeypatch.setattr(module_under_test, "COLUMNS", 2)
     (_,), draws = cotangents(cv.losses.CrossEntropy(), LOGITS, WORDS)

@@ -7,6 +7,7 @@ import curvoscope as cv
 from autodiff_cases import MLP, points
 from curvoscope.estimate import DiagonalEstimate, Eigenvalues
 from curvoscope.operators import eigenvalues
+from curvoscope.operators.compositions import MatrixFree
 from reference import normal
 
 
@@ -36,6 +37,31 @@ def test_a_script_for_a_small_model_works_for_a_large_one(make):
     assert low - 1e-6 <= float(torch.linalg.matrix_norm(truth, 2)) <= high + 1e-6
     first, last = H.eigenvalues(2, "LA")
     assert first <= last and f"{last:.2f}" and last.stderr >= 0 and isinstance(last, cv.Estimate)
+
+
+class Counted(MatrixFree):
+    """A symmetric operator of 300 rows that counts its products."""
+
+    def __init__(self):
+        r = normal(1)
+        factor = r(300, 40)
+        super().__init__((300, 1), (300, 1), factor, symmetric=True)
+        self.entries, self.products = factor @ factor.T, 0
+
+    def _matmat(self, columns):
+        self.products += columns.shape[1]
+        return self.entries @ columns
+
+
+@pytest.mark.parametrize("question", ["trace", "diagonal", "frobenius_norm", "spectral_norm"])
+@pytest.mark.parametrize("make", [lambda B: 2.0 * B, lambda B: B - 0.5 * B, lambda B: -B])
+def test_sums_and_multiples_of_operators_known_by_products_are_estimated(make, question):
+    operator = Counted()
+    made = make(operator)
+    answer = getattr(made, question)()
+    assert made.estimated and not answer.exact and operator.products < 300
+    exact = getattr(made, question)(matvecs=400)
+    assert torch.as_tensor(answer - exact).abs().max() <= 8 * torch.as_tensor(answer.stderr).max() + 1e-6
 
 
 @pytest.mark.parametrize("few", [0, 2048])  # by ARPACK, and among all

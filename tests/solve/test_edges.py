@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 import curvoscope as cv
-from curvoscope.errors import NonFiniteError, RangeError, ShapeError, SingularError
+from curvoscope.errors import DtypeError, NonFiniteError, RangeError, ShapeError, SingularError
+from curvoscope.estimate.products import Products
+from curvoscope.solve.choice import PreconditionerChoice
+from curvoscope.solve.iterations import KrylovIterations
 from reference import normal
 from solve_cases import conditioned, positive, product
 
@@ -47,6 +50,31 @@ class TestDampingNearRounding:
             with pytest.raises(SingularError, match=r"give a damping above [1-9]e-1\d$"):
                 product(matrix).solve(normal(32)(40), 1e-16, method=method)
 
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_the_direction_of_a_large_singular_matrix(self, dtype, seed):
+        """Of a Gauss-Newton matrix with fewer loss terms than rows, whose other eigenvalues are small too."""
+        r = normal(100 + seed)
+        values = torch.cat([torch.logspace(0, -3.5, 60, dtype=torch.float64), torch.zeros(140).double()])
+        Q = torch.linalg.qr(r(200, 200)).Q
+        matrix, b = ((Q * values) @ Q.T).to(dtype), r(200).to(dtype)
+        with pytest.raises(SingularError, match="singular to rounding") as caught:
+            product((matrix + matrix.T) / 2).solve(b, 0.0, method="minres", preconditioner=None)
+        direction = caught.value.direction.double()
+        assert float((Q[:, 60:].T @ direction).norm()) >= 1 - 1e-3
+
+    def test_a_run_ends_when_a_step_along_a_null_direction_is_all_that_is_left(self):
+        """It went on to the last product, and in single precision came back with 0."""
+        r = normal(103)
+        values = torch.cat([torch.logspace(0, -2, 100, dtype=torch.float64), torch.full((300,), 1e-12).double()])
+        Q = torch.linalg.qr(r(400, 400)).Q
+        matrix, b = ((Q * values) @ Q.T).float(), r(400).float()
+        run = KrylovIterations(Products(product(matrix), "solve"), 0.0, "minres", PreconditionerChoice(), 1e-6, 4000)
+        x = run.solve(b[:, None], None)
+        least = float((Q[:, 100:].T @ b.double()).norm())
+        assert run.ended and run.steps < 300
+        assert float((b - matrix @ x[:, 0]).norm()) <= 1.02 * least
+
     @pytest.mark.parametrize("question", ["logdet", "effective_dimension"])
     @pytest.mark.parametrize("options", [{}, {"matvecs": 64}])
     def test_traces_of_a_singular_matrix(self, question, options):
@@ -58,6 +86,23 @@ class TestDampingNearRounding:
         matrix, b = conditioned(22, 50.0, n=30)
         found = positive(matrix).solve(b, 1e300, method="cg")
         assert found.error_bound >= float((found.value - b / 1e300).norm())
+
+
+@pytest.mark.parametrize("given", [None, "much", torch.ones(2), [1.0]])
+def test_a_damping_is_one_number(given):
+    matrix, b = conditioned(24, 50.0, n=8)
+    operator = positive(matrix)
+    A = cv.approximations.kfac(cv.hessian(nn.Linear(2, 2), nn.MSELoss(), [(torch.eye(2), torch.eye(2))]), "weight")
+    for ask in (
+        lambda: operator.solve(b, given),
+        lambda: operator.inverse(given),
+        lambda: operator.logdet(given),
+        lambda: operator.effective_dimension(given),
+        lambda: operator.inverse_diagonal(given),
+        lambda: A.damped_solve(torch.ones(4), given),
+    ):
+        with pytest.raises(DtypeError, match=r"damping: got \w+, expected one number"):
+            ask()
 
 
 class TestUnusablePreconditioners:

@@ -5,7 +5,6 @@ gamma of a small model every term is exact: <H, A> = sum gamma^T A gamma. From s
 and compared with the other half, so that the mean of gamma^T A gamma there is an unbiased estimate of <H, A>.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -73,8 +72,7 @@ def audit(
         True
     """
     checks.choice("part", part, PARTS)
-    if damping is not None and not 0 <= damping < math.inf:
-        raise RangeError("damping", f"got {damping}, expected a finite number of at least 0")
+    damping = None if damping is None else checks.damping(damping)
     for argument, given in (("blocks", blocks), ("approximations", approximations)):
         if isinstance(given, str):
             raise DtypeError(argument, f"got the text {given!r}, expected a list; give [{given!r}]")

@@ -36,6 +36,7 @@ class Influence:
     is the change of the loss of test row j, to first order, if training row i is left out: g are gradients of single
     rows, H is the curvature of the mean training loss, and w_i the share of row i in it, 1/n if all rows have equally
     many terms. This assumes that the weights minimise training loss + damping/2 |w|². A positive score: the row helps.
+    A row without loss terms, whose labels are all ignored, has the score 0.
 
     Args:
         scores: (test rows, training rows), in float64.
@@ -169,7 +170,8 @@ def influence(
         True
     """
     checks.choice("part", part, _PARTS)
-    if not damping > 0:
+    damping = checks.damping(damping)
+    if damping == 0:
         raise RangeError("damping", f"got {damping}, expected a positive number: curvature alone is often singular")
     there = Surface(model, loss_fn, train, blocks)
     here = Surface(model, loss_fn, test, blocks)
@@ -238,8 +240,9 @@ def _products(surface: Surface, inverse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _each_row(surface: Surface, visit: Callable[[Tensor, float], None]) -> None:
-    """Call `visit` with the gradient (P,) in float64 and the share in the loss of every row that has loss terms."""
+    """Call `visit` with the gradient (P,) in float64 and the share in the loss of every row, 0 without loss terms."""
     engine = surface.engine
+    zero = torch.zeros(surface.hessian.shape[0], dtype=torch.float64, device=engine.device)
     objective, total, loss = engine.objective, engine.survey.total, 0.0
     ticker = Ticker("gradients", None)
 
@@ -250,12 +253,11 @@ def _each_row(surface: Surface, visit: Callable[[Tensor, float], None]) -> None:
                 outputs = engine.snapshot(engine.snapshot.weights, row)
                 terms = float(objective.terms(outputs, row.targets))
                 loss += terms / total * float(objective(outputs, row.targets)) if terms else 0.0
-            if terms:
-                visit(surface.batch_gradient(row), terms / total)
+            visit(surface.batch_gradient(row) if terms else zero, terms / total)
             ticker.advance(1)
 
     try:
-        engine.walk(rows)
+        engine.walk(rows, every=True)
     finally:
         ticker.close()
     if abs(loss - surface.loss) > _AGREE * surface.epsilon**0.5 * abs(surface.loss):

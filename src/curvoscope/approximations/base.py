@@ -1,6 +1,5 @@
 """What every stand-in for a Hessian block can do: products, entries, trace, norm, and a damped solve."""
 
-import math
 from abc import abstractmethod
 
 import torch
@@ -65,8 +64,7 @@ class Approximation(LinearOperator):
         if b.ndim not in (1, 2) or b.shape[0] != self.shape[0]:
             raise ShapeError("b", f"got shape {tuple(b.shape)}, expected ({self.shape[0]},) or ({self.shape[0]}, k)")
         checks.floating("b", b, like=self.like)
-        if not (math.isfinite(damping) and damping >= 0):
-            raise RangeError("damping", f"got {damping}, expected a finite number, at least 0")
+        damping = checks.damping(damping)
         smallest, largest = self._ends()
         rounding = 0.0 if damping else self.shape[0] * torch.finfo(self.dtype).eps * max(abs(smallest), abs(largest))
         if smallest + damping <= rounding:

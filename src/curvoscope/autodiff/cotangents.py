@@ -227,10 +227,13 @@ def cotangents(objective: Objective, outputs: Any, targets: Any) -> tuple[list[T
 
 
 def _diagonal(product: Callable[[Sequence[Tensor]], list[Tensor]], cut: Sequence[Tensor]) -> list[Tensor] | None:
-    """The diagonal of S, if two products show that it has nothing else."""
-    found = []
-    for number in range(2):
-        probes = [1 + 0.5 * signs(F.shape, (number, i), F) for i, F in enumerate(cut)]
+    """The diagonal of S, if two products show that it has nothing else.
+
+    Entries of the probes are drawn from an interval: of two drawn from two values, short ones can be equal.
+    """
+    found, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(2):
+        probes = [0.5 + torch.rand(F.shape, generator=generator, dtype=torch.float64).to(F) for F in cut]
         found.append([Sv.detach() / v for Sv, v in zip(product(probes), probes, strict=True)])
     first, second = found
     size = max(float(d.abs().max()) for d in first)

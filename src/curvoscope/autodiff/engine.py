@@ -306,13 +306,13 @@ class Autodiff(GraphProducts):
         """The data of each micro-batch, where the weights are; for use inside of `running`."""
         return (self.snapshot.moved(batch) for batch in self._batches)
 
-    def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True) -> None:
-        """Call `visit` with the weight and the data of each micro-batch that has loss terms; inside, the model may run
-        as it does for products, or with torch's own attention only."""
+    def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True, every: bool = False) -> None:
+        """Call `visit` with the weight and the data of each micro-batch that has loss terms, or of every one; inside,
+        the model may run as it does for products, or with torch's own attention only."""
         self.snapshot.check()
         with undisturbed(self.model, self._batches.generators, own_kernels):
             for weight, batch in zip(self.survey.weights, self._batches, strict=True):
-                if weight:
+                if weight or every:
                     visit(weight, self.snapshot.moved(batch))
 
     def _make_room(self, key: Selection, nbytes: int) -> bool:

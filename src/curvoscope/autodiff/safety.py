@@ -98,18 +98,29 @@ def _without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
 @contextmanager
 def same_randomness(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Put the random states of torch, NumPy, Python and `generators` back at the end."""
-    held = [(generator, generator.get_state()) for generator in generators]
-    cpu, python, legacy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    held = RandomStates(generators)
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        random.setstate(python)
-        np.random.set_state(legacy)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-        for generator, state in held:
+        held.restore()
+
+
+class RandomStates:
+    """The random states of torch, NumPy, Python and `generators` at this moment."""
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._held = [(generator, generator.get_state()) for generator in generators]
+        self._cpu, self._python, self._legacy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Put them back."""
+        torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        np.random.set_state(self._legacy)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        for generator, state in self._held:
             generator.set_state(state)
 
 

@@ -62,6 +62,11 @@ class Sum(LinearOperator):
         super().__init__(first.row_shape, first.column_shape, first.like, first.symmetric and second.symmetric)
         self._terms = (first, second)
 
+    @property
+    def estimated(self) -> bool:
+        """Of either term."""
+        return any(term.estimated for term in self._terms)
+
     def _matmat(self, columns: Tensor) -> Tensor:
         return self._terms[0]._matmat(columns) + self._terms[1]._matmat(columns)
 
@@ -95,6 +100,11 @@ class Scaled(LinearOperator):
     def __init__(self, operator: LinearOperator, factor: float) -> None:
         super().__init__(operator.row_shape, operator.column_shape, operator.like, operator.symmetric)
         self._operator, self._factor = operator, factor
+
+    @property
+    def estimated(self) -> bool:
+        """Of the operator."""
+        return self._operator.estimated
 
     def _matmat(self, columns: Tensor) -> Tensor:
         return self._factor * self._operator._matmat(columns)

@@ -26,13 +26,13 @@ class ConjugateGradients:
         self._process, beta = process, process.beta
         self._square = process.dot(start, start)  # |s|²
         self._y, self._w = torch.zeros_like(start), torch.zeros_like(start)
-        self._z, self._alive = beta, beta > 0
+        self._z, self.alive = beta, beta > 0
         self._below, self._pivot = torch.zeros_like(beta), torch.ones_like(beta)
 
     def advance(self, v: Tensor, alpha: Tensor, below: Tensor) -> Tensor:
         """Take the next vector v (c, n) with its column (alpha, below) of T; return the residual norms (c,)."""
         lower = self._below / self._pivot
-        pivot = torch.where(self._alive, alpha - self._below * lower, 1.0)
+        pivot = torch.where(self.alive, alpha - self._below * lower, 1.0)
         if bool((pivot <= 0).any()):
             raise RangeError(
                 "method",
@@ -40,11 +40,11 @@ class ConjugateGradients:
                 "use method='minres', or a larger damping",
             )
         self._w = torch.addcmul(v, lower.to(v.dtype)[:, None], self._w, value=-1)
-        step = torch.where(self._alive, self._z / pivot, 0.0)
+        step = torch.where(self.alive, self._z / pivot, 0.0)
         self._y.addcmul_(step.to(v.dtype)[:, None], self._w)
         self._z = -below * step
         self._pivot, self._below = pivot, below
-        self._alive = self._alive & (below > 0)
+        self.alive = self.alive & (below > 0)
         return self._smooth()
 
     def _smooth(self) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.errors import RangeError
 from curvoscope.estimate.function_trace import function_trace
 from curvoscope.estimate.products import Matrix, check_symmetric
@@ -45,7 +46,7 @@ def logdet(
         >>> print(logdet(torch.diag(torch.arange(100.0)).double(), 1.0))  # log(100!)
         363.739...
     """
-    return _trace(operator, damping, torch.log, "logdet", matvecs, tolerance, seed, steps)
+    return _trace(operator, checks.damping(damping), torch.log, "logdet", matvecs, tolerance, seed, steps)
 
 
 def effective_dimension(
@@ -74,6 +75,7 @@ def effective_dimension(
         >>> print(effective_dimension(torch.diag(torch.tensor([0.0, 1.0, 9.0])).double(), 1.0))
         1.4
     """
+    damping = checks.damping(damping)
     return _trace(operator, damping, lambda t: 1 - damping / t, "effective_dimension", matvecs, tolerance, seed, steps)
 
 
@@ -89,8 +91,6 @@ def _trace(
 ) -> Estimate:
     """tr f(B + damping), for functions that are monotone on positive operators."""
     check_symmetric(operator, question)
-    if not (damping >= 0 and math.isfinite(damping)):
-        raise RangeError("damping", f"got {damping}, expected a finite number of at least 0")
     floor = getattr(operator, "lower_bound", lambda: -math.inf)()
     basis = getattr(operator, "eigenbasis", None) if matvecs is tolerance is steps is None else None
     if basis is None:

@@ -44,6 +44,7 @@ class KrylovIterations:
         self._tolerance, self._limit = tolerance, limit
         self._dtype = products.dtype
         self.steps, self.scale, self.interrupted = 0, 0.0, False
+        self.ended = False  # whether the last round stopped because no step makes the residual smaller
         self._left: list[Tensor] = []  # residuals of the columns that are done
 
     def solve(self, b: Tensor, start: Tensor | None) -> Tensor:
@@ -142,7 +143,8 @@ class KrylovIterations:
             if runs:
                 best = min(runs, key=lambda one: one.missing)
                 x += best.found().T.to(x)
-        return steps, steps < limit and run.missing > 1, best.residual()
+        self.ended = steps < limit and run.missing > 1
+        return steps, self.ended, best.residual()
 
     def _first_steps(self, residual: Tensor, target: Tensor, limit: int, runs: list[KrylovRun]) -> KrylovRun:
         """The run to continue: that of the chosen preconditioner, or the one that the first steps of all speak for."""

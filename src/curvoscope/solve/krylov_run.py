@@ -62,9 +62,9 @@ class KrylovRun:
 
     def advance(self, limit: int) -> None:
         """Take at most so many more steps; fewer if the target is reached or the space holds nothing better."""
-        process, last = self._process, self.steps + limit
-        while self.steps < last and bool(((self._known > self._goal) & (process.beta > 0)).any()):
-            self._known = self._recurrence.advance(*process.step())
+        recurrence, last = self._recurrence, self.steps + limit
+        while self.steps < last and bool(((self._known > self._goal) & recurrence.alive).any()):
+            self._known = recurrence.advance(*self._process.step())
             self.steps += 1
 
     def residual(self) -> Tensor | None:

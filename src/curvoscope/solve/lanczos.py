@@ -21,6 +21,7 @@ class Recurrence(Protocol):
     """What builds iterates x (c, n) from the vectors of the process: conjugate gradients, or MINRES."""
 
     x: Tensor
+    alive: Tensor  # (c,), whether another step can make the residual smaller
 
     @property
     def residual(self) -> Tensor | None:
@@ -49,6 +50,7 @@ class LanczosProcess:
         self._products, self._damping, self._inverse = products, damping, inverse
         self._space = products.space
         self.scale = 0.0  # |A|, as far as seen
+        self.epsilon = products.epsilon  # of the products, which may be less exact than the vectors here
         self._size = torch.zeros(len(start), dtype=torch.float64, device=start.device)  # |T|
         room = products.budget() // (_SHARE * max(1, start.nbytes) * (1 if inverse is None else 2))
         self._most = max(0, min(_KEPT, room, _ENTRIES // max(1, start.numel())))
@@ -65,7 +67,7 @@ class LanczosProcess:
         first = self._inverse is not None and not self._count
         if bool((square < 0).any()) or (first and bool(((square == 0) & (self.row_lengths(q) > 0)).any())):
             raise RangeError("preconditioner", f"is not positive definite: <b, A^-1 b> = {float(square.min()):.3g}")
-        floor = (_ROUNDING * self._products.epsilon * self._size).square() if self._count else 0 * square
+        floor = (_ROUNDING * self.epsilon * self._size).square() if self._count else 0 * square
         beta = torch.where(square > floor, square, 0.0).sqrt()
         factor = torch.where(beta > 0, 1 / beta, 0.0).to(q.dtype)[:, None]
         self.q = q * factor

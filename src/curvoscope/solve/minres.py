@@ -5,7 +5,7 @@ from torch import Tensor
 
 from curvoscope.solve.lanczos import LanczosProcess
 
-_ROUNDING = 16  # units of rounding of |A|, below which |A w| / |w| is zero
+_ROUNDING = 16  # units of rounding of a product, below which |A w| / |w| is zero
 
 
 class MinimumResidual:
@@ -24,7 +24,7 @@ class MinimumResidual:
         self.x = torch.zeros_like(start)
         self._process, beta = process, process.beta
         self._w, self._w_before = torch.zeros_like(start), torch.zeros_like(start)
-        self._residual, self._alive = beta, beta > 0
+        self._residual, self.alive = beta, beta > 0
         self._cosine, self._sine = -torch.ones_like(beta), torch.zeros_like(beta)
         self._diagonal, self._far, self._size = (torch.zeros_like(beta) for _ in range(3))
 
@@ -40,12 +40,12 @@ class MinimumResidual:
         far, beside, scale = (part.to(v.dtype)[:, None] for part in (far, beside, divisor))
         w = (v - far * self._w_before - beside * self._w) / scale
         # |A w| = 1: a longer w than this shows a matrix that is singular to rounding, along w
-        regular = _ROUNDING * torch.finfo(v.dtype).eps * self._size * self._process.row_lengths(w) < 1
-        self._alive = self._alive & (length > 0) & regular
+        regular = _ROUNDING * self._process.epsilon * self._size * self._process.row_lengths(w) < 1
+        self.alive = self.alive & (length > 0) & regular
         self._cosine, self._sine = pivot / divisor, below / divisor
-        step = torch.where(self._alive, self._cosine * self._residual, 0.0)
-        self._residual = torch.where(self._alive, self._sine * self._residual, self._residual)
+        step = torch.where(self.alive, self._cosine * self._residual, 0.0)
+        self._residual = torch.where(self.alive, self._sine * self._residual, self._residual)
         self._w_before, self._w = self._w, w
         self.x += step.to(v.dtype)[:, None] * w
-        self._alive = self._alive & (below > 0)
+        self.alive = self.alive & (below > 0)
         return self._residual.abs() * self._process.lengths

@@ -22,6 +22,7 @@ METHODS = ("auto", "direct", "cg", "minres")
 _MOST = 10_000  # products without a budget, or ten times the size if that is less; at least _LEAST
 _LEAST = 200
 _ROUNDING = 16  # units of rounding of a product, and sqrt(n) more
+_AGAIN = 2  # runs with what a run leaves over
 
 
 class Solver:
@@ -62,14 +63,11 @@ class Solver:
     ) -> None:
         check_symmetric(operator, "a solve")
         checks.choice("method", method, METHODS)
-        checks.real("damping", damping)
-        if not (damping >= 0 and math.isfinite(damping)):
-            raise RangeError("damping", f"got {damping}, expected a finite number of at least 0")
         checks.real("tolerance", tolerance)
         if not 0 < tolerance < 1:
             raise RangeError("tolerance", f"got {tolerance}, expected a relative residual between 0 and 1")
         checks.at_least(2, matvecs=matvecs)
-        self.operator, self.damping, self.tolerance = operator, float(damping), tolerance
+        self.operator, self.damping, self.tolerance = operator, checks.damping(damping), tolerance
         self._asked, self._matvecs, self._seed = method, matvecs, seed
         self._choice = PreconditionerChoice(tuple(preconditioners), race)
         self.matvecs = 0  # of all solves so far
@@ -182,12 +180,10 @@ class Solver:
         converged = bool((residuals <= self.tolerance * sizes).all())
         scale = self._scale(run)
         stuck = not (converged or run.interrupted or self._definite)
-        if stuck and self.method == "minres" and space.length == size:
-            worst = int((residuals / sizes.clamp_min(1e-300)).argmax())
-            direction = run.candidate(residual[:, worst : worst + 1])
-            image = run.residual(torch.zeros_like(direction), direction)
-            check_null_direction(direction[:, 0], image[:, 0], self.damping, scale)
         try:
+            if stuck and self.method != "direct" and space.length == size:
+                worst = int((residuals / sizes.clamp_min(1e-300)).argmax())
+                self._check_left_over(products, residual[:, worst : worst + 1], run)
             margin = self._certified(0 if run.interrupted else max(1, run.steps // 4))
         except KeyboardInterrupt:
             run.interrupted, margin = True, Margin(0.0, "none")
@@ -213,6 +209,26 @@ class Solver:
             self._choice.reason,
             run.interrupted,
         )
+
+    def _check_left_over(self, products: Products, residual: Tensor, run: KrylovIterations) -> None:
+        """Raise `SingularError` if a residual (n, 1) that no step reduces is an eigenvector with eigenvalue -damping.
+
+        Steps along nearly singular directions cost digits along the others, so what a run leaves over is taken as the
+        right-hand side of another one, once or twice.
+        """
+        for again in range(1 + _AGAIN):
+            if not bool(residual.any()):
+                return
+            direction = run.candidate(residual)
+            image = run.residual(torch.zeros_like(direction), direction)
+            check_null_direction(direction[:, 0], image[:, 0], self.damping, self._scale(run))
+            if not run.ended or again == _AGAIN:
+                return
+            more = KrylovIterations(products, self.damping, self.method, self._choice, self.tolerance, run.steps)
+            residual = more.left_over(residual, more.solve(residual, None))
+            run.interrupted = more.interrupted
+            if run.interrupted:
+                return
 
     def _scale(self, run: KrylovIterations) -> float:
         """|B + damping|, as far as it is known."""

@@ -140,12 +140,13 @@ class ParameterCurvature:
 
 def _basis(factor: Tensor, known: Tensor | None) -> tuple[Tensor | None, Tensor]:
     """Orthonormal columns and the factor's values along them: eigenvectors at first, then one step of orthogonal
-    iteration, which is cheaper and keeps the order of the columns."""
+    iteration, which is cheaper and keeps the order of the columns. Values fall: QR turns a column away from those
+    before it, and where the factor is 0 its product with a column is noise, from which none may be turned away."""
     if factor.ndim == 1:
         return None, factor
     if known is None:
         # in double precision: in single precision, eigenvectors of small entries can end as NaN
-        found = torch.linalg.eigh(factor.double()).eigenvectors.to(factor)
+        found = torch.linalg.eigh(factor.double()).eigenvectors.flip(1).to(factor)
     else:
         found = torch.linalg.qr(factor @ known).Q
     return found, (found * (factor @ found)).sum(0).clamp_min(0)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from curvoscope import checks
 from curvoscope.autodiff.batches import BatchError, batch_of
+from curvoscope.autodiff.safety import RandomStates, same_randomness
 from curvoscope.errors import DtypeError, LossError, ModelError, NonFiniteError, RangeError
 from curvoscope.losses import LossFunction, objective_of
 from curvoscope.settings import chosen_seed
@@ -40,9 +41,9 @@ class GaussNewton(torch.optim.Optimizer):
 
     Samples are taken at steps 0, 1, 2, 4, ... and then every `every` steps; the bases are improved likewise every
     `bases` steps. Every `adapt` steps one more forward pass gives the ratio of the actual to the predicted change of
-    the loss, -<g, s> + <s, D s> / 2 for a step -s. As in Levenberg's and Marquardt's method, `scale` falls if the ratio
-    is small, and rises again, up to 1, if it is near 1; a step after which the loss is not finite is undone. All other
-    steps cost four small matrix products per matrix more than Adam's.
+    the loss, -<g, s> + <s, D s> / 2 for a step -s, with the same dropout. As in Levenberg's and Marquardt's method,
+    `scale` falls if the ratio is small, and rises again, up to 1, if it is near 1; a step after which the loss is not
+    finite is undone. All other steps cost four small matrix products per matrix more than Adam's.
 
     Unlike other optimizers it runs the model itself: `step(batch)` instead of `backward()` and `step()`. A parameter
     stays where it is until a sample has found its curvature.
@@ -133,7 +134,8 @@ class GaussNewton(torch.optim.Optimizer):
 
         Args:
             batch: (inputs, targets), or a dict with "labels": one batch as `cv.hessian` takes them. Or a function
-                without arguments that runs the model and returns (outputs, targets).
+                without arguments that runs the model and returns (outputs, targets). Every `adapt` steps it is called
+                twice, with the same random numbers, and must give the same rows.
 
         Returns:
             The loss of the batch before the step.
@@ -143,12 +145,14 @@ class GaussNewton(torch.optim.Optimizer):
         if not trained:
             raise ModelError("params", "are all frozen; unfreeze some with requires_grad_()")
         weights, samples = list(trained.values()), dict[str, SampledGradient | Tensor]()
+        measured = self._adapt > 0 and self._steps % self._adapt == 0
+        randomness = RandomStates() if measured else None
         with torch.enable_grad():
             outputs, targets = self._ran(evaluate())
             loss = self._objective(outputs, targets)
             value = float(loss.detach())
             if not math.isfinite(value):
-                cure = "lower lr" if self._steps else "check the weights and the batch"
+                cure = "lower lr, or check the batch" if self._steps else "check the weights and the batch"
                 raise NonFiniteError("loss", f"is {value} at step {self._steps}; {cure}")
             if _is_due(self._steps, self._every):
                 samples = sampled_gradients(self._objective, outputs, targets, trained, (self._seed, self._steps))
@@ -158,17 +162,17 @@ class GaussNewton(torch.optim.Optimizer):
             raise NonFiniteError("gradient", f"has NaN or infinity at step {self._steps}; lower lr")
         with torch.no_grad():
             self._learn(trained, samples)
-            measured = self._adapt > 0 and self._steps % self._adapt == 0
             before = [p.clone() for p in weights] if measured else []
             predicted = self._move(weights, gradients, measured)
             self._steps += 1
-            if measured:
-                self._judge(float(self._objective(*evaluate())), value, predicted, weights, before)
+            if randomness is not None:
+                self._judge(self._loss_again(evaluate, randomness), value, predicted, weights, before)
         return value
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of any optimizer, and under "gauss_newton" the scale and the number of steps."""
-        return {**super().state_dict(), "gauss_newton": {"scale": self._scale, "steps": self._steps}}
+        """The state of any optimizer, and under "gauss_newton" the scale, the number of steps and the seed."""
+        own = {"scale": self._scale, "steps": self._steps, "seed": self._seed}
+        return {**super().state_dict(), "gauss_newton": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of the same model.
@@ -180,7 +184,17 @@ class GaussNewton(torch.optim.Optimizer):
         if own is None:
             raise ModelError("state_dict", "has no 'gauss_newton': it belongs to another optimizer")
         super().load_state_dict(state_dict)
-        self._scale, self._steps = own["scale"], own["steps"]
+        self._scale, self._steps, self._seed = own["scale"], own["steps"], own.get("seed", self._seed)
+
+    def _loss_again(self, evaluate: Evaluate, randomness: RandomStates) -> float:
+        """The loss of the same batch: with the same dropout, and without a trace in running statistics."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        with same_randomness():
+            randomness.restore()
+            loss = float(self._objective(*evaluate()))
+        for buffer, old in buffers:
+            buffer.copy_(old)
+        return loss
 
     @staticmethod
     def _ran(found: Any) -> tuple[Any, Any]:
