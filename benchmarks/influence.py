@@ -5,8 +5,7 @@ weight decay that is the damping. It is retrained on 32 random halves of the row
 datamodeling score is Spearman's correlation between the measured losses of a test row on these halves and the predicted
 ones, averaged over 24 test rows.
 
-kronfluence is no package of the benchmark environment, as it installs packages named `tests` and `examples`:
-`pip install --no-deps --target FOLDER kronfluence==1.0.1`, and FOLDER on PYTHONPATH. bergson: see `bergson_scores`.
+kronfluence is in the benchmark environment; bergson is not: see `bergson_scores`.
 """
 
 import contextlib

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import curvoscope as cv
+from curvoscope.approximations import GradientFactors, GradientSource, source_of
 from curvoscope.approximations import kronecker as by_function
-from curvoscope.approximations import source_of
 from curvoscope.approximations.names import approximation
 from curvoscope.errors import RangeError
 from reference import normal
@@ -181,6 +181,15 @@ def test_kl_shampoo_is_stationary(source):
     assert np.allclose(first, left, rtol=1e-9) and np.allclose(second, right, rtol=1e-9)
 
 
+def test_a_solve_that_rounding_makes_longer():
+    """Conjugate gradients take some five times as many steps as the matrix has rows."""
+    root = torch.linalg.qr(r(25, 25)).Q * torch.logspace(0, -3, 25)
+    source = GradientSource("W", (GradientFactors(None, root.T.view(1, 25, 5, 5)),), exact=True)
+    b, damped = r(25), source.dense() + 1e-6 * torch.eye(25)
+    found = approximation(source, "kronecker:25").solve(b, damping=1e-6).value
+    assert (damped @ found - b).norm() < 1e-8 * b.norm()
+
+
 def test_nearest_by_lanczos_is_that_of_the_singular_value_decomposition(source, monkeypatch):
     monkeypatch.setattr(sys.modules["curvoscope.approximations.kronecker"], "_DENSE", 0)
     for rank in (1, 3):
@@ -251,6 +260,15 @@ def test_kfac_is_exact_for_deep_linear_networks(sharing):
     found = cv.hessian(model, nn.MSELoss(), [(inputs, r(6, 2))])
     for row in cv.analysis.audit(found, approximations=["kfac" if sharing == "expand" else "kfac:reduce"]):
         assert row.error < 1e-9 and row.step_error < 1e-9 and row.decrease == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["Q", "K"])
+def test_rounding_below_zero_is_no_negative_eigenvalue(name):
+    """A closed form of several heads is taken by its entries: 24 of them, from gradients in fewer directions."""
+    layer = cv.exact.SelfAttention(r(6, 4), r(6, 4), r(6, 4), r(4, 6), heads=2, causal=True)
+    closed = layer.hessian(r(2, 6), cv.losses.MSE(r(2, 6)))
+    assert source_of(closed, name, signed=True).negative == ()
+    assert approximation(closed, "shampoo", name).trace() == pytest.approx(closed.outer[name].trace(), rel=1e-9)
 
 
 def test_closed_forms_have_approximations():

@@ -24,6 +24,7 @@ _TOLERANCE = {torch.float64: 0.0}  # of singular vectors, relative; 0 is machine
 _BASIS = {torch.float64: 20}  # vectors of a Krylov space, at least: more for more digits; 5 in single precision
 _GAIN = 3e-3  # of the singular value, still to come when power iteration ends
 _RESIDUAL = 1e3  # units of rounding at which a solve ends
+_ITERATIONS = 50  # of a solve, at most, for each row: without rounding one would be enough
 
 
 def kronecker(H: CurvatureSource, name: str | None = None, rank: int = 1) -> Approximation:
@@ -205,7 +206,7 @@ class KroneckerTerms(Approximation):
         direction = near = first._solve(residual, damping)
         length = (residual * near).sum(0)
         limit = _RESIDUAL * torch.finfo(self.dtype).eps * columns.norm(dim=0)
-        for _ in range(2 * self.shape[0]):
+        for _ in range(_ITERATIONS * self.shape[0]):
             if bool((residual.norm(dim=0) <= limit).all()):
                 return x
             product = self._matmat(direction) + damping * direction

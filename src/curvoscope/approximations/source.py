@@ -85,7 +85,7 @@ def _of_operator(operator: LinearOperator, name: str, signed: bool) -> GradientS
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     roots = (vectors * sign.clamp_min(0).sqrt()[:, None, :] for sign in (values, -values))
     positive, negative = (_formed(root, operator) for root in roots)
-    return GradientSource(name, (positive,), exact=True, negative=(negative,) if float(values.min()) < 0 else ())
+    return GradientSource(name, (positive,), exact=True, negative=() if _are_rounding(values) else (negative,))
 
 
 def _formed(root: Tensor, operator: LinearOperator) -> GradientFactors:
@@ -114,11 +114,15 @@ def _of_term(term: Term | Single, name: str) -> GradientFactors | None:
 def _root(matrices: Tensor, name: str) -> Tensor:
     """R with R R^T = M, for positive semidefinite matrices (t, p, p)."""
     values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
-    if float(values.min()) < -max(_NEGATIVE, matrices.shape[-1] * torch.finfo(values.dtype).eps) * float(
-        values.abs().max()
-    ):
+    if not _are_rounding(values):
         raise _indefinite(name)
     return vectors * values.clamp_min(0).sqrt()[:, None, :]
+
+
+def _are_rounding(values: Tensor) -> bool:
+    """Whether all negative numbers among the eigenvalues (t, p) are rounding."""
+    limit = max(_NEGATIVE, values.shape[-1] * torch.finfo(values.dtype).eps)
+    return float(values.min()) >= -limit * float(values.abs().max())
 
 
 def _indefinite(name: str) -> ModelError:
