@@ -200,8 +200,11 @@ def watch(
     optimizer: Annotated[str, typer.Option(help="sgd, adam or gauss-newton.")] = "adam",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     sequences: Annotated[int | None, typer.Option(help="Additions or texts per batch.")] = None,
-    every: Annotated[int, typer.Option(help="Minimum number of steps between measurements.")] = 10,
-    budget: Annotated[float, typer.Option(help="Share of the run time spent on measurements, at most.")] = 0.25,
+    every: Annotated[
+        int | None,
+        typer.Option(help="Minimum number of steps between measurements. (default: a 20th of all steps)"),
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Largest share of the run time for measurements (1: no limit).")] = 1.0,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUT.")] = False,
     logger: Annotated[
         str | None, typer.Option(help="Also log to wandb, trackio, mlflow or tensorboard (OUT/tensorboard).")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _TEXT, _HEADING = 8, 11
 _COLUMNS = 4
+_PANELS = 3
 _TICKS = 8
 _DECADE = 10.0
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h", "<", ">", "d")
@@ -85,10 +86,9 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
     """The error at the best scale through the layers, one panel per approximation, one line per role."""
     layers = layers_of_blocks(found.blocks)
     names = [name for name in _SHOWN if name in found.approximations]
-    figure = blank(3.0 * len(names) + 1.6, 3.2)
-    grid = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    figure, grid = panels(len(names))
     roles = list(dict.fromkeys(role_of(block) for block in found.blocks if layer_and_role(block) is not None))
-    for axes, name in zip(grid, names, strict=True):
+    for axes, name in zip(grid, names, strict=False):
         for place, role in enumerate(roles):
             points = sorted(
                 (layers.index(where[0]), row.best_scale_error)
@@ -106,9 +106,21 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
         axes.set_title(plain(name), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)
-    grid[0].set_ylabel("|H - sA| / |H|", size=_HEADING)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize=_TEXT, frameon=False)
     return figure
+
+
+def panels(count: int) -> "tuple[matplotlib.figure.Figure, Sequence[matplotlib.axes.Axes]]":
+    """A figure of `count` panels for errors, at most three per row so that their text is readable on a page."""
+    columns = min(_PANELS, count)
+    rows = -(-count // columns)
+    figure = blank(2.7 * columns + 1.2, 2.4 * rows + 0.2)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    for axes in grid[count:]:
+        axes.set_visible(False)
+    for axes in grid[:count:columns]:
+        axes.set_ylabel("|H - sA| / |H|", size=_TEXT)
+    return figure, grid
 
 
 def layers_of_blocks(blocks: Sequence[str]) -> list[str]:
