@@ -208,7 +208,7 @@ class TestErrors:
     def test_an_option_that_was_not_given(self):
         run = watch_run.TrainingRun(watch.WatchOptions(**{**SMALL, "every": 1}))
         state = run.state()
-        with pytest.raises(ModelError, match="^every: is 1, and was not given in the run to resume; leave it out"):
+        with pytest.raises(ModelError, match=r"^every: is 1, and was not given in the run to resume; leave it out"):
             run.load({**state, "options": {**state["options"], "every": None}})
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 but no more", b"no checkpoint" * 50])

@@ -185,4 +185,4 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
 def _missing(found: _Audited) -> list[str]:
     if found.samples is None:
         return []
-    return ["Errors of damped steps and of the largest eigenvalue: they need the whole block, and this one is sampled."]
+    return ["Errors of damped steps and of the largest eigenvalue: they need whole blocks, and these are sampled."]

@@ -335,8 +335,8 @@ def _embeddings(request: Request, loaded: Loaded, folder: Path | None) -> Data:
     with _tried(model):
         scores = EmbeddingScores(model, embedded(model, {"input_ids": second}, pooling), pooling)
     about = [
-        f"Cross-entropy of which text follows, among {reader.rows}, by 20 times the cosine of embeddings ({pooling} of "
-        f"tokens), on {reader.of}.",
+        f"Cross-entropy of finding the text that follows among {reader.rows}, from 20 times the cosine of embeddings "
+        f"({pooling} of tokens), on {reader.of}.",
         "The embeddings of the texts that follow are constants.",
     ]
     batch = ({"input_ids": first}, torch.arange(reader.rows))

@@ -185,8 +185,9 @@ def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
     table = _approximated(f"Approximations A of the blocks H, {how}", found.rows, found.rounding)
     yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"), explored=True)
     text = (
-        "Q, K and V of a layer as one weight H. kfac and kronecker:1 are one product for all three, kfac/layers and "
-        "kronecker:1/layers one for each. layers keeps the three blocks whole and drops what couples them."
+        "Q, K and V of a layer as one weight, with one block H. kfac and kronecker:1 are one product for all three, "
+        "kfac/layers and kronecker:1/layers one for each. layers keeps the three diagonal blocks exactly and drops the "
+        "blocks between them."
     )
     table = _approximated(f"Approximations of groups of weights, {how}", found.groups, found.rounding)
     yield Section("Q, K and V as one weight", text, [table] if found.groups else [])
