@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _TEXT, _HEADING = 8, 11
 _COLUMNS = 4
 _PANELS = 3
+_ERRORS = -0.03, 1.05  # whole marks also at zero
 _TICKS = 8
 _DECADE = 10.0
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h", "<", ">", "d")
@@ -49,7 +50,7 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
             floats = statistics.median(row.floats / row.size for row in known)
             axes.errorbar([floats], [middle], bars, label=plain(name), markersize=4.5, linestyle="", **style)
         axes.set_xscale("log")
-        axes.set_ylim(0, 1.05)
+        axes.set_ylim(*_ERRORS)
         axes.set_title(plain(role), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)
@@ -99,7 +100,7 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
             values, errors = [float(error) for _, error in points], [error.stderr for _, error in points]
             places = [layer for layer, _ in points]
             axes.errorbar(places, values, errors, label=plain(role), markersize=3.5, linewidth=1.0, **style)
-        axes.set_ylim(0, 1.05)
+        axes.set_ylim(*_ERRORS)
         axes.set_xlabel("layer", size=_TEXT)
         step = -(-len(layers) // _TICKS)
         axes.set_xticks(range(0, len(layers), step), [layer.removeprefix("h.") for layer in layers[::step]])

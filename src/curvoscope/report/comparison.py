@@ -79,8 +79,12 @@ def _answer(views: Sequence[RunView]) -> str:
         if not ratios:
             sentences.append(f"{view.label} and {views[0].label} have no {label} of the same block and part.")
             continue
+        low, high = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
+        if low == high == "1":
+            sentences.append(f"{label} in {view.label} is that in {views[0].label} ({len(ratios)} blocks and parts).")
+            continue
         sentences.append(
-            f"{label} in {view.label} is {min(ratios):.3g} to {max(ratios):.3g} times that in {views[0].label} (median "
+            f"{label} in {view.label} is {low} to {high} times that in {views[0].label} (median "
             f"{statistics.median(ratios):.3g}, of {len(ratios)} blocks and parts in both)."
         )
     return " ".join(sentences) or "The runs have no blocks of a model in common."
