@@ -161,7 +161,7 @@ def _is_swept(subject: Subject, options: AnalyzeOptions) -> bool:
 
 
 def _whole_products(H: ModelHessian, options: AnalyzeOptions, seed: int) -> tuple[list[EntryHistogram], list[str]]:
-    """Entries, which take products with the matrix of all chosen blocks; and why there are none, also of pairs."""
+    """Histograms of entries, from products with the matrix of all chosen blocks, and what is missing."""
     if options.split == "layer":
         return [], ["Off-diagonal blocks and entries: with --split layer the parts exist only within a layer."]
     missing = []
@@ -232,7 +232,7 @@ def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Re
 
 
 def _draw(found: Found) -> dict[str, bytes]:
-    """The files of the figures, of what was measured."""
+    """Draw what was measured; return the files."""
     title, rounding = headline_of(found.rows, found.rounding), found.rounding
     figures: dict[str, Any] = {"norms": norm_figure(found.rows, title, rounding)}
     if found.pairs:

@@ -1,4 +1,4 @@
-"""Data for each task: what is differentiated, its loss and a batch, and in words where they come from."""
+"""Data for each task: the function to differentiate, its loss, a batch, and a description of their origin."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ _OF_THE_TEXT = (ModelTask.CAUSAL, ModelTask.MASKED, *BOTH_SIDES)
 @dataclass(frozen=True, eq=False)
 class Data:
     """What is differentiated (the model, or the model and a readout), its loss and one batch; `about` describes them to
-    a reader, one sentence a line, `facts` to a program."""
+    a reader, one sentence per line, `facts` to a program."""
 
     model: nn.Module
     loss: Objective
@@ -170,7 +170,7 @@ def _decodes(draft: Draft) -> bool:
 
 
 def _of_head(model: nn.Module, shape: tuple[int, ...]) -> TargetForm:
-    """The form of a classifier's targets, as its configuration has it."""
+    """The form of a classifier's targets, from its configuration."""
     config: Any = model.config
     problem, count = getattr(config, "problem_type", None), config.num_labels
     if problem == "regression" or (problem is None and count == 1):

@@ -1,4 +1,4 @@
-"""What a command is asked to look at."""
+"""The request of a command: which model, and which data."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -108,7 +108,7 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
 
 
 def _missing(model: str, no_density: bool, no_heads: bool) -> list[str]:
-    """What the report has no section for, and why."""
+    """What was not measured, and why."""
     command = f"curvoscope analyze {shlex.quote(model)}"
     lines = [f"Norms of the blocks' parts, histograms of entries, curvature through depth: measured by {command}."]
     if no_density:

@@ -159,7 +159,7 @@ class TrainingRun:
         return self.monitor.step(loss)
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on."""
+        """All that is needed to resume."""
         return {
             "options": dataclasses.asdict(self.options),
             "model": self.model.state_dict(),
@@ -168,7 +168,7 @@ class TrainingRun:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state, once it is known to be of such a run."""
+        """Resume from a state, after checking that it belongs to such a run."""
         mine = dataclasses.asdict(self.options)
         for name, value in state["options"].items():
             if name != "steps" and mine[name] != value:
@@ -183,7 +183,7 @@ class TrainingRun:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Beside the old one and renamed, so that a run that dies here can still be resumed."""
+    """Write next to the old checkpoint and rename, so that a run that dies here can still be resumed."""
     beside = path.with_name(f".{path.name}")
     try:
         torch.save(state, beside)

@@ -1,4 +1,4 @@
-"""The answer of a run in three sentences, and the advice that its numbers bear out."""
+"""The answer of a run in three sentences, and the advice that its numbers support."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -149,7 +149,7 @@ def _absent(views: Sequence[RunView]) -> str:
 
 
 def _others(reports: Mapping[str, Report], views: Sequence[RunView]) -> Iterator[Section]:
-    """Sections of the same title as one, with the tables folded, but for those whose numbers are all side by side."""
+    """Sections of the same title as one, with the tables folded, except those whose numbers are all side by side."""
     shown = {label for view in views for row in view.rows for label in row.numbers}
     for title in dict.fromkeys(section.title for report in reports.values() for section in report.sections):
         found = [(label, one) for label, report in reports.items() for one in report.sections if one.title == title]

@@ -1,4 +1,4 @@
-"""The report as Markdown, with the figures as files beside it."""
+"""The report as Markdown, with the figures as files next to it."""
 
 import re
 

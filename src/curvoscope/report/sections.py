@@ -35,7 +35,7 @@ def sections_of(found: Document, files: Files) -> Iterator[Section]:
 
 
 def _figures(files: Files, names: Sequence[str], told: tuple[str, str] | None) -> list[ReportFigure]:
-    """Those that are there, with a caption and a text for those who do not see them."""
+    """The figures that exist, with captions and texts for screen readers."""
     return [
         ReportFigure(f"{name}.png", files.get(f"{name}.png"), files.get(f"{name}.svg"), *(told or CAPTIONS[name]))
         for name in names
