@@ -135,9 +135,7 @@ def audit(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            help="Number of samples, for a sweep instead of exact numbers. (default: exact if the model is small, otherwise 128)"
-        ),
+        typer.Option(help="Samples of a sweep. (default: 128; no sweep but exact numbers for small models)"),
     ] = None,
     out: Annotated[Path, _directory("audit.json")] = Path("curvoscope-audit"),
     as_json: AsJson = False,
