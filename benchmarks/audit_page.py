@@ -9,8 +9,8 @@ from typing import Any
 import curvoscope as cv
 from benchmarks.audit_study import LAYERS, RESULTS, SHOWN, Facts
 from curvoscope.analysis.audit_table import AuditRow, AuditTable
-from curvoscope.report.audit_figures import depth_figure, error_figure, role_of
-from curvoscope.report.style import COLOURS, blank, open_box
+from curvoscope.report.audit_figures import depth_figure, error_figure, panels, role_of
+from curvoscope.report.style import COLOURS, open_box
 
 DOCS = Path(__file__).parents[1] / "docs"
 _MODELS = {"smollm2": "SmolLM2-135M", "minilm": "MiniLM-L6"}
@@ -198,9 +198,8 @@ def training_figure(checkpoints: Mapping[str, Facts]) -> Any:
     """The error at the best scale by step, one panel per approximation, one line per role: medians over the layers."""
     tables = {int(step): table_of(one) for step, one in checkpoints.items()}
     names, roles = next(iter(tables.values())).approximations, _roles(next(iter(tables.values())))
-    figure = blank(2.2 * len(names) + 1.2, 3.0)
-    grid = figure.subplots(1, len(names), sharey=True)
-    for axes, name in zip(grid, names, strict=True):
+    figure, grid = panels(len(names))
+    for axes, name in zip(grid, names, strict=False):
         for colour, role, marker in zip(COLOURS, roles, "os^DvPX", strict=False):
             values = [
                 statistics.median(row.best_scale_error for row in _of_role(table, role, name))
@@ -215,7 +214,6 @@ def training_figure(checkpoints: Mapping[str, Facts]) -> Any:
         axes.set_ylim(0, 1.05)
         axes.tick_params(labelsize=8)
         open_box(axes, grid=True)
-    grid[0].set_ylabel("|H - sA| / |H|", size=11)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     return figure
 

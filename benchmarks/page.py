@@ -140,7 +140,7 @@ SECTIONS = (
     Section("Approximations against the curvature", _AUDITED, _AGAINST, tables.audited, ("audit", "audit_large")),
     Section("Solving", _SOLVED, _AGAINST, tables.solved, ("solve",)),
     Section("Influence against retraining", _INFLUENCE, _SCORED, tables.influenced, ("influence",)),
-    Section("Estimates beside their products", _OVERHEADS, _AGAINST, tables.overheads, ("overhead",)),
+    Section("The overhead of estimates", _OVERHEADS, _AGAINST, tables.overheads, ("overhead",)),
     Section("Several vectors", _SEVERAL, _AGAINST, tables.vectors_at_once, ("several_vectors",)),
     *(
         Section(f"Products: {name}", "" if i else _PRODUCTS, _BY, partial(tables.products, kind=kind), ("matrix_free",))

@@ -61,7 +61,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (  # pattern of the section's title
         "and a few products.",
     ),
     (
-        "Estimates beside their products",
+        "The overhead of estimates",
         "",
         "Estimates: drawing the probes and multiplying them with the results takes time in proportion to the number "
         "of parameters.",

@@ -315,9 +315,12 @@ def _verdict(results: Found) -> str:
         found = results[model]["allocation"]
         clear = [(one["by"], *one["more than ours"]) for one in found[1:] if _is_clear(one["more than ours"])]
         worse, better = ([by for by, value, _ in clear if (value > 0) == sign] for sign in (True, False))
-        said = [f"{' and '.join(some)} {word}" for some, word in ((worse, "worse"), (better, "better")) if some]
+        names = (
+            (word, " and ".join(f"*{one}*" for one in some)) for word, some in (("worse", worse), ("better", better))
+        )
+        said = [f"{word}: {some}" for word, some in names if some]
         lines.append(f"- {name}: {'; '.join(said) or 'no choice differs'}.")
-    head = "By more than two standard errors of the paired difference to the first row:"
+    head = "These choices differ from the first row by more than two standard errors of the paired difference:"
     tail = "With so many rows, one or two per table may differ by chance: random choices are among them."
     return "\n".join([head, "", *lines, "", tail])
 

@@ -4,7 +4,7 @@ Where the curvature of a Mamba block sits
 
 Train a Transformer and a state-space model of the same width and size on the same text, and compare the norms of the
 Gauss-Newton part of their blocks. In attention, query and key are flatter than value and output. In a Mamba block the
-gap is wider: the step delta and the matrices A, B and C, which decide how tokens meet, have norms 10 to 1,000 times
+gap is wider: the step delta and the matrices A, B and C, which mix the tokens, have norms 10 to 1,000 times
 smaller than the weights that carry the content (in, gate, conv, out).
 """
 

@@ -96,13 +96,11 @@ def verdicts(found: dict[str, dict[str, Claim]]) -> list[str]:
     lines = []
     for statement, stages in found.items():
         label, claim = list(stages.items())[-1]
-        said, count = [f"- {statement}"], len(claim.ratios)
-        if label == RANDOM:
-            said.append("At random weights:")
+        said, count = [f"- *{statement}*"], len(claim.ratios)
+        found = f"holds in {len(claim.holds)} of {count} layers"
         if claim.fails:
-            some = ", ".join(f"{ratio.layer} ({short(ratio.value)})" for ratio in claim.fails)
-            said.append(f"**Fails in {len(claim.fails)} of {count} layers**: {some}.")
-        said.append(f"Holds in {len(claim.holds)} of {count} layers.")
+            found = f"**fails in {len(claim.fails)} of {count} layers**, holds in {len(claim.holds)}"
+        said.append(f"{'At random weights, it' if label == RANDOM else 'It'} {found}.")
         least, most = (pick(claim.ratios, key=lambda ratio: ratio.value) for pick in (min, max))
         ends = f"from {short(least.value)} in {least.layer} to {short(most.value)} in {most.layer}"
         lines.append(" ".join([*said, f"Quotient: median {interval(middle(claim.ratios))}, {ends}."]))

@@ -1,6 +1,6 @@
 """All pages of the gallery, from the stored results: `python -m gallery.pages` writes them again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from gallery.claims import (
@@ -23,6 +23,7 @@ from gallery.wording import counts, interval, percent, signed, table
 
 _COSTS = ("predicted", "measured")
 _UNKNOWN = "not measured"
+_SAID = dict(zip(VERDICTS, ("fails in", "fails in some layers of", "is not contradicted by", "holds in"), strict=True))
 _INTRODUCTION = """# Gallery: what does it mean to be a trained Transformer?
 
 Models with trained weights, compared with the same models before training: the Gauss-Newton part of every
@@ -80,16 +81,21 @@ def answers(everything: Mapping[str, Facts]) -> list[str]:
     functional = sum(some[-1].high < 1 for some in parts.values())
     lighter = sum(some[-1].low > some[0].high for some in parts.values())
     heads = {name: leading_heads(some[-1], trio_of(some[-1])[0]) for name, some in stages.items()}
-    shares = [f"{MODELS[name].title} {percent(share)} in {len(some)}" for name, (some, share) in heads.items() if some]
+    shares = [
+        f"{percent(share)} in {len(some)} of {len(heads_of(stages[name][-1], trio_of(stages[name][-1])[0]))} heads of "
+        f"{_named(name)}"
+        for name, (some, share) in heads.items()
+        if some
+    ]
     count = len(everything)
     return [
-        f"{PARTS} In the trained query blocks it is larger than the Gauss-Newton part in "
-        f"{functional} of {count} models; training makes it relatively smaller in {lighter}. Gauss-Newton over "
-        f"functional part: {_changes(parts)}.",
-        f"{SIZE} By layer, the claim {_verdicts(everything, SIZE)} Training brings them "
-        f"closer in {closer} of {count} models. Value over query: {_changes(quotients)}.",
-        f"{NORMS} That norms bring query and value closer {_verdicts(everything, NORMS)}",
-        f"Which heads carry the curvature? A few: {'; '.join(shares)} query heads.",
+        f"**{PARTS}** In the trained query blocks it is larger than the Gauss-Newton part in {functional} of {count} "
+        f"models; training makes it relatively smaller in {lighter}.",
+        f"**{SIZE}** The claim {_verdicts(everything, SIZE)} Training brings the two closer in {closer} of {count} "
+        "models.",
+        f"**{NORMS}** That norms bring query and value closer {_verdicts(everything, NORMS)}",
+        "**Which heads carry the curvature?** A few. Shares of the leading query heads in the sum of squared norms: "
+        f"{'; '.join(shares)}.",
     ]
 
 
@@ -101,13 +107,19 @@ def _verdicts(everything: Mapping[str, Facts], question: str) -> str:
             label, claim = list(stages.items())[-1]
             if claim.question == question:
                 where = f" ({RANDOM})" if label == RANDOM else ""
-                found.setdefault(claim.verdict, []).append(MODELS[name].title + where)
-    return "; ".join(f"{verdict}: {', '.join(found[verdict])}" for verdict in VERDICTS if verdict in found) + "."
+                found.setdefault(claim.verdict, []).append(_named(name) + where)
+    return "; ".join(f"{_SAID[verdict]} {_listed(found[verdict])}" for verdict in VERDICTS if verdict in found) + "."
 
 
-def _changes(found: Mapping[str, list[Ratio]]) -> str:
-    """From the first stage to the last."""
-    return "; ".join(f"{MODELS[name].title} {', then '.join(map(interval, some))}" for name, some in found.items())
+def _named(name: str) -> str:
+    """The title of a model inside a sentence."""
+    first, _, rest = MODELS[name].title.partition(" ")
+    return f"{first.lower()} {rest}" if first in ("A", "The") else MODELS[name].title
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _link(name: str) -> str:

@@ -1,7 +1,8 @@
 // What scrolls sideways can be reached by keyboard, the captions of the sidebar have a level as headings, a number stays
-// on one line with its error or as an interval, a picture opens in its full size, long signatures are not lists of
+// on one line with its error or interval, a picture opens in its full size, long signatures are not lists of
 // definitions, the thumbnails of examples are named, words in a table are not squeezed into a column of letters.
-const NUMBER = /^[-+]?[\d.,]+(e[-+]?\d+)?%?( (±|to) [-+]?[\d.,]+(e[-+]?\d+)?%?)?$/;
+const ONE = String.raw`([-+]?[\d.,]+(e[-+]?\d+)?%?|inf)`;
+const NUMBER = new RegExp(`^${ONE}( (±|to) ${ONE})?( \\(${ONE} to ${ONE}\\))?$`);
 function reachable() {
   for (const one of document.querySelectorAll("span.math")) {
     one.classList.remove("long");

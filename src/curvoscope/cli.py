@@ -135,7 +135,7 @@ def audit(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Samples of a sweep. (default: exact if the model is small, otherwise 128)"),
+        typer.Option(help="Samples of a sweep. (default: 128; no sweep but exact numbers for small models)"),
     ] = None,
     out: Annotated[Path, _directory("audit.json")] = Path("curvoscope-audit"),
     as_json: AsJson = False,
@@ -163,17 +163,19 @@ def sensitivity(
     group: Annotated[
         int | None, typer.Option(help="Inputs that share a scale. (default: one scale per channel; 64 for --budget)")
     ] = None,
-    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="int only: levels from min to max.")] = False,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="int formats only: levels from the minimum to the maximum.")
+    ] = False,
     prune: Annotated[float | None, typer.Option(help="Instead of CHANGED: share of the weights to set to 0.")] = None,
     drop_heads: Annotated[
-        bool, typer.Option("--drop-heads", help="Instead of CHANGED: remove attention heads, one row per head.")
+        bool, typer.Option("--drop-heads", help="Instead of CHANGED: remove all attention heads; one row per head.")
     ] = False,
     budget: Annotated[
         float | None,
         typer.Option(help="Also choose int3, int4 or int8 per tensor to meet this average number of bits per weight."),
     ] = None,
     no_pairs: Annotated[
-        bool, typer.Option("--no-pairs", help="Leave out interactions and single blocks: two products in all.")
+        bool, typer.Option("--no-pairs", help="Leave out interactions and blocks changed alone: two products in all.")
     ] = False,
     blocks: BlockPatterns = None,
     out: Annotated[Path, _directory("sensitivity.json")] = Path("curvoscope-sensitivity"),
@@ -200,8 +202,11 @@ def watch(
     optimizer: Annotated[str, typer.Option(help="sgd, adam or gauss-newton.")] = "adam",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     sequences: Annotated[int | None, typer.Option(help="Additions or texts per batch.")] = None,
-    every: Annotated[int, typer.Option(help="Minimum number of steps between measurements.")] = 10,
-    budget: Annotated[float, typer.Option(help="Share of the run time spent on measurements, at most.")] = 0.25,
+    every: Annotated[
+        int | None,
+        typer.Option(help="Minimum number of steps between measurements. (default: a 20th of all steps)"),
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Largest share of the run time for measurements (1: no limit).")] = 1.0,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUT.")] = False,
     logger: Annotated[
         str | None, typer.Option(help="Also log to wandb, trackio, mlflow or tensorboard (OUT/tensorboard).")

@@ -264,7 +264,7 @@ class TestWhatATableSays:
         (said,) = found.splitting()
         assert said.startswith("One kronecker:1 for each of weight and weight instead of one for all of them ")
         assert f": {each.best_scale_error:.2f} against {one.best_scale_error:.2f}; " in said
-        assert said.endswith(f"damped steps have {each.step_error:.2f} against {one.step_error:.2f}.")
+        assert said.endswith(f"damped steps is {each.step_error:.2f} against {one.step_error:.2f}.")
 
     def test_columns_that_no_row_has_are_left_out(self, sweep):
         exact, sampled = (str(cv.analysis.audit(one, [NAME], ["kfac"])).splitlines()[0] for one in (H, sweep))

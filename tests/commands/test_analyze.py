@@ -308,8 +308,8 @@ class TestErrors:
         [
             (["gpt2-tin"], "error: model: 'gpt2-tin' is not a folder and none of"),
             (["some/where"], "error: model: some/where is not a folder"),
-            (["gpt2-tiny", "--d", "8"], "error: d: has a meaning only for addition"),
-            (["gpt2-tiny", "--norm", "pre"], "error: norm: has a meaning only for addition"),
+            (["gpt2-tiny", "--d", "8"], "error: d: applies to addition only"),
+            (["gpt2-tiny", "--norm", "pre"], "error: norm: applies to addition only"),
             (["--tolerance", "2"], "error: tolerance: got 2"),
             (["--blocks", "h.1.attn.Q"], "error: blocks: 'h.1.attn.Q' matches none of"),
             (["gpt2-tiny", "--blocks", "h.0.atn.Q"], "error: blocks: 'h.0.atn.Q' matches none of 31 blocks; nearest"),

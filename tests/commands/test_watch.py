@@ -188,6 +188,11 @@ def test_a_second_run_in_a_directory_leaves_the_records_of_the_first(undrawn, tm
     assert stored(tmp_path) == first and len(stored(tmp_path, "run 2")) == 1
 
 
+@pytest.mark.parametrize(("options", "steps"), [({}, 100), ({"steps": 100}, 5), ({"steps": 3}, 1), ({"every": 7}, 7)])
+def test_about_twenty_measurements_unless_told_otherwise(options, steps):
+    assert watch.WatchOptions(**options).spacing == steps and watch.WatchOptions(**options).budget == 1
+
+
 class TestErrors:
     def test_nothing_to_resume(self, tmp_path):
         with pytest.raises(ModelError, match="without --resume"):
@@ -199,6 +204,12 @@ class TestErrors:
             before = watch.WatchOptions(**SMALL)
             with pytest.raises(ModelError, match=f"give --{name} {getattr(before, name)}"):
                 watch.run(watch.WatchOptions(steps=1, **{**SMALL, name: value}), tmp_path, True, False)
+
+    def test_an_option_that_was_not_given(self):
+        run = watch_run.TrainingRun(watch.WatchOptions(**{**SMALL, "every": 1}))
+        state = run.state()
+        with pytest.raises(ModelError, match=r"^every: is 1, and was not given in the run to resume; leave it out"):
+            run.load({**state, "options": {**state["options"], "every": None}})
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 but no more", b"no checkpoint" * 50])
     def test_a_checkpoint_that_cannot_be_read(self, tmp_path, content):

@@ -134,7 +134,7 @@ def _cap(findings: Findings) -> Iterator[Advice]:
     text = f"Keep the learning rate of SGD below {formula} = {cap:.3g}: above it the quadratic model diverges"
     limit = EDGE * (1 + findings.momentum)
     if rate is None:
-        quantity, value = "λ max (the threshold is for learning rate × λ max)", top
+        quantity, value = "learning rate × λ max at a learning rate of 1", top
     else:
         text = f"{text}; it is {rate:.3g}, {'too large' if rate > cap else 'below the cap'}"
         quantity, value = "learning rate × λ max", rate * top

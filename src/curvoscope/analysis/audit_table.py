@@ -177,13 +177,17 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         if not ones or sum(row.floats for row in several) == sum(row.floats for row in ones):
             return None  # there is one head
         split, whole = (statistics.median(row.best_scale_error for row in rows) for rows in (several, ones))
-        gains = "helps" if split < whole - 0.005 else "costs" if split > whole + 0.005 else "changes nothing"
+        change = split - whole
+        gains = (
+            "lowers the error" if change < -0.005 else "raises the error" if change > 0.005 else "has the same error"
+        )
         heads, members = "per head instead of one per weight", _members(blocks[0])
         instead = heads if part == "heads" else f"for each of {members} instead of one for all of them"
         said = f"One {name} {instead} {gains}: {split:.2f} against {whole:.2f}"
         steps = [[row.step_error for row in rows if row.step_error is not None] for rows in (several, ones)]
         if all(steps):
-            said += f"; damped steps have {statistics.median(steps[0]):.2f} against {statistics.median(steps[1]):.2f}"
+            steps_apart, steps_whole = map(statistics.median, steps)
+            said += f"; the error of damped steps is {steps_apart:.2f} against {steps_whole:.2f}"
         return f"{said}."
 
     def _shown(self) -> TextTable:

@@ -175,18 +175,16 @@ def _reason(rows: Sequence[BlockRow], norm: float) -> str:
     no_third_moment = _find(rows, "Q", "Q", "functional").frobenius_norm == 0
     if no_third_moment and _find(rows, "Q", "V", "functional").frobenius_norm > 0:
         return (
-            "Without softmax both functional parts are exactly zero and both blocks have degree six in the "
-            "inputs; the query block carries the value weights where the value block carries the query "
-            "weights."
+            "Without softmax both functional parts are exactly zero and both blocks are of degree six in the inputs; "
+            "the query block contains the value weights, and the value block the query weights in their place."
         )
     zero = _find(rows, "V", "V", "functional").frobenius_norm == 0
     return (
-        "The value block is made of the attention mean of the inputs alone"
-        + (" (its functional part is exactly zero)" if zero else "")
-        + "; the query block takes their second attention moment twice (outer part) or their third "
-        "(functional part), contracted with the key and the value weights: degree six and five in the inputs "
-        "at fixed attention, against two, and the extra factors are together "
-        f"{'below' if norm < 1 else 'above'} one here."
+        "At fixed attention, the value block is of degree two in the inputs, through their attention mean"
+        + ("; its functional part is exactly zero" if zero else "")
+        + ". The query block is of degree six (outer part, with the second attention moment twice) and five "
+        "(functional part, with the third moment), and contains the key and value weights: together these additional "
+        f"factors are {'below' if norm < 1 else 'above'} one here."
     )
 
 

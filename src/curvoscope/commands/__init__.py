@@ -46,7 +46,7 @@ def remove_empty() -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write beside `path` and rename, so that a reader finds the old file or the new one, never a part."""
+    """Write next to `path` and rename, so that a reader finds the old file or the new one, never a part."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(content)

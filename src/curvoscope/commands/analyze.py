@@ -161,9 +161,9 @@ def _is_swept(subject: Subject, options: AnalyzeOptions) -> bool:
 
 
 def _whole_products(H: ModelHessian, options: AnalyzeOptions, seed: int) -> tuple[list[EntryHistogram], list[str]]:
-    """Entries, which take products with the matrix of all chosen blocks; and why there are none, also of pairs."""
+    """Histograms of entries, from products with the matrix of all chosen blocks, and what is missing."""
     if options.split == "layer":
-        return [], ["Off-diagonal blocks and entries: split at the layers, the parts exist within one layer only."]
+        return [], ["Off-diagonal blocks and entries: with --split layer the parts exist only within a layer."]
     missing = []
     if len(H.names) == 1:
         missing.append("Off-diagonal blocks: only one block was asked for.")
@@ -171,7 +171,7 @@ def _whole_products(H: ModelHessian, options: AnalyzeOptions, seed: int) -> tupl
     sampled = [next((name for name in roles if roles[name] == role), None) for role in ("attn.Q", "attn.V")]
     histograms = entry_histograms(H, [name for name in sampled if name is not None], _SAMPLED, seed)
     if not histograms:
-        missing.append("Histograms of the entries: no query or value block is among those that were asked for.")
+        missing.append("Histograms of the entries: no query or value block was asked for.")
     return histograms, missing
 
 
@@ -215,10 +215,10 @@ def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Re
     if not layers_of(subject.model, blocks_of(subject.model)):
         found.missing.append(f"{depth}: the model has no layers of a known form.")
     elif options.blocks:
-        found.missing.append(f"{depth}: it is of the whole model, and only some blocks were asked for.")
+        found.missing.append(f"{depth}: measured for a whole model only, without --blocks.")
     elif size > _DEPTH_LIMIT:
         found.missing.append(
-            f"{depth}: left out above {_DEPTH_LIMIT:,} parameters for the time it takes; "
+            f"{depth}: left out above {_DEPTH_LIMIT:,} parameters, because it takes long; "
             "curvoscope.analysis.propagation measures it."
         )
     else:
@@ -227,12 +227,12 @@ def _layers(found: Found, subject: Subject, options: AnalyzeOptions, request: Re
         )
     if not found.dense.rows:
         name = shlex.quote(request.model)
-        found.missing.append(f"Spectra by block: they take a command of their own, curvoscope spectrum {name}.")
-        found.missing.append("The Hessian entry by entry: only of few parameters, for the time that it takes.")
+        found.missing.append(f"Spectra by block: measured by curvoscope spectrum {name}.")
+        found.missing.append("The Hessian entry by entry: for models with few parameters only, because it takes long.")
 
 
 def _draw(found: Found) -> dict[str, bytes]:
-    """The files of the figures, of what was measured."""
+    """Draw what was measured; return the files."""
     title, rounding = headline_of(found.rows, found.rounding), found.rounding
     figures: dict[str, Any] = {"norms": norm_figure(found.rows, title, rounding)}
     if found.pairs:

@@ -69,7 +69,8 @@ def run(request: Request, options: AuditOptions, out: Path, as_json: bool) -> No
         if len(layers_of_blocks(found.table.blocks)) > 1:
             figures |= pictures("audit_depth", depth_figure(found.table))
     facts = common_facts("audit", subject, request, options, found.loss) | {
-        "question": f"Which approximation of the curvature of {request.name} is close to it?",
+        "title": f"Approximations of the curvature of {request.name}",
+        "question": f"Which approximation is closest to the curvature of {request.name}?",
         "answer": answer,
         "advice": [],
         "samples": found.samples,
@@ -185,4 +186,4 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
 def _missing(found: _Audited) -> list[str]:
     if found.samples is None:
         return []
-    return ["Errors of damped steps and of the largest eigenvalue: they need the whole block, and this one is sampled."]
+    return ["Errors of damped steps and of the largest eigenvalue: they need whole blocks, and these are sampled."]

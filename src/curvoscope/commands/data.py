@@ -1,4 +1,4 @@
-"""Data for each task: what is differentiated, its loss and a batch, and in words where they come from."""
+"""Data for each task: the function to differentiate, its loss, a batch, and a description of their origin."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ _OF_THE_TEXT = (ModelTask.CAUSAL, ModelTask.MASKED, *BOTH_SIDES)
 @dataclass(frozen=True, eq=False)
 class Data:
     """What is differentiated (the model, or the model and a readout), its loss and one batch; `about` describes them to
-    a reader, one sentence a line, `facts` to a program."""
+    a reader, one sentence per line, `facts` to a program."""
 
     model: nn.Module
     loss: Objective
@@ -170,7 +170,7 @@ def _decodes(draft: Draft) -> bool:
 
 
 def _of_head(model: nn.Module, shape: tuple[int, ...]) -> TargetForm:
-    """The form of a classifier's targets, as its configuration has it."""
+    """The form of a classifier's targets, from its configuration."""
     config: Any = model.config
     problem, count = getattr(config, "problem_type", None), config.num_labels
     if problem == "regression" or (problem is None and count == 1):
@@ -335,8 +335,8 @@ def _embeddings(request: Request, loaded: Loaded, folder: Path | None) -> Data:
     with _tried(model):
         scores = EmbeddingScores(model, embedded(model, {"input_ids": second}, pooling), pooling)
     about = [
-        f"Cross-entropy of which text follows, among {reader.rows}, by 20 times the cosine of embeddings ({pooling} of "
-        f"tokens), on {reader.of}.",
+        f"Cross-entropy of finding the text that follows among {reader.rows}, from 20 times the cosine of embeddings "
+        f"({pooling} of tokens), on {reader.of}.",
         "The embeddings of the texts that follow are constants.",
     ]
     batch = ({"input_ids": first}, torch.arange(reader.rows))

@@ -1,4 +1,4 @@
-"""What the commands have in common to print and write: the model and its data, the spectrum's ends, files, reports."""
+"""What the commands share to print and write: the model and its data, the spectrum's ends, files, reports."""
 
 import dataclasses
 import json
@@ -41,13 +41,13 @@ def pictures(name: str, figure: "matplotlib.figure.Figure") -> dict[str, bytes]:
 
 
 def show_files(out: Path, figures: Mapping[str, bytes], document: str) -> None:
-    """Print the files that were written, but for the SVG: those are for the report."""
+    """Print the files that were written, except the SVG files, which are for the report."""
     for name in (*(name for name in figures if not name.endswith(".svg")), *REPORTS, document):
         print(f"wrote {out / name}")
 
 
 def write_run(out: Path, name: str, facts: dict[str, Any], figures: Mapping[str, bytes]) -> str:
-    """Write figures, reports and the document `name` into `out`; the document's text.
+    """Write figures, reports and the document `name` into `out`; return the document's text.
 
     The document is the last: a directory that has it has the others too. It names its figures: the directory may hold
     those of an earlier run as well.
@@ -144,7 +144,7 @@ def extremes_facts(ends: Extremes) -> dict[str, Any]:
 
 
 def common_facts(kind: str, subject: Subject, request: Request, options: Any, loss: float) -> dict[str, Any]:
-    """What was looked at, and how to do it again: the part of the document that all commands share."""
+    """What was measured and how to repeat it: the part of the document that all commands share."""
     given = {key: value for key, value in _options(request, options).items() if key != "model"}
     words = ["curvoscope", kind.split()[0], request.model, *([str(given["changed"])] if "changed" in given else [])]
     for key, value in given.items():

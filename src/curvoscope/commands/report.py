@@ -10,7 +10,7 @@ from curvoscope.report.contents import ReportError
 
 
 def run(source: Path) -> None:
-    """Write report.html and report.md beside the document `source`, or the one in the directory `source`.
+    """Write report.html and report.md next to the document `source`, or to the one in the directory `source`.
 
     The figures are the files beside the document; one that is not there is left out. Of a training run that did not
     come to its end the store is read.

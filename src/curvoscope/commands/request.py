@@ -1,4 +1,4 @@
-"""What a command is asked to look at."""
+"""The request of a command: which model, and which data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class Request:
                 object.__setattr__(self, name, value)
         for name in ("d", "norm", "attention"):
             if self.model != ADDITION and getattr(self, name) is not None:
-                raise RangeError(name, f"has a meaning only for {ADDITION}; leave --{name} out")
+                raise RangeError(name, f"applies to {ADDITION} only; leave --{name} out")
         if self.task is not None:
             task_of(self.task)
 

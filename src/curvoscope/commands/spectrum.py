@@ -83,6 +83,7 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
             figures |= pictures("heads", head_figures.head_figure(heads, head_figures.headline_of(heads)))
     facts = common_facts("spectrum", subject, request, options, loss) | {
         **answers.of_spectra(request.name, found, apart, ends),
+        "title": f"Spectra of {request.name}",
         "blocks": [spectrum_facts(one) for one in found],
         "jensen_shannon": {
             "names": list(apart.names),
@@ -107,7 +108,7 @@ def run(request: Request, options: SpectrumOptions, out: Path, as_json: bool) ->
 
 
 def _missing(model: str, no_density: bool, no_heads: bool) -> list[str]:
-    """What the report has no section for, and why."""
+    """What was not measured, and why."""
     command = f"curvoscope analyze {shlex.quote(model)}"
     lines = [f"Norms of the blocks' parts, histograms of entries, curvature through depth: measured by {command}."]
     if no_density:

@@ -15,7 +15,7 @@ DOCUMENTS = (
 
 
 def documents(source: Path) -> list[Path]:
-    """The documents of a run, at least one; of a training run that did not come to its end, its store."""
+    """The documents of a run, at least one; of an unfinished training run, its store."""
     if source.is_file():
         return [source]
     found = [source / name for name in DOCUMENTS if (source / name).is_file()]
@@ -38,7 +38,7 @@ def documents(source: Path) -> list[Path]:
 
 
 def read(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A document, and its figures beside it; one that is not there is left out."""
+    """A document and the figures next to it; missing ones are left out."""
     try:
         document = path.read_text(encoding="utf-8")
         figures = {one.name: one.read_bytes() for kind in ("png", "svg") for one in path.parent.glob(f"*.{kind}")}

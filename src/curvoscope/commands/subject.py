@@ -1,4 +1,4 @@
-"""What is looked at: the model that MODEL names, its loss and a batch, and in words where they come from."""
+"""The subject of a command: the model that MODEL names, its loss, a batch, and a description of their origin."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a head is to predict: the form of its targets and its loss; targets at random, from the model, or of a file."""
+"""Targets of a head: their form and the loss; drawn at random, drawn from the model, or read from a file."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path

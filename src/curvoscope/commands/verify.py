@@ -21,7 +21,7 @@ _TABLE_WIDTH = 160
 
 
 def run(seed: int, as_json: bool) -> int:
-    """Examine all results and show them; the exit code, 1 if any verdict does not stand.
+    """Check all results and show them; return the exit code, 1 if any verdict does not hold.
 
     The progress bar goes to stderr, and only to a terminal. With `as_json` one JSON document goes to stdout and
     nothing else does.

@@ -1,4 +1,4 @@
-"""`curvoscope watch`: train a small model with the monitor on; stop at any time, go on with --resume."""
+"""`curvoscope watch`: train a small model with the monitor on; stop at any time, continue with --resume."""
 
 import dataclasses
 import signal
@@ -64,7 +64,7 @@ def run(options: WatchOptions, out: Path, resume: bool, as_json: bool, logger: s
 
 
 def _train(training: TrainingRun, name: str, checkpoint: Path) -> bool:
-    """Steps until the last one or Ctrl-C, whether it was that."""
+    """Train until the last step or Ctrl-C; return whether it was Ctrl-C."""
     monitor, steps = training.monitor, training.options.steps
     stderr = Console(stderr=True, highlight=False)
     live = Live(console=stderr, auto_refresh=False, transient=True)
@@ -100,7 +100,7 @@ def _restore(stored: StoredRun, training: TrainingRun) -> None:
 
 
 def _measured(stored: StoredRun, training: TrainingRun) -> tuple[list[Record], list[Incident]]:
-    """Of the store and of this process, which has more if the store failed."""
+    """The records and incidents of the store and of this process, which has more of them if the store failed."""
     kept: tuple[list[Record], list[Incident]] = [], []
     try:
         kept = stored.records(), stored.incidents()

@@ -24,7 +24,7 @@ DOCUMENT = "watch.json"
 
 
 def write_report(out: Path, facts: Mapping[str, Any]) -> str:
-    """Write watch.json, the figures, report.html and report.md into `out`; the text of watch.json."""
+    """Write watch.json, the figures, report.html and report.md into `out`; return the text of watch.json."""
     return write_run(out, DOCUMENT, *completed(facts))
 
 
@@ -42,7 +42,7 @@ def completed(facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes
 
 
 def stored_facts(path: Path) -> dict[str, Any]:
-    """The facts of a run that did not come to its end, from its store: of the last run in it."""
+    """The facts of an unfinished run, from its store: those of the last run in it."""
     with RunStore(path) as store:
         if not store.names:
             raise ReportError("RUN", f"{path} contains no run; start one with curvoscope watch")

@@ -22,6 +22,7 @@ _TASKS = ("addition", "text")
 _OPTIMIZERS = ("sgd", "adam", "gauss-newton")
 _SEQUENCES = {"addition": 64, "text": 16}  # a batch, and the probe
 MOMENTUM = 0.9  # of "sgd"
+_MEASUREMENTS = 20  # a curve
 _DATA_SEEDS = 1_000_000  # apart: those of the training batches begin here, the probe's is the run's own
 
 
@@ -37,8 +38,8 @@ class WatchOptions:
     optimizer: str = "adam"
     lr: float = 3e-3
     sequences: int | None = None  # None: what suits the task
-    every: int = 10
-    budget: float = 0.25
+    every: int | None = None  # None: about _MEASUREMENTS of them in the run
+    budget: float = 1.0
 
     def __post_init__(self) -> None:
         checks.choice("task", self.task, _TASKS)
@@ -52,8 +53,13 @@ class WatchOptions:
 
     @property
     def batch(self) -> int:
-        """Sequences a batch."""
+        """Sequences per batch."""
         return self.sequences if self.sequences is not None else _SEQUENCES[self.task]
+
+    @property
+    def spacing(self) -> int:
+        """Steps between two measurements, at least."""
+        return self.every if self.every is not None else max(1, self.steps // _MEASUREMENTS)
 
 
 class _Additions:
@@ -127,7 +133,7 @@ class TrainingRun:
             self.optimizer = GaussNewton(self.model, self.loss, lr=lr, seed=seed)
         self.monitor = CurvatureMonitor(
             *(self.model, self.loss, probe),
-            every=options.every,
+            every=options.spacing,
             budget=options.budget,
             seed=seed,
             store=store,
@@ -153,7 +159,7 @@ class TrainingRun:
         return self.monitor.step(loss)
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on."""
+        """All that is needed to resume."""
         return {
             "options": dataclasses.asdict(self.options),
             "model": self.model.state_dict(),
@@ -162,11 +168,12 @@ class TrainingRun:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state, once it is known to be of such a run."""
+        """Resume from a state, after checking that it belongs to such a run."""
         mine = dataclasses.asdict(self.options)
         for name, value in state["options"].items():
             if name != "steps" and mine[name] != value:
-                raise ModelError(name, f"is {mine[name]}, and was {value} in the run to resume; give --{name} {value}")
+                was, cure = ("not given", "leave it out") if value is None else (value, f"give --{name} {value}")
+                raise ModelError(name, f"is {mine[name]}, and was {was} in the run to resume; {cure}")
         self.monitor.load_state_dict(state["monitor"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -176,7 +183,7 @@ class TrainingRun:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Beside the old one and renamed, so that a run that dies here can still be resumed."""
+    """Write next to the old checkpoint and rename, so that a run that dies here can still be resumed."""
     beside = path.with_name(f".{path.name}")
     try:
         torch.save(state, beside)

@@ -1,1 +1,1 @@
-"""The interactive page: the Hessian of a small layer, at once, as its sizes and scales are moved."""
+"""The interactive page: the Hessian of a small layer, updated as its sizes and scales change."""

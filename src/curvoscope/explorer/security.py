@@ -1,4 +1,4 @@
-"""Who may ask, what a request may look like, and what an answer never holds."""
+"""Access control: which requests are answered, and what an answer never contains."""
 
 import hmac
 import ipaddress
@@ -65,7 +65,7 @@ def _admit(token: str | None) -> BaseResponse | None:
 
 
 def _well_formed(callbacks: Mapping[str, Any]) -> BaseResponse | None:
-    """Dash trusts the shape of what it gets: check it first."""
+    """Check the shape of a request, which Dash trusts."""
     if request.method != "POST":
         return None
     try:

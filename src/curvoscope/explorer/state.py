@@ -69,7 +69,7 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 def read(values: object) -> tuple[State | None, list[str]]:
-    """The state that `values` describes, or None and what is wrong, a line for each field."""
+    """The state that `values` describes, or None and what is wrong, one line per field."""
     if not isinstance(values, Mapping):
         return None, [f"expected an object with the fields of a state, got {type(values).__name__}"]
     try:

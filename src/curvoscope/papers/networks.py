@@ -239,7 +239,9 @@ class GPT2(nn.Module):
         if counted.numel() == 0:
             raise EmptyError("targets", f"every one is {_IGNORED}: no position has a loss")
         if int(counted.min()) < 0 or int(counted.max()) >= vocabulary:
-            raise RangeError("targets", f"expected 0 to {vocabulary - 1}, or {_IGNORED} where there is none")
+            raise RangeError(
+                "targets", f"expected 0 to {vocabulary - 1}, or {_IGNORED} for a position without a target"
+            )
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
 
     def _index(self, block: int) -> int:

@@ -78,7 +78,7 @@ def _reach(found: Taylor) -> str:
 
 
 def landscape_figure(found: Slice) -> Figure:
-    """The loss on a line beside its quadratic, or on a plane as a map with the quadratic's contours."""
+    """The loss on a line next to its quadratic, or on a plane as a map with the quadratic's contours."""
     axes_names = [_axis(one.name, one.eigenvalue) for one in found.directions]
     figure = style.blank(6.4, 4.4 if len(axes_names) == 1 else 5.6)
     axes = figure.subplots()

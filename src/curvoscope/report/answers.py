@@ -1,4 +1,4 @@
-"""The answer of a run in three sentences, and the advice that its numbers bear out."""
+"""The answer of a run in three sentences, and the advice that its numbers support."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -48,8 +48,8 @@ def of_sweep(name: str, sweep: Sweep, largest: Estimate | None) -> Conclusion:
     if largest is not None and largest > 0:
         rate = Estimate(2 / largest, 2 / largest * (largest.stderr / largest), largest.matvecs, largest.method)
         sentences.append(
-            f"The largest eigenvalue of the whole Hessian is {with_error(largest)}, so plain gradient descent needs a "
-            f"learning rate below {with_error(rate)}."
+            f"The largest eigenvalue of the whole Hessian is {_told(largest)}, so plain gradient descent needs a "
+            f"learning rate below {_told(rate)}."
         )
     question = f"Where is the curvature of {name}?"
     return {"question": question, "answer": " ".join(filter(None, sentences)), "advice": []}
@@ -91,8 +91,8 @@ def of_spectra(name: str, spectra: Sequence[BlockSpectrum], apart: Distances, en
 def of_ledger(name: str, words: str, ledger: Ledger) -> Conclusion:
     """Of a change of the weights; `words` name the change."""
     sentences = [
-        f"{words} changes the loss by {with_error(ledger.measured)} (measured). The second-order prediction is "
-        f"{with_error(ledger.predicted)}; the remaining {with_error(ledger.remainder)} is of higher order."
+        f"{words} changes the loss by {_told(ledger.measured)} (measured). The second-order prediction is "
+        f"{_told(ledger.predicted)}; the remaining {_told(ledger.remainder)} is of higher order."
     ]
     rows = sorted(ledger.changed, key=lambda row: -abs(row.first + row.second))
     if ledger.predicted:
@@ -101,7 +101,7 @@ def of_ledger(name: str, words: str, ledger: Ledger) -> Conclusion:
         matrix = ledger.pairs.matrix
         apart, between = float(matrix.diagonal().sum()), float(matrix.sum() - matrix.diagonal().sum())
         sentences.append(
-            f"Of the second-order change, {apart:.2e} comes from single blocks, {between:.2e} from their interactions."
+            f"Of the second-order change, {apart:.3g} comes from single blocks, {between:.3g} from their interactions."
         )
     return {"question": f"What does this change cost {name}?", "answer": " ".join(sentences), "advice": []}
 
@@ -113,13 +113,13 @@ def of_training(records: Sequence[Record], momentum: float | None) -> Conclusion
     if len(records) == 1:
         course = (
             f"One measurement only, at step {first.step}: the loss on the probe was {first.probe_loss:.3g} and λ max "
-            f"{with_error(first.largest_eigenvalue)}; more steps or a larger budget show how they change."
+            f"{_told(first.largest_eigenvalue)}; more steps or a larger budget show how they change."
         )
     else:
         course = (
             f"From step {first.step} to step {last.step} the loss on the probe went from {first.probe_loss:.3g} to "
-            f"{last.probe_loss:.3g}, and λ max from {with_error(first.largest_eigenvalue)} to "
-            f"{with_error(last.largest_eigenvalue)}, with a maximum of {max(tops):.3g}."
+            f"{last.probe_loss:.3g}, and λ max from {_told(first.largest_eigenvalue)} to "
+            f"{_told(last.largest_eigenvalue)}, with a maximum of {max(tops):.3g}."
         )
     sentences = (course, _edge(records), _shares(records))
     sharpness = {one.step: one.largest_eigenvalue.value for one in records}
@@ -171,10 +171,8 @@ def _edge(records: Sequence[Record]) -> str:
     ratio, step = max(known)
     if len(known) == 1:
         return f"λ max was {ratio:.2g} of the edge of plain gradient descent, 2/lr."
-    return (
-        f"λ max was beyond the edge of plain gradient descent, 2/lr, in {beyond} of {len(known)} measurements, and at "
-        f"most {ratio:.2g} of it, at step {step}."
-    )
+    often = f"above it in {beyond} of {len(known)} measurements" if beyond else "never above it"
+    return f"λ max was at most {ratio:.2g} of the edge of plain gradient descent, 2/lr (step {step}), and {often}."
 
 
 def _shares(records: Sequence[Record]) -> str:
@@ -193,6 +191,11 @@ def _shares(records: Sequence[Record]) -> str:
     return f"{words}, and {now:.0%} at step {end}."
 
 
+def _told(estimate: Estimate) -> str:
+    """A number inside a sentence, with its error: an exponent only if the number is very large or small."""
+    return with_error(estimate, ".3g")
+
+
 def _answer(question: str, words: str, findings: Findings) -> Conclusion:
     return {"question": question, "answer": words, "advice": [dataclasses.asdict(one) for one in advice(findings)]}
 
@@ -204,7 +207,7 @@ def _apart(sizes: Sequence[tuple[str, float]], zero: float, what: str = "Frobeni
         return f"No block has a positive {what}."
     (least, low), (most, high) = seen[0], seen[-1]
     if len(seen) == 1:
-        return f"{high} has a {what} of {most:.2e}."
+        return f"{high} has a {what} of {most:.3g}."
     smallest = f"smallest{' above zero' if len(seen) < len(sizes) else ''}"
     return (
         f"Of {len(sizes)} blocks, {high} has the largest {what}, {most:.3g}, and {low} the {smallest}, {least:.3g}: a "
@@ -228,8 +231,8 @@ def _farthest(apart: Distances) -> str:
 
 def _reach(ends: Extremes) -> str:
     """The ends of the whole spectrum, and the step that they allow."""
-    span = f"The eigenvalues of the whole Hessian run from {with_error(ends.smallest)} to {with_error(ends.largest)}"
+    span = f"The eigenvalues of the whole Hessian run from {_told(ends.smallest)} to {_told(ends.largest)}"
     rate = ends.critical_learning_rate
     if rate is None:
         return f"{span}: none is positive, so no learning rate is critical."
-    return f"{span}, so plain gradient descent needs a learning rate below 2/λ max = {with_error(rate)}."
+    return f"{span}, so plain gradient descent needs a learning rate below 2/λ max = {_told(rate)}."

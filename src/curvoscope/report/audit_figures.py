@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _TEXT, _HEADING = 8, 11
 _COLUMNS = 4
+_PANELS = 3
+_ERRORS = -0.03, 1.05  # whole marks also at zero
 _TICKS = 8
 _DECADE = 10.0
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h", "<", ">", "d")
@@ -48,7 +50,7 @@ def error_figure(found: AuditTable, title: str) -> "matplotlib.figure.Figure":
             floats = statistics.median(row.floats / row.size for row in known)
             axes.errorbar([floats], [middle], bars, label=plain(name), markersize=4.5, linestyle="", **style)
         axes.set_xscale("log")
-        axes.set_ylim(0, 1.05)
+        axes.set_ylim(*_ERRORS)
         axes.set_title(plain(role), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)
@@ -85,10 +87,9 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
     """The error at the best scale through the layers, one panel per approximation, one line per role."""
     layers = layers_of_blocks(found.blocks)
     names = [name for name in _SHOWN if name in found.approximations]
-    figure = blank(3.0 * len(names) + 1.6, 3.2)
-    grid = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    figure, grid = panels(len(names))
     roles = list(dict.fromkeys(role_of(block) for block in found.blocks if layer_and_role(block) is not None))
-    for axes, name in zip(grid, names, strict=True):
+    for axes, name in zip(grid, names, strict=False):
         for place, role in enumerate(roles):
             points = sorted(
                 (layers.index(where[0]), row.best_scale_error)
@@ -99,16 +100,28 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
             values, errors = [float(error) for _, error in points], [error.stderr for _, error in points]
             places = [layer for layer, _ in points]
             axes.errorbar(places, values, errors, label=plain(role), markersize=3.5, linewidth=1.0, **style)
-        axes.set_ylim(0, 1.05)
+        axes.set_ylim(*_ERRORS)
         axes.set_xlabel("layer", size=_TEXT)
         step = -(-len(layers) // _TICKS)
         axes.set_xticks(range(0, len(layers), step), [layer.removeprefix("h.") for layer in layers[::step]])
         axes.set_title(plain(name), size=_HEADING, loc="left")
         axes.tick_params(labelsize=_TEXT)
         open_box(axes, grid=True)
-    grid[0].set_ylabel("|H - sA| / |H|", size=_HEADING)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize=_TEXT, frameon=False)
     return figure
+
+
+def panels(count: int) -> "tuple[matplotlib.figure.Figure, Sequence[matplotlib.axes.Axes]]":
+    """A figure of `count` panels for errors, at most three per row so that their text is readable on a page."""
+    columns = min(_PANELS, count)
+    rows = -(-count // columns)
+    figure = blank(2.7 * columns + 1.2, 2.4 * rows + 0.2)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    for axes in grid[count:]:
+        axes.set_visible(False)
+    for axes in grid[:count:columns]:
+        axes.set_ylabel("|H - sA| / |H|", size=_TEXT)
+    return figure, grid
 
 
 def layers_of_blocks(blocks: Sequence[str]) -> list[str]:

@@ -82,7 +82,7 @@ CAPTIONS = {
     ),
     "updates": (
         "The optimizer's own steps: change of the loss on the probe, measured and to second order, curvature along the "
-        "step with λ max and the edge, and the part of each block in it.",
+        "step with λ max and the edge, and the contribution of each block to it.",
         "Two panels against the step and a heat map of the blocks; the last step is in the table of the step by block.",
     ),
     "blocks": (

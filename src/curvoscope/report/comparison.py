@@ -79,8 +79,12 @@ def _answer(views: Sequence[RunView]) -> str:
         if not ratios:
             sentences.append(f"{view.label} and {views[0].label} have no {label} of the same block and part.")
             continue
+        low, high = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
+        if low == high == "1":
+            sentences.append(f"{label} in {view.label} is that in {views[0].label} ({len(ratios)} blocks and parts).")
+            continue
         sentences.append(
-            f"{label} in {view.label} is {min(ratios):.3g} to {max(ratios):.3g} times that in {views[0].label} (median "
+            f"{label} in {view.label} is {low} to {high} times that in {views[0].label} (median "
             f"{statistics.median(ratios):.3g}, of {len(ratios)} blocks and parts in both)."
         )
     return " ".join(sentences) or "The runs have no blocks of a model in common."
@@ -145,7 +149,7 @@ def _absent(views: Sequence[RunView]) -> str:
 
 
 def _others(reports: Mapping[str, Report], views: Sequence[RunView]) -> Iterator[Section]:
-    """Sections of the same title as one, with the tables folded, but for those whose numbers are all side by side."""
+    """Sections of the same title as one, with the tables folded, except those whose numbers are all side by side."""
     shown = {label for view in views for row in view.rows for label in row.numbers}
     for title in dict.fromkeys(section.title for report in reports.values() for section in report.sections):
         found = [(label, one) for label, report in reports.items() for one in report.sections if one.title == title]

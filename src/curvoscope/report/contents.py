@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """A figure of the run: the name of its PNG file, what it shows, and the same for those who do not see it."""
+    """A figure of the run: the name of its PNG file, its caption, and a text for screen readers."""
 
     file: str
     png: bytes | None
@@ -96,7 +96,7 @@ class Report:
         return page(self)
 
     def markdown(self) -> str:
-        """The same as text; the figures are the files beside it."""
+        """The same as text; the figures are the files next to it."""
         from curvoscope.report.markdown import page
 
         return page(self)

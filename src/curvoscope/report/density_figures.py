@@ -87,7 +87,7 @@ def headline_of(spectra: Sequence[BlockSpectrum]) -> str:
         return "Spectra of the Hessian's blocks"
     low, high = positive[0], positive[-1]
     return (
-        f"Largest eigenvalues from {low.largest.value:.1e} ({low.block}) to {high.largest.value:.1e} ({high.block}): "
+        f"Largest eigenvalues from {low.largest.value:.2g} ({low.block}) to {high.largest.value:.2g} ({high.block}): "
         f"{high.largest.value / low.largest.value:,.0f} times apart"
     )
 

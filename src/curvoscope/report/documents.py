@@ -1,4 +1,4 @@
-"""What the documents of the runs hold, as far as a report shows it; keys that no report shows are not named."""
+"""The keys of the documents of runs that a report shows."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -195,7 +195,7 @@ class Training(Common):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A prediction compared with what was found.
+    """A prediction compared with the measurement.
 
     Args:
         statement: what was predicted, as a sentence.
@@ -271,7 +271,7 @@ class PairCost:
 
 @dataclass(frozen=True)
 class RankedScore:
-    """The rank correlation of a score with what was measured."""
+    """The rank correlation of a score with the measured changes."""
 
     score: str
     correlation: Estimate

@@ -1,4 +1,4 @@
-"""The report as one HTML file, which opens from disk and asks the network for nothing."""
+"""The report as one HTML file that needs no network."""
 
 import base64
 import hashlib

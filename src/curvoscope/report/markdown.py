@@ -1,4 +1,4 @@
-"""The report as Markdown, with the figures as files beside it."""
+"""The report as Markdown, with the figures as files next to it."""
 
 import re
 
@@ -11,7 +11,10 @@ def page(report: Report) -> str:
     """Headings, tables and figures in the order of the HTML page."""
     parts = [f"# {_text(report.title)}", f"**{_text(report.question)}**", _text(report.answer)]
     parts += ["## What was measured", *map(_text, report.about)]
-    parts += ["## Advice", *(map(_advice, report.advice) if report.advice else ["The measurements suggest none."])]
+    parts += [
+        "## Advice",
+        *(map(_advice, report.advice) if report.advice else ["No advice follows from these measurements."]),
+    ]
     for section in report.sections:
         parts += _section(section)
     if report.missing:

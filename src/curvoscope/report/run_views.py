@@ -28,7 +28,7 @@ _DIGITS = 5  # of cells beyond that
 
 
 def view_of(found: Document) -> RunView | None:
-    """The view of a run; None of a run that has no blocks of a model."""
+    """The view of a run; None if it has no blocks of a model."""
     make = next((make for kind, make in _KINDS.items() if isinstance(found, kind)), None)
     view = None if make is None else make(found)
     return view if view is not None and view.rows else None

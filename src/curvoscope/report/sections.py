@@ -35,7 +35,7 @@ def sections_of(found: Document, files: Files) -> Iterator[Section]:
 
 
 def _figures(files: Files, names: Sequence[str], told: tuple[str, str] | None) -> list[ReportFigure]:
-    """Those that are there, with a caption and a text for those who do not see them."""
+    """The figures that exist, with captions and texts for screen readers."""
     return [
         ReportFigure(f"{name}.png", files.get(f"{name}.png"), files.get(f"{name}.svg"), *(told or CAPTIONS[name]))
         for name in names
@@ -185,8 +185,9 @@ def _audited(found: AuditDocument, figures: FigureSource) -> Iterator[Section]:
     table = _approximated(f"Approximations A of the blocks H, {how}", found.rows, found.rounding)
     yield Section("Approximations", text, [table], figures("audit_errors", "audit_depth"), explored=True)
     text = (
-        "Q, K and V of a layer as one weight H. kfac and kronecker:1 are one product for all three, kfac/layers and "
-        "kronecker:1/layers one for each. layers keeps the three blocks whole and drops what couples them."
+        "Q, K and V of a layer as one weight, with one block H. kfac and kronecker:1 are one product for all three, "
+        "kfac/layers and kronecker:1/layers one for each. layers keeps the three diagonal blocks exactly and drops the "
+        "blocks between them."
     )
     table = _approximated(f"Approximations of groups of weights, {how}", found.groups, found.rounding)
     yield Section("Q, K and V as one weight", text, [table] if found.groups else [])

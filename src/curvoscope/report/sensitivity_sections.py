@@ -40,7 +40,7 @@ def sensitivity(found: Sensitivity, figures: Callable[..., list[ReportFigure]]) 
     yield Section("Blocks", tables=[table], figures=figures("ranking", "prediction"), explored=True)
     largest = sorted(found.pairs, key=lambda one: -abs(one.second.value))[:_MOST_PAIRS]
     pairs = [(Cell(one.row), Cell(one.column), cells.measured(one.second)) for one in largest]
-    caption = "Interactions: ½ d·H d' of two blocks, counted once in the row of each"
+    caption = "Interactions of two blocks, ½ d·H d'; each counts in the rows of both blocks"
     if len(found.pairs) > _MOST_PAIRS:
         caption += f"; the {_MOST_PAIRS} largest of {len(found.pairs):,} (all are in sensitivity.json)"
     folded = Table(caption, ("block", "with", "interaction"), 2, pairs, folded=True)

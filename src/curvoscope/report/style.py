@@ -30,7 +30,7 @@ STYLES: dict[Part, dict[str, Any]] = {  # each part has a stroke of its own
 
 
 def blank(width: float, height: float) -> Figure:
-    """A figure of so many inches. It does not belong to pyplot, so no global state is left behind."""
+    """A figure of the given size in inches. It does not belong to pyplot, so no global state is left behind."""
     from matplotlib import figure
 
     return figure.Figure(figsize=(width, height), layout="constrained")
@@ -58,7 +58,7 @@ def logarithmic(axes: Axes) -> None:
 
 
 def colour_bar(image: Any, axes: Any, label: str, heading: int, text: int, **options: Any) -> None:
-    """The colours of an image beside one or several axes."""
+    """A colour bar for an image, next to one or several axes."""
     figure = image.axes.figure
     bar = figure.colorbar(image, ax=axes, **options)
     bar.set_label(label, size=heading)

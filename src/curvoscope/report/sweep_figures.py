@@ -23,7 +23,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h")
 
 
 def norm_map(sweep: Sweep, title: str) -> "matplotlib.figure.Figure":
-    """log10 |H(a, b)|_F of the Gauss-Newton part for all pairs of blocks; grey if not told from zero."""
+    """log10 |H(a, b)|_F of the Gauss-Newton part for all pairs of blocks; grey if not distinguishable from zero."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure

@@ -13,6 +13,7 @@ from curvoscope.training.records import Details, Record
 from curvoscope.training.updates import Update
 
 _TEXT, _HEADING, _LARGE = 9, 10, 11
+_ABOVE = 3  # labels in one row above a panel
 ROUNDING = 1e-7  # of the largest norm: models are trained in float32
 _COLORS = (*style.COLOURS, style.GREY)
 
@@ -42,11 +43,9 @@ def training_figure(records: Sequence[Record]) -> Figure:
             _line(attention, records, number, f"{word}, {style.plain(layer)}", color, stroke)
     titles = ("loss and gradient", "sharpness", "shares of the curvature", "rows of attention")
     for axes, title in zip((loss, sharpness, shares, attention), titles, strict=True):
-        axes.set_title(title, size=_HEADING)
+        _entitle(axes, title)
         axes.tick_params(labelsize=_TEXT)
-        if axes.lines:
-            axes.legend(fontsize=_TEXT, frameon=False)
-        else:
+        if not axes.lines:
             axes.set_yticks([])
             axes.text(0.5, 0.5, "not measured", size=_TEXT, ha="center", transform=axes.transAxes)
         style.open_box(axes)
@@ -74,6 +73,18 @@ def _line(
         steps, values = np.array(points, dtype=float).T
         axes.plot(steps, values, "o", color=color, markersize=2.5)
         axes.plot(steps, values, color=color, linestyle=stroke, linewidth=1.3, label=label)
+
+
+def _entitle(axes: Axes, title: str) -> None:
+    """The title and the legend above the curves; a long legend, as of the attention of many layers, among them."""
+    known = len(axes.get_legend_handles_labels()[1])
+    above = 0 < known <= _ABOVE
+    axes.set_title(title, size=_HEADING, pad=22 if above else 6)
+    if above:
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "borderaxespad": 0.0, "columnspacing": 1.2}
+        axes.legend(fontsize=_TEXT, frameon=False, ncols=known, **place)
+    elif known:
+        axes.legend(fontsize=_TEXT, framealpha=0.8, edgecolor="none")
 
 
 def _along_steps(axes: Axes, size: int) -> None:
@@ -180,10 +191,9 @@ def updates_figure(records: Sequence[Record]) -> Figure:
     _line(sharpness, records, lambda one: one.edge, "edge 2/lr", style.ORANGE, style.DASHED)
     sharpness.set_yscale("symlog", linthresh=max(1e-3, min(abs(update.sharpness) for _, update in known)))
     for axes, title in ((change, "change of the loss by the step"), (sharpness, "curvature along the step")):
-        axes.set_title(title, size=_HEADING)
+        _entitle(axes, title)
         axes.tick_params(labelsize=_TEXT)
         _along_steps(axes, _TEXT + 1)
-        axes.legend(fontsize=_TEXT, framealpha=0.8, edgecolor="none")
         style.open_box(axes)
     _shares_map(parts, known, names)
     last = known[-1][1]
@@ -200,7 +210,7 @@ def _shares_map(axes: Axes, known: Sequence[tuple[int, Update]], names: Sequence
     largest = float(np.abs(table).max()) or 1.0
     scale = colors.SymLogNorm(largest / 100, vmin=-largest, vmax=largest)
     image = axes.imshow(table, cmap="RdBu_r", norm=scale, aspect="auto", interpolation="nearest")
-    axes.set_title("part of each block in the curvature along the step (blue: negative)", size=_HEADING)
+    axes.set_title("contribution of each block to the curvature along the step (blue: negative)", size=_HEADING)
     _steps_below(axes, [step for step, _ in known])
     axes.set_yticks(range(len(names)), [style.plain(name) for name in names], size=_TEXT)
     style.colour_bar(image, axes, "$\\delta_b (H\\delta)_b/|\\delta|^2$", _HEADING, _TEXT, aspect=25)

@@ -79,8 +79,8 @@ def _steps(records: Sequence[Record]) -> list[Table]:
     rows.append((Cell("whole step"), *(cells.short(value) for value in (*whole, None, update.change))))
     columns = ("length", "slope", "curvature", "functional", "sharpness", "second order")
     caption = (
-        f"The step that led to step {step}: slope g·δ, curvature δ·Hδ and its functional part, both after the step, "
-        "and the change of the loss to second order, g·δ - δ·Hδ/2; alone: if only this block had moved"
+        f"The optimizer's step δ number {step}: slope g·δ, curvature δ·Hδ and its functional part at the weights after "
+        "it; second order: the change of the loss, g·δ - δ·Hδ/2; alone: if only this block had moved"
     )
     tables = [Table(caption, ("block", *columns, "alone, second order", "measured"), 1, rows)]
     heads = [(Cell(name), *_contribution(one)[:-1]) for name, one in update.heads.items()]

@@ -1,4 +1,4 @@
-"""Figures as SVG: written by Matplotlib, and set into a page whose colours they take, whatever its scheme is."""
+"""Figures as SVG: drawn by Matplotlib, set into a page in the colours of its scheme."""
 
 import html
 import io
@@ -25,7 +25,7 @@ _COLORS = {  # those that would be lost on a dark page, by the page's own
 
 
 class VectorError(ValueError):
-    """No SVG of a figure."""
+    """The text is not the SVG of a figure."""
 
 
 def svg(figure: Figure) -> bytes:
@@ -39,7 +39,7 @@ def svg(figure: Figure) -> bytes:
 
 
 def inline(content: bytes, prefix: str, label: str) -> str:
-    """The SVG as an element of a page: shapes only, ids with a prefix of their own, a label for those who do not see.
+    """The SVG as an element of a page: shapes only, ids with a prefix of their own, a label for screen readers.
 
     Raises:
         VectorError: if the content is no SVG.

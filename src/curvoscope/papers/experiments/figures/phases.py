@@ -32,7 +32,7 @@ _MARGINALS = 100  # steps in which the loss falls because the frequencies of the
 
 
 class PhasesConfiguration(Additions):
-    """Measured on `sequences` additions at the steps `checkpoints`, trained on `batch` fresh ones a step.
+    """Measured on `sequences` additions at the steps `checkpoints`, trained on `batch` fresh ones per step.
 
     `sharpness` are the values of βδ of the trained network with its scores times β, see `one_hot.smallest_gap`.
     """
