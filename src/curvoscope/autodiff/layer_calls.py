@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from curvoscope.errors import ModelError
 
@@ -13,25 +13,6 @@ LayerCalled = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dic
 
 class NotRepeatableError(ModelError):
     """A layer cannot be run a second time on its own."""
-
-
-def within(module: nn.Module, tensors: Mapping[str, Tensor], action: Callable[[], Any]) -> Any:
-    """What the action returns while the module has these parameters and buffers, by path.
-
-    They are put back in reverse: a module with two names, whose tensors two paths replace, gets its own ones again.
-    """
-    held: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
-    try:
-        for path, tensor in tensors.items():
-            parent, _, name = path.rpartition(".")
-            owner = module.get_submodule(parent)
-            table = owner._parameters if name in owner._parameters else owner._buffers
-            held.append((table, name, table[name]))
-            table[name] = tensor
-        return action()
-    finally:
-        for table, name, own in reversed(held):
-            table[name] = own
 
 
 def listed_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from curvoscope.autodiff.graph import Operation, check_differentiable, operations, tangents_alone
 from curvoscope.autodiff.kernels import kept_derivatives
-from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, replaced_forward, within, without_cache
-from curvoscope.autodiff.safety import undisturbed
+from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, replaced_forward, without_cache
+from curvoscope.autodiff.safety import undisturbed, within
 from curvoscope.autodiff.uses import nodes_below
 from curvoscope.errors import ModelError
 

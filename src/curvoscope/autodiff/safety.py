@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +94,25 @@ def _without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
         for device in {"cpu", *(tensor.device.type for tensor in tensors)}:
             settings.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def within(module: nn.Module, tensors: Mapping[str, Tensor], action: Callable[[], Any]) -> Any:
+    """What the action returns while the module has these parameters and buffers, by path.
+
+    They are put back in reverse: a module with two names, whose tensors two paths replace, gets its own ones again.
+    """
+    held: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+    try:
+        for path, tensor in tensors.items():
+            parent, _, name = path.rpartition(".")
+            owner = module.get_submodule(parent)
+            table = owner._parameters if name in owner._parameters else owner._buffers
+            held.append((table, name, table[name]))
+            table[name] = tensor
+        return action()
+    finally:
+        for table, name, own in reversed(held):
+            table[name] = own
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from curvoscope.autodiff.batches import Batch, BatchError
 from curvoscope.autodiff.graph import Operation, operations
 from curvoscope.autodiff.hooks import Written
-from curvoscope.autodiff.layer_calls import within
-from curvoscope.autodiff.safety import WeightWatch, can_be_watched, check_reads, in_modes, rewritten_by
+from curvoscope.autodiff.safety import WeightWatch, can_be_watched, check_reads, in_modes, rewritten_by, within
 from curvoscope.blocks import Blocks
 from curvoscope.distributed.ranks import Ranks
 from curvoscope.errors import CurvoscopeError, DeviceError, EmptyError, LossError, ModelError, NonFiniteError

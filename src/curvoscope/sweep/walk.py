@@ -24,7 +24,8 @@ from curvoscope.autodiff.batches import Batch
 from curvoscope.autodiff.cotangents import COLUMNS, Cotangents, SampleSeed, column_ranges, cotangents
 from curvoscope.autodiff.engine import Autodiff
 from curvoscope.autodiff.graph import Gradients, gradients_at_once, gradients_in_turn
-from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers, within
+from curvoscope.autodiff.layer_calls import NotRepeatableError, listed_layers
+from curvoscope.autodiff.safety import within
 from curvoscope.autodiff.uses import Factors, WeightUse, find_uses, nodes_below
 from curvoscope.blocks import Block, Blocks, Piece
 from curvoscope.errors import ModelError
