@@ -40,6 +40,7 @@ class GradientSource:
         members_axis: 1 if they stand side by side, 0 if one after the other.
         silent: directions of the inputs that no gradient has and `spanned` has left out.
         negative: gradients whose squares are subtracted, of a matrix with negative eigenvalues; see `source_of`.
+        seed: of the `halves`; one of its own for each chunk of a sweep, whose samples are ordered by micro-batch.
 
     Example:
         >>> import torch
@@ -61,6 +62,7 @@ class GradientSource:
     members_axis: int = 1
     silent: int = 0
     negative: tuple[GradientFactors, ...] = ()
+    seed: int = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -283,12 +285,20 @@ class GradientSource:
         parts, labelled = (
             tuple(part.part(axis, start, stop) for part in several) for several in (self.parts, self.labelled)
         )
-        return GradientSource(name, parts, self.exact, sequences=self.sequences, labelled=labelled, silent=self.silent)
+        return GradientSource(
+            name,
+            parts,
+            self.exact,
+            sequences=self.sequences,
+            labelled=labelled,
+            silent=self.silent,
+            seed=self.seed,
+        )
 
     @property
     def second_half(self) -> Tensor:
         """The places of the samples of the second of the `halves`, in order."""
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(self.seed))
         return order[len(self) // 2 :].sort().values
 
     def halves(self) -> "tuple[GradientSource, GradientSource]":
@@ -345,6 +355,7 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
         labelled=tuple(map(join, labelled)),
         members=sizes,
         members_axis=axis,
+        seed=first.seed,
     )
 
 
