@@ -10,6 +10,7 @@ from torch import nn
 import curvoscope as cv
 from curvoscope.analysis import audit as module_of_audit
 from curvoscope.analysis.audit import DEFAULT
+from curvoscope.analysis.audit_table import AuditRow, AuditTable
 from curvoscope.approximations import GradientFactors, GradientSource, source_of
 from curvoscope.approximations.names import approximation
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, RangeError
@@ -172,6 +173,14 @@ def test_defaults_are_the_weights_of_linear_layers():
     assert "0.weight  " in str(found) and found.__rich__().row_count == len(found)
 
 
+def test_defaults_do_not_split_a_weight_with_one_head():
+    model = nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0, batch_first=True).double()
+    found = cv.hessian(model, nn.MSELoss(), [(r(2, 3, 4), r(2, 3, 4))], cv.blocks_of(model).select("*.attn.Q"))
+    assert not any("heads" in name for name in cv.analysis.audit(found).approximations)
+    (row,) = cv.analysis.audit(found, approximations=["heads"])
+    assert row.error < 1e-9
+
+
 @pytest.fixture(scope="module")
 def sweep():
     return cv.sweep(MODEL, LOSS, DATA, samples=512, keep=["*weight"])
@@ -279,7 +288,25 @@ class TestWhatATableSays:
         (said,) = found.splitting()
         assert said.startswith("One kronecker:1 for each of weight and weight instead of one for all of them ")
         assert f": {each.best_scale_error:.2f} against {one.best_scale_error:.2f}; " in said
-        assert said.endswith(f"damped steps have {each.step_error:.2f} against {one.step_error:.2f}.")
+        assert said.endswith(f"that of damped steps is {each.step_error:.2f} against {one.step_error:.2f}.")
+
+    @pytest.mark.parametrize(
+        ("one", "each", "stderr", "gains"),
+        [
+            (0.5, 0.4, 0.0, "lowers the error: 0.40 against 0.50."),
+            (0.5, 0.6, 0.0, "raises the error: 0.60 against 0.50."),
+            (0.5, 0.501, 0.0, "leaves the error as it is: 0.50 against 0.50."),
+            (0.5, 0.4, 0.05, "makes no clear difference to the error: 0.40 ± 0.05 against 0.50 ± 0.05."),
+            (0.5, 0.3, 0.05, "lowers the error: 0.30 ± 0.05 against 0.50 ± 0.05."),
+        ],
+    )
+    def test_a_gain_is_one_beyond_its_error(self, one, each, stderr, gains):
+        def row(name, error, floats):
+            known = cv.Estimate(error, stderr)
+            return AuditRow("h.0.attn.Q", name, known, known, known, known, None, None, None, floats, 16)
+
+        table = AuditTable([row("kfac", one, 8), row("kfac/heads", each, 6)])
+        assert table.splitting() == [f"One kfac per head instead of one per weight {gains}"]
 
     def test_columns_that_no_row_has_are_left_out(self, sweep):
         exact, sampled = (str(cv.analysis.audit(one, [NAME], ["kfac"])).splitlines()[0] for one in (H, sweep))

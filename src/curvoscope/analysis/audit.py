@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from curvoscope import checks
 from curvoscope.analysis.audit_exact import DenseTruth, FactoredTruth
 from curvoscope.analysis.audit_samples import SampledAudit
-from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, standins
+from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, repeats_the_weight, standins
 from curvoscope.approximations import GradientSource, joined, source_of
 from curvoscope.approximations.source import CurvatureSource
 from curvoscope.errors import CurvoscopeError, DtypeError, EmptyError, RangeError
@@ -99,6 +99,8 @@ def audit(
                 raise RangeError("blocks", f"{source.name!r} is zero, and no error is relative to it; omit it")
             continue
         for name, make in standins(source.name, wanted):
+            if approximations is None and repeats_the_weight(name, source):
+                continue
             try:
                 found = make(source)
             except CurvoscopeError as error:
