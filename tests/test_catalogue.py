@@ -466,13 +466,28 @@ CALLS = {
     "kronecker: more terms than there are": (
         lambda: cv.approximations.kronecker(hessian(), "0.weight", rank=17), RANGE, "rank",
     ),
+    "kronecker: a rank that is not whole": (
+        lambda: cv.approximations.kronecker(hessian(), "0.weight", rank=2.0), RANGE, "rank",
+    ),
     "shampoo: unknown power": (lambda: cv.approximations.shampoo(hessian(), "0.weight", power=1), RANGE, "power"),
     "kl_shampoo: no damping": (
         lambda: cv.approximations.kl_shampoo(hessian(), "0.weight", damping=0.0), RANGE, "damping",
     ),
+    "kl_shampoo: damping infinite": (
+        lambda: cv.approximations.kl_shampoo(hessian(), "0.weight", damping=float("inf")), RANGE, "damping",
+    ),
+    "diagonal: of a block off the diagonal": (
+        lambda: cv.approximations.diagonal(attention().hessian(X, cv.losses.MSE(r(6, 4))).outer["Q", "K"]), SHAPE, "H",
+    ),
+    "kfac: a name that is a number": (lambda: cv.approximations.kfac(hessian(), 3), DTYPE, "name"),
+    "layers: a text": (lambda: cv.approximations.layers(hessian(), "0.weight"), NAME, "names"),
+    "joined: nothing": (lambda: cv.approximations.joined([]), EMPTY, "sources"),
     "empirical: no labels": (lambda: cv.approximations.empirical(hessian(), "0.weight"), MODEL, "approximation"),
     "approximation: unknown name": (
         lambda: cv.approximations.approximation(hessian(), "adam", "0.weight"), RANGE, "approximations",
+    ),
+    "approximation: a name that is a number": (
+        lambda: cv.approximations.approximation(hessian(), 4, "0.weight"), DTYPE, "approximations",
     ),
     "approximation: option that is no number": (
         lambda: cv.approximations.approximation(hessian(), "kronecker:two", "0.weight"), RANGE, "approximations",
@@ -514,6 +529,17 @@ CALLS = {
     "audit: approximation that is a number": (
         lambda: cv.analysis.audit(hessian(), ["0.weight"], [1.0]), DTYPE, "approximations",
     ),
+    "audit: a dictionary of names": (
+        lambda: cv.analysis.audit(hessian(), ["0.weight"], [{"0.weight": "kfac"}]), DTYPE, "approximations",
+    ),
+    "audit: a block that is a number": (lambda: cv.analysis.audit(hessian(), [0]), DTYPE, "blocks"),
+    "audit: a block twice in one weight": (
+        lambda: cv.analysis.audit(hessian(), [("0.weight", "0.weight")]), NAME, "blocks",
+    ),
+    "sampled audit: a text": (lambda: cv.analysis.SampledAudit("kfac"), DTYPE, "approximations"),
+    "sampled audit: groups of one name": (
+        lambda: cv.analysis.SampledAudit(["kfac"], groups=["0.weight"]), DTYPE, "groups",
+    ),
     "audit: sweep that keeps nothing": (
         lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=())), EMPTY, "sweep",
     ),
@@ -523,6 +549,13 @@ CALLS = {
         "part",
     ),
     "block-diagonal: one block": (lambda: cv.analysis.block_diagonal_error(hessian(), ["0.weight"]), EMPTY, "blocks"),
+    "block-diagonal: of nothing": (lambda: cv.analysis.block_diagonal_error(None), DTYPE, "H"),
+    "block-diagonal: an empty group": (
+        lambda: cv.analysis.block_diagonal_error(hessian(), ["0.weight", ()]), EMPTY, "blocks",
+    ),
+    "block-diagonal: a block twice": (
+        lambda: cv.analysis.block_diagonal_error(hessian(), ["0.weight", "0.weight"]), NAME, "blocks",
+    ),
     "sweep: keep what is not there": (
         lambda: cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=["h.*"]), NAME, "patterns",
     ),

@@ -288,14 +288,14 @@ class TestWhatATableSays:
         (said,) = found.splitting()
         assert said.startswith("One kronecker:1 for each of weight and weight instead of one for all of them ")
         assert f": {each.best_scale_error:.2f} against {one.best_scale_error:.2f}; " in said
-        assert said.endswith(f"that of damped steps is {each.step_error:.2f} against {one.step_error:.2f}.")
+        assert said.endswith(f"; the error of damped steps is {each.step_error:.2f} against {one.step_error:.2f}.")
 
     @pytest.mark.parametrize(
         ("one", "each", "stderr", "gains"),
         [
             (0.5, 0.4, 0.0, "lowers the error: 0.40 against 0.50."),
             (0.5, 0.6, 0.0, "raises the error: 0.60 against 0.50."),
-            (0.5, 0.501, 0.0, "leaves the error as it is: 0.50 against 0.50."),
+            (0.5, 0.501, 0.0, "has the same error: 0.50 against 0.50."),
             (0.5, 0.4, 0.05, "makes no clear difference to the error: 0.40 ± 0.05 against 0.50 ± 0.05."),
             (0.5, 0.3, 0.05, "lowers the error: 0.30 ± 0.05 against 0.50 ± 0.05."),
         ],

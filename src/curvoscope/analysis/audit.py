@@ -6,7 +6,7 @@ and compared with the other half, so that the mean of gamma^T A gamma there is a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from curvoscope import checks
@@ -156,8 +156,11 @@ def _chosen(names: Sequence[str], wanted: Wanted | None) -> list[tuple[str, ...]
             some: list[tuple[str, ...]] = [(name,) for name in names if name == entry or fnmatchcase(name, entry)]
             missing = [] if some or _is_head(entry, names) else [entry]
             some = some or [(entry,)]
-        else:
+        elif isinstance(entry, Iterable):
             some, missing = [tuple(entry)], [name for name in entry if name not in names]
+            checks.different_blocks("blocks", some[0], {})
+        else:
+            raise DtypeError("blocks", f"has an entry {entry!r}, expected a name or a tuple of names")
         for name in missing:
             checks.block_named("blocks", name, names)
         found |= dict.fromkeys(some)

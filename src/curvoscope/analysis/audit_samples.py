@@ -18,7 +18,7 @@ from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, float
 from curvoscope.approximations import Approximation, GradientSource, joined
 from curvoscope.approximations.factors import total
 from curvoscope.approximations.projections import kept_pairs, others
-from curvoscope.errors import BlockNameError, CurvoscopeError, EmptyError, RangeError
+from curvoscope.errors import BlockNameError, CurvoscopeError, DtypeError, EmptyError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
 from curvoscope.sweep.statistics import LEAST, jackknifed
@@ -133,6 +133,10 @@ class SampledAudit:
     def __init__(
         self, approximations: Sequence[Standin], strict: bool = False, groups: Sequence[Sequence[str]] | None = None
     ) -> None:
+        for argument, some in (("approximations", [approximations]), ("groups", groups or ())):
+            text = next((one for one in some if isinstance(one, str)), None)
+            if text is not None:
+                raise DtypeError(argument, f"got the text {text!r} in place of a list")
         self._wanted, self._strict, self._groups = list(approximations), strict, groups
         self._waiting: dict[tuple[tuple[str, ...], int], dict[str, GradientSource]] = {}  # by group and chunk
         self._found: dict[str, dict[str, dict[int, _Compared]]] = {}

@@ -180,7 +180,7 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         split, whole = _median(several), _median(ones)
         noise = 2 * math.hypot(split.stderr, whole.stderr)
         if abs(split - whole) <= max(0.005, noise):
-            gains = "makes no clear difference to the error" if noise else "leaves the error as it is"
+            gains = "makes no clear difference to the error" if noise else "has the same error"
         else:
             gains = f"{'lowers' if split < whole else 'raises'} the error"
         heads, members = "per head instead of one per weight", _members(blocks[0])
@@ -188,8 +188,8 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         said = f"One {name} {instead} {gains}: {_rounded(split)} against {_rounded(whole)}"
         steps = [[row.step_error for row in rows if row.step_error is not None] for rows in (several, ones)]
         if all(steps):
-            split, whole = (statistics.median(some) for some in steps)
-            said += f"; that of damped steps is {split:.2f} against {whole:.2f}"
+            said += "; the error of damped steps is "
+            said += f"{statistics.median(steps[0]):.2f} against {statistics.median(steps[1]):.2f}"
         return f"{said}."
 
     def _shown(self) -> TextTable:
@@ -220,7 +220,7 @@ def _median(rows: Sequence[AuditRow]) -> Estimate:
 
 
 def _rounded(error: Estimate) -> str:
-    return f"{error.value:.2f} ± {error.stderr:.2f}" if error.stderr else f"{error.value:.2f}"
+    return f"{error.value:.2f} ± {error.stderr:.1g}" if error.stderr else f"{error.value:.2f}"
 
 
 def named(block: str) -> str:
@@ -267,6 +267,8 @@ def _makings(block: str, wanted: Sequence[Standin]) -> Iterator[Making]:
 
 
 def _fitting(operator: LinearOperator, source: GradientSource) -> LinearOperator:
+    if not isinstance(operator, LinearOperator):
+        raise DtypeError("approximations", f"got {type(operator).__name__} for {source.name!r}, expected an operator")
     size = source.shape[0] * source.shape[1]
     if operator.shape != (size, size):
         raise ShapeError(

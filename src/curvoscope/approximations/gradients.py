@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvoscope.approximations.factors import GradientFactors, moment, symmetric, total
-from curvoscope.errors import ModelError, RangeError
+from curvoscope.errors import EmptyError, ModelError, RangeError
 from curvoscope.operators.base import Shape
 
 OfSide = TypeVar("OfSide")  # what belongs to one side of a weight
@@ -330,6 +330,8 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
         >>> bool(torch.allclose(both.dense(), H.outer.dense()))
         True
     """
+    if not sources:
+        raise EmptyError("sources", "got none, expected the gradients of at least one weight")
     if not _alike([source.parts for source in sources]):
         raise ModelError(
             "blocks",

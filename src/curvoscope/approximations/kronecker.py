@@ -3,6 +3,7 @@
 import math
 from functools import cached_property
 from itertools import cycle
+from numbers import Integral
 
 import numpy as np
 import scipy
@@ -58,7 +59,7 @@ def kronecker(H: CurvatureSource, name: str | None = None, rank: int = 1) -> App
     source = source_of(H, name, signed=True)
     a, p = source.shape
     most = min(source.sides) ** 2
-    if rank not in range(1, most + 1):
+    if not isinstance(rank, Integral) or rank not in range(1, most + 1):
         raise RangeError("rank", f"got {rank}, expected 1 to {most}, the smaller of a² and p² of {source.name!r}")
     floats = rank * source.product_floats
     if (a * p) ** 2 <= _DENSE:
