@@ -97,6 +97,29 @@ def test_a_block_too_large_to_be_formed(rows, monkeypatch):
     assert row.eigenvalue_error is row.step_error is row.decrease is None
 
 
+@pytest.mark.parametrize("form", ["formed", "factored", "sampled"])
+@pytest.mark.parametrize("exponent", [40, -45])
+def test_relative_numbers_do_not_depend_on_the_scale(exponent, form, monkeypatch):
+    """Fourth powers of gradients leave the range of single precision; inputs times 2^e change nothing but the scale."""
+    monkeypatch.setattr(sys.modules[module_of_audit.__module__], "_DENSE", 0 if form == "factored" else 2048)
+    names = [name for name in DEFAULT if "heads" not in name and name != "kl_shampoo"] + ["kronecker:3"]
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3, bias=False))
+    inputs, targets = X.float(), r(10, 3).float()
+    tables = []
+    for scale in (1.0, 2.0**exponent):
+        data = [(inputs * scale, targets)]
+        sampled = form == "sampled"
+        H = cv.sweep(model, nn.MSELoss(), data, samples=64) if sampled else cv.hessian(model, nn.MSELoss(), data)
+        rank_one = scale**2 * torch.ones(20, 20)
+        core = torch.ones(1, 1)
+        operator = cv.KroneckerSum((20, 1), (20, 1), [Single(rank_one, core, symmetric=True)], rank_one)
+        tables.append(cv.analysis.audit(H, [NAME], [*names, operator]))
+    for row, other in zip(*tables, strict=True):
+        for number, scaled in zip(row, other, strict=True):
+            if isinstance(number, cv.Estimate):
+                assert scaled == pytest.approx(number, abs=1e-2), row.approximation
+
+
 def test_a_negative_operator_has_a_negative_cosine(sweep):
     """Its error is 1 + 1 at A = -H, and the interval of samples holds that."""
     (exact,) = cv.analysis.audit(H, [NAME], [-1.0 * H.outer[NAME]])

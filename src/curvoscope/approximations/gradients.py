@@ -15,10 +15,12 @@ from torch import Tensor
 
 from curvoscope.approximations.factors import GradientFactors, moment, symmetric, total
 from curvoscope.errors import EmptyError, ModelError, RangeError
+from curvoscope.magnitudes import power_of_two
 from curvoscope.operators.base import Shape
 
 OfSide = TypeVar("OfSide")  # what belongs to one side of a weight
 
+_FAR = 2.0**20  # entries of gradients, from which on they are scaled
 _FEW = 0.5  # tokens for each entry of x or delta, up to which their span is smaller than its space
 
 
@@ -257,6 +259,29 @@ class GradientSource:
         heads, axis = (self.heads, self.axis) if self.axis == self.outputs_axis else (None, None)
         silent = tokens.shape[1] - len(tokens)
         return replace(self, parts=parts, silent=silent, labelled=(), heads=heads, axis=axis)
+
+    def scaled(self) -> "tuple[GradientSource, float]":
+        """The same gradients divided by a number if their fourth powers may leave the range of their dtype.
+
+        Returns:
+            The source, and the number: a power of two near the largest entries, or 1.
+        """
+        sides = [
+            [part.inputs for part in self.parts if part.inputs is not None],
+            [one.cotangents for one in self.parts],
+        ]
+        units = [max((power_of_two(one) for one in side), default=1.0) for side in sides]
+        if 1 / _FAR <= units[0] * units[1] <= _FAR:
+            return self, 1.0
+        parts = (
+            replace(
+                part,
+                inputs=None if part.inputs is None else part.inputs / units[0],
+                cotangents=part.cotangents / units[1],
+            )
+            for part in self.parts
+        )
+        return replace(self, parts=tuple(parts), labelled=()), units[0] * units[1]
 
     def head(self, number: int) -> "GradientSource":
         """The gradients of one head alone.

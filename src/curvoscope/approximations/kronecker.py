@@ -184,9 +184,11 @@ class KroneckerTerms(Approximation):
         return (first.mT @ second).flatten()
 
     def _norm(self) -> float:
-        first, second = (side.flatten(1) @ side.flatten(1).mT for side in (self.left, self.right))
+        units = [power_of_two(side) for side in (self.left, self.right)]
+        flat = [(side / unit).flatten(1) for side, unit in zip((self.left, self.right), units, strict=True)]
+        first, second = (side @ side.mT for side in flat)
         square: ScaledNumber = float((first * second).sum()), 0
-        return root(square)
+        return root(square) * units[0] * units[1]
 
     @cached_property
     def _extremes(self) -> tuple[float, float]:
