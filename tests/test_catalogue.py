@@ -251,7 +251,7 @@ CALLS = {
     "hessian: batches that are no pairs": (lambda: hessian(batches=[X]), BatchError, "batches"),
     "hessian: no model": (lambda: hessian(lambda inputs: inputs), MODEL, "model"),
     "hessian: batches that are a number": (lambda: hessian(batches=3), BatchError, "batches"),
-    "hessian: names as blocks": (lambda: hessian(blocks=["0.weight"]), MODEL, "blocks"),
+    "hessian: names as blocks": (lambda: hessian(blocks=["0.weight"]), NAME, "blocks"),
     "hessian: half a row": (lambda: hessian(micro_batch=1.5), RANGE, "micro_batch"),
     "hessian: unknown device": (lambda: hessian(device="nowhere"), DEVICE, "device"),
     "hessian: a list as vector": (lambda: hessian() @ [1.0] * 43, DTYPE, "vector"),
@@ -537,13 +537,28 @@ CALLS = {
     "kronecker: more terms than there are": (
         lambda: cv.approximations.kronecker(hessian(), "0.weight", rank=17), RANGE, "rank",
     ),
+    "kronecker: a rank that is not whole": (
+        lambda: cv.approximations.kronecker(hessian(), "0.weight", rank=2.0), RANGE, "rank",
+    ),
     "shampoo: unknown power": (lambda: cv.approximations.shampoo(hessian(), "0.weight", power=1), RANGE, "power"),
     "kl_shampoo: no damping": (
         lambda: cv.approximations.kl_shampoo(hessian(), "0.weight", damping=0.0), RANGE, "damping",
     ),
+    "kl_shampoo: damping infinite": (
+        lambda: cv.approximations.kl_shampoo(hessian(), "0.weight", damping=float("inf")), RANGE, "damping",
+    ),
+    "diagonal: of a block off the diagonal": (
+        lambda: cv.approximations.diagonal(attention().hessian(X, cv.losses.MSE(r(6, 4))).outer["Q", "K"]), SHAPE, "H",
+    ),
+    "kfac: a name that is a number": (lambda: cv.approximations.kfac(hessian(), 3), DTYPE, "name"),
+    "layers: a text": (lambda: cv.approximations.layers(hessian(), "0.weight"), NAME, "names"),
+    "joined: nothing": (lambda: cv.approximations.joined([]), EMPTY, "sources"),
     "empirical: no labels": (lambda: cv.approximations.empirical(hessian(), "0.weight"), MODEL, "approximation"),
     "approximation: unknown name": (
         lambda: cv.approximations.approximation(hessian(), "adam", "0.weight"), RANGE, "approximations",
+    ),
+    "approximation: a name that is a number": (
+        lambda: cv.approximations.approximation(hessian(), 4, "0.weight"), DTYPE, "approximations",
     ),
     "approximation: option that is no number": (
         lambda: cv.approximations.approximation(hessian(), "kronecker:two", "0.weight"), RANGE, "approximations",
@@ -585,6 +600,17 @@ CALLS = {
     "audit: approximation that is a number": (
         lambda: cv.analysis.audit(hessian(), ["0.weight"], [1.0]), DTYPE, "approximations",
     ),
+    "audit: a dictionary of names": (
+        lambda: cv.analysis.audit(hessian(), ["0.weight"], [{"0.weight": "kfac"}]), DTYPE, "approximations",
+    ),
+    "audit: a block that is a number": (lambda: cv.analysis.audit(hessian(), [0]), DTYPE, "blocks"),
+    "audit: a block twice in one weight": (
+        lambda: cv.analysis.audit(hessian(), [("0.weight", "0.weight")]), NAME, "blocks",
+    ),
+    "sampled audit: a text": (lambda: cv.analysis.SampledAudit("kfac"), DTYPE, "approximations"),
+    "sampled audit: groups of one name": (
+        lambda: cv.analysis.SampledAudit(["kfac"], groups=["0.weight"]), DTYPE, "groups",
+    ),
     "audit: sweep that keeps nothing": (
         lambda: cv.analysis.audit(cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=())), EMPTY, "sweep",
     ),
@@ -601,6 +627,13 @@ CALLS = {
         lambda: cv.sweep(Scoring(), lambda outputs, _: outputs[1], BATCHES, samples=8), LOSS, "loss_fn",
     ),
     "sweep: names of blocks": (lambda: cv.sweep(NETWORK, mse_loss, BATCHES, blocks="*"), NAME, "blocks"),
+    "block-diagonal: of nothing": (lambda: cv.analysis.block_diagonal_error(None), DTYPE, "H"),
+    "block-diagonal: an empty group": (
+        lambda: cv.analysis.block_diagonal_error(hessian(), ["0.weight", ()]), EMPTY, "blocks",
+    ),
+    "block-diagonal: a block twice": (
+        lambda: cv.analysis.block_diagonal_error(hessian(), ["0.weight", "0.weight"]), NAME, "blocks",
+    ),
     "sweep: keep what is not there": (
         lambda: cv.sweep(NETWORK, mse_loss, BATCHES, samples=8, keep=["h.*"]), NAME, "patterns",
     ),

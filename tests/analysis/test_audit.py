@@ -10,6 +10,7 @@ from torch import nn
 import curvoscope as cv
 from curvoscope.analysis import audit as module_of_audit
 from curvoscope.analysis.audit import DEFAULT
+from curvoscope.analysis.audit_table import AuditRow, AuditTable
 from curvoscope.approximations import GradientFactors, GradientSource, source_of
 from curvoscope.approximations.names import approximation
 from curvoscope.errors import BlockNameError, DtypeError, EmptyError, RangeError
@@ -96,6 +97,29 @@ def test_a_block_too_large_to_be_formed(rows, monkeypatch):
     assert row.eigenvalue_error is row.step_error is row.decrease is None
 
 
+@pytest.mark.parametrize("form", ["formed", "factored", "sampled"])
+@pytest.mark.parametrize("exponent", [40, -45])
+def test_relative_numbers_do_not_depend_on_the_scale(exponent, form, monkeypatch):
+    """Fourth powers of gradients leave the range of single precision; inputs times 2^e change nothing but the scale."""
+    monkeypatch.setattr(sys.modules[module_of_audit.__module__], "_DENSE", 0 if form == "factored" else 2048)
+    names = [name for name in DEFAULT if "heads" not in name and name != "kl_shampoo"] + ["kronecker:3"]
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3, bias=False))
+    inputs, targets = X.float(), r(10, 3).float()
+    tables = []
+    for scale in (1.0, 2.0**exponent):
+        data = [(inputs * scale, targets)]
+        sampled = form == "sampled"
+        H = cv.sweep(model, nn.MSELoss(), data, samples=64) if sampled else cv.hessian(model, nn.MSELoss(), data)
+        rank_one = scale**2 * torch.ones(20, 20)
+        core = torch.ones(1, 1)
+        operator = cv.KroneckerSum((20, 1), (20, 1), [Single(rank_one, core, symmetric=True)], rank_one)
+        tables.append(cv.analysis.audit(H, [NAME], [*names, operator]))
+    for row, other in zip(*tables, strict=True):
+        for number, scaled in zip(row, other, strict=True):
+            if isinstance(number, cv.Estimate):
+                assert scaled == pytest.approx(number, abs=1e-2), row.approximation
+
+
 def test_a_negative_operator_has_a_negative_cosine(sweep):
     """Its error is 1 + 1 at A = -H, and the interval of samples holds that."""
     (exact,) = cv.analysis.audit(H, [NAME], [-1.0 * H.outer[NAME]])
@@ -172,6 +196,14 @@ def test_defaults_are_the_weights_of_linear_layers():
     assert "0.weight  " in str(found) and found.__rich__().row_count == len(found)
 
 
+def test_defaults_do_not_split_a_weight_with_one_head():
+    model = nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0, batch_first=True).double()
+    found = cv.hessian(model, nn.MSELoss(), [(r(2, 3, 4), r(2, 3, 4))], cv.blocks_of(model).select("*.attn.Q"))
+    assert not any("heads" in name for name in cv.analysis.audit(found).approximations)
+    (row,) = cv.analysis.audit(found, approximations=["heads"])
+    assert row.error < 1e-9
+
+
 @pytest.fixture(scope="module")
 def sweep():
     return cv.sweep(MODEL, LOSS, DATA, samples=512, keep=["*weight"])
@@ -208,6 +240,21 @@ def test_small_samples_are_kept_without_being_asked_for(sweep, monkeypatch):
     assert not any(continued.kept) and all(plain.kept)  # all chunks or none, and the earlier sweep keeps its own
     watched = cv.sweep(MODEL, LOSS, DATA, samples=64, observe=lambda chunk, source: None)
     assert not any(watched.kept)
+
+
+def test_halves_have_their_share_of_each_micro_batch():
+    """Samples are ordered by micro-batch: the same places in every chunk would leave one half too many of one row.
+
+    The mean over 32 chunks, within five standard errors.
+    """
+    differences = []
+    for chunk in cv.sweep(MODEL, LOSS, [(X[:2], LABELS[:2])], samples=2048, micro_batch=1, keep=[NAME]).kept:
+        first, second = (source.parts for source in chunk[NAME].halves())
+        row = first[0].inputs
+        counts = [sum(len(part) for part in parts if torch.equal(part.inputs, row)) for parts in (first, second)]
+        differences.append(float(counts[0] - counts[1]))
+    found = torch.tensor(differences)
+    assert len(found) == 32 and abs(found.mean()) < 5 * found.std() / 32**0.5
 
 
 def test_kept_samples_leave_memory_for_the_rest():
@@ -264,7 +311,25 @@ class TestWhatATableSays:
         (said,) = found.splitting()
         assert said.startswith("One kronecker:1 for each of weight and weight instead of one for all of them ")
         assert f": {each.best_scale_error:.2f} against {one.best_scale_error:.2f}; " in said
-        assert said.endswith(f"damped steps is {each.step_error:.2f} against {one.step_error:.2f}.")
+        assert said.endswith(f"; the error of damped steps is {each.step_error:.2f} against {one.step_error:.2f}.")
+
+    @pytest.mark.parametrize(
+        ("one", "each", "stderr", "gains"),
+        [
+            (0.5, 0.4, 0.0, "lowers the error: 0.40 against 0.50."),
+            (0.5, 0.6, 0.0, "raises the error: 0.60 against 0.50."),
+            (0.5, 0.501, 0.0, "has the same error: 0.50 against 0.50."),
+            (0.5, 0.4, 0.05, "makes no clear difference to the error: 0.40 ± 0.05 against 0.50 ± 0.05."),
+            (0.5, 0.3, 0.05, "lowers the error: 0.30 ± 0.05 against 0.50 ± 0.05."),
+        ],
+    )
+    def test_a_gain_is_one_beyond_its_error(self, one, each, stderr, gains):
+        def row(name, error, floats):
+            known = cv.Estimate(error, stderr)
+            return AuditRow("h.0.attn.Q", name, known, known, known, known, None, None, None, floats, 16)
+
+        table = AuditTable([row("kfac", one, 8), row("kfac/heads", each, 6)])
+        assert table.splitting() == [f"One kfac per head instead of one per weight {gains}"]
 
     def test_columns_that_no_row_has_are_left_out(self, sweep):
         exact, sampled = (str(cv.analysis.audit(one, [NAME], ["kfac"])).splitlines()[0] for one in (H, sweep))

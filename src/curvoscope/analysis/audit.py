@@ -5,13 +5,13 @@ gamma of a small model every term is exact: <H, A> = sum gamma^T A gamma. From s
 and compared with the other half, so that the mean of gamma^T A gamma there is an unbiased estimate of <H, A>.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from curvoscope import checks
 from curvoscope.analysis.audit_exact import DenseTruth, FactoredTruth
 from curvoscope.analysis.audit_samples import SampledAudit
-from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, standins
+from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, repeats_the_weight, standins
 from curvoscope.approximations import GradientSource, joined, source_of
 from curvoscope.approximations.source import CurvatureSource
 from curvoscope.errors import CurvoscopeError, DtypeError, EmptyError, RangeError
@@ -97,6 +97,8 @@ def audit(
                 raise RangeError("blocks", f"{source.name!r} is zero, and no error is relative to it; omit it")
             continue
         for name, make in standins(source.name, wanted):
+            if approximations is None and repeats_the_weight(name, source):
+                continue
             try:
                 found = make(source)
             except CurvoscopeError as error:
@@ -152,8 +154,11 @@ def _chosen(names: Sequence[str], wanted: Wanted | None) -> list[tuple[str, ...]
             some: list[tuple[str, ...]] = [(name,) for name in names if name == entry or fnmatchcase(name, entry)]
             missing = [] if some or _is_head(entry, names) else [entry]
             some = some or [(entry,)]
-        else:
+        elif isinstance(entry, Iterable):
             some, missing = [tuple(entry)], [name for name in entry if name not in names]
+            checks.different_blocks("blocks", some[0], {})
+        else:
+            raise DtypeError("blocks", f"has an entry {entry!r}, expected a name or a tuple of names")
         for name in missing:
             checks.block_named("blocks", name, names)
         found |= dict.fromkeys(some)

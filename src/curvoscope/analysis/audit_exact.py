@@ -19,7 +19,7 @@ _AT_ONCE = 256  # steps
 
 
 class DenseTruth:
-    """A block that is formed.
+    """A block that is formed; compared in float64, as squares of its entries may leave the range of float32.
 
     Args:
         block: H, (n, n).
@@ -28,8 +28,8 @@ class DenseTruth:
     """
 
     def __init__(self, block: Tensor, source: GradientSource, damping: float | None) -> None:
-        self._block, self._source = block, source
-        mean = float(sum(part.square().sum() for part in source.gradients())) * source.weight / len(block)
+        self._block, self._source = block.double(), source
+        mean = float(sum(part.double().square().sum() for part in source.gradients())) * source.weight / len(block)
         self._asked, self.damping = damping, _DAMPING * mean if damping is None else damping
 
     @property
@@ -44,7 +44,7 @@ class DenseTruth:
     @cached_property
     def _gradients(self) -> Tensor:
         """G (n, r) with G G^T the outer part."""
-        root = self._source.root()
+        root = self._source.root().double()
         return root.mT if len(root) <= root.shape[1] else torch.linalg.qr(root).R.mT
 
     @cached_property
@@ -65,7 +65,7 @@ class DenseTruth:
 
     def row(self, block: str, name: str, A: LinearOperator) -> AuditRow:
         """What an approximation misses."""
-        H, dense = self._block, A.dense()
+        H, dense = self._block, A.dense().double()
         norm, size, inner = H.norm(), dense.norm(), (H * dense).sum()
         scale = inner / size.square() if size > 0 else size
         step, decrease = self._step_errors(A)
@@ -93,7 +93,10 @@ class DenseTruth:
         if right is None:
             return None, None
         try:
-            found = A.damped_solve(G, self.damping) if isinstance(A, Approximation) else _solved(A, G, self.damping)
+            if isinstance(A, Approximation):
+                found = A.damped_solve(G.to(A.dtype), self.damping).double()
+            else:
+                found = _solved(A, G, self.damping)
         except RangeError:
             if not self.damping:
                 raise
@@ -107,7 +110,7 @@ class DenseTruth:
 
 
 def _solved(A: LinearOperator, G: Tensor, damping: float) -> Tensor:
-    matrix = A.dense()
+    matrix = A.dense().double()
     matrix.diagonal().add_(damping)
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if int(failed):
@@ -128,7 +131,7 @@ class FactoredTruth:
 
     def __init__(self, source: GradientSource, damping: float | None) -> None:
         self._source = source
-        self._trace = source.weight * sum(float(some.square().sum()) for some in source.gradients())
+        self._trace = source.weight * sum(float(some.double().square().sum()) for some in source.gradients())
         size = source.shape[0] * source.shape[1]
         self.damping = _DAMPING * self._trace / size if damping is None else damping
         self._is_small = len(source) <= _GRADIENTS and len(source) * size <= _ENTRIES
@@ -150,9 +153,13 @@ class FactoredTruth:
         for number, one in enumerate(source.gradients()):
             for other, two in enumerate(source.gradients()):
                 if other <= number:
-                    squares = float((one.flatten(1) @ two.flatten(1).mT).square().sum())
+                    squares = float((one.flatten(1) @ two.flatten(1).mT).double().square().sum())
                     found += squares if other == number else 2 * squares
         return found * source.weight**2
+
+    @cached_property
+    def _scaled(self) -> tuple[GradientSource, float]:
+        return self._source.scaled()
 
     @cached_property
     def _root(self) -> Tensor:
@@ -172,12 +179,13 @@ class FactoredTruth:
 
     def row(self, block: str, name: str, A: LinearOperator) -> AuditRow:
         """What an approximation misses."""
-        source = self._source
+        source, unit = self._scaled
         if isinstance(A, Approximation):
-            inner = source.weight * sum(float(A.quadratic(part).sum()) for part in source.parts)
+            found = sum(float(A.quadratic(part).sum()) for part in source.parts)
         else:
             formed = (some.flatten(1) for some in source.gradients())
-            inner = source.weight * sum(float((some * A._matmat(some.mT).mT).sum()) for some in formed)
+            found = sum(float((some * A._matmat(some.mT).mT).sum()) for some in formed)
+        inner = source.weight * unit**2 * found
         size, norm = float(A.frobenius_norm()), self.norm
         cosine = inner / (norm * size) if size else 0.0
         largest, step, decrease = self._of_few(A)

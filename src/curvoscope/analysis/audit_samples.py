@@ -18,7 +18,7 @@ from curvoscope.analysis.audit_table import AuditRow, AuditTable, Standin, float
 from curvoscope.approximations import Approximation, GradientSource, joined
 from curvoscope.approximations.factors import total
 from curvoscope.approximations.projections import kept_pairs, others
-from curvoscope.errors import BlockNameError, CurvoscopeError, EmptyError, RangeError
+from curvoscope.errors import BlockNameError, CurvoscopeError, DtypeError, EmptyError, RangeError
 from curvoscope.estimate import Estimate
 from curvoscope.operators.base import LinearOperator
 from curvoscope.sweep.statistics import LEAST, jackknifed
@@ -59,7 +59,8 @@ class _BlockSamples:
     """
 
     def __init__(self, source: GradientSource) -> None:
-        self.source, self._spanned = source, source.spanned()
+        self.source, self._unit = source.scaled()
+        self._spanned = self.source.spanned()
         self._rows = source.shape[0] * source.shape[1]
 
     @cached_property
@@ -88,22 +89,24 @@ class _BlockSamples:
             lengths = self._gram.diagonal()
             return _Compared(0.0, 0.0, kept[0], others(self._gram.square()), lengths, kept[1], self._rows, keeps=True)
         if given:  # it has seen none of the samples
-            return self._measured(make(self.source), self.source, torch.arange(len(self.source)))
+            return self._measured(make(self.source), self.source, torch.arange(len(self.source)), self._unit**-2)
         by_input = name.endswith("/heads") and self.source.axis != self.source.outputs_axis
         first, second = self._plain_halves if by_input else self._halves
         return self._measured(make(first), second, self.source.second_half)
 
-    def _measured(self, A: LinearOperator, source: GradientSource, places: Tensor) -> _Compared:
+    def _measured(self, A: LinearOperator, source: GradientSource, places: Tensor, factor: float = 1.0) -> _Compared:
+        """`factor` times A against the samples of `source`, which are those at `places` of the block."""
         if isinstance(A, Approximation):
             values = torch.cat([A.quadratic(part) for part in source.compact])
         else:
             formed = (some.flatten(1) for some in source.gradients())
             values = torch.cat([(some * A._matmat(some.mT).mT).sum(1) for some in formed])
-        values, gram = values.double(), self._gram[places[:, None], places]
+        values, gram = values.double() * factor, self._gram[places[:, None], places]
         products = values * (values.sum() - values)
-        square, lengths = float(A.frobenius_norm()) ** 2, gram.diagonal()
+        square, lengths = (float(A.frobenius_norm()) * factor) ** 2, gram.diagonal()
         squares, sign = others(gram.square()), -1.0 if float(values.sum()) < 0 else 1.0
-        return _Compared(square, float(A.trace()), products, squares, lengths, floats_of(A), self._rows, sign=sign)
+        trace = float(A.trace()) * factor
+        return _Compared(square, trace, products, squares, lengths, floats_of(A), self._rows, sign=sign)
 
 
 class SampledAudit:
@@ -133,6 +136,10 @@ class SampledAudit:
     def __init__(
         self, approximations: Sequence[Standin], strict: bool = False, groups: Sequence[Sequence[str]] | None = None
     ) -> None:
+        for argument, some in (("approximations", [approximations]), ("groups", groups or ())):
+            text = next((one for one in some if isinstance(one, str)), None)
+            if text is not None:
+                raise DtypeError(argument, f"got the text {text!r} in place of a list")
         self._wanted, self._strict, self._groups = list(approximations), strict, groups
         self._waiting: dict[tuple[tuple[str, ...], int], dict[str, GradientSource]] = {}  # by group and chunk
         self._found: dict[str, dict[str, dict[int, _Compared]]] = {}

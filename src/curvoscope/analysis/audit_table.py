@@ -1,5 +1,6 @@
 """The rows of an audit, the table that they make, and what they say."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,17 +144,17 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         """
         everywhere = [name for name in self.approximations if all(self.row(block, name) for block in self.blocks)]
         cheap = [name for name in everywhere if self._floats(name) <= _CHEAP]
-        known = {name: error for name in cheap if (error := self.median_error(name)) is not None}
+        known = {name: _median([row for row in self._rows if row.approximation == name]) for name in cheap}
         if not known:
             return "No approximation stores few enough floats to be recommended."
-        best = min(known, key=lambda name: known[name])
+        best = min(known, key=lambda name: known[name].value)
         over = f" (median over {len(self.blocks)} blocks)" if len(self.blocks) > 1 else ""
         said = [
-            f"Take {best}: its error is {known[best]:.2f} of the block's norm at the best scale{over}, with "
+            f"Take {best}: its error is {_rounded(known[best])} of the block's norm at the best scale{over}, with "
             f"{self._floats(best):.2g} floats per weight."
         ]
         if "diagonal" in known and best != "diagonal":
-            said.append(f"The diagonal, as in Adam, has {known['diagonal']:.2f}.")
+            said.append(f"The diagonal, as in Adam, has {_rounded(known['diagonal'])}.")
         return " ".join([*said, *self.splitting()])
 
     def splitting(self) -> list[str]:
@@ -176,14 +177,15 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         ones = [row for row in self._rows if row.approximation == name and row.block in blocks]
         if not ones or sum(row.floats for row in several) == sum(row.floats for row in ones):
             return None  # there is one head
-        split, whole = (statistics.median(row.best_scale_error for row in rows) for rows in (several, ones))
-        change = split - whole
-        gains = (
-            "lowers the error" if change < -0.005 else "raises the error" if change > 0.005 else "has the same error"
-        )
+        split, whole = _median(several), _median(ones)
+        noise = 2 * math.hypot(split.stderr, whole.stderr)
+        if abs(split - whole) <= max(0.005, noise):
+            gains = "makes no clear difference to the error" if noise else "has the same error"
+        else:
+            gains = f"{'lowers' if split < whole else 'raises'} the error"
         heads, members = "per head instead of one per weight", _members(blocks[0])
         instead = heads if part == "heads" else f"for each of {members} instead of one for all of them"
-        said = f"One {name} {instead} {gains}: {split:.2f} against {whole:.2f}"
+        said = f"One {name} {instead} {gains}: {_rounded(split)} against {_rounded(whole)}"
         steps = [[row.step_error for row in rows if row.step_error is not None] for rows in (several, ones)]
         if all(steps):
             steps_apart, steps_whole = map(statistics.median, steps)
@@ -209,6 +211,16 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         return str(self._shown())
 
     __repr__ = __str__
+
+
+def _median(rows: Sequence[AuditRow]) -> Estimate:
+    """The medians of the best-scale errors and of their standard errors, each that of one block."""
+    errors = [row.best_scale_error for row in rows]
+    return Estimate(statistics.median(errors), statistics.median(error.stderr for error in errors))
+
+
+def _rounded(error: Estimate) -> str:
+    return f"{error.value:.2f} ± {error.stderr:.1g}" if error.stderr else f"{error.value:.2f}"
 
 
 def named(block: str) -> str:
@@ -255,6 +267,8 @@ def _makings(block: str, wanted: Sequence[Standin]) -> Iterator[Making]:
 
 
 def _fitting(operator: LinearOperator, source: GradientSource) -> LinearOperator:
+    if not isinstance(operator, LinearOperator):
+        raise DtypeError("approximations", f"got {type(operator).__name__} for {source.name!r}, expected an operator")
     size = source.shape[0] * source.shape[1]
     if operator.shape != (size, size):
         raise ShapeError(
@@ -262,6 +276,11 @@ def _fitting(operator: LinearOperator, source: GradientSource) -> LinearOperator
             f"an operator {operator.shape} is not an approximation of {source.name!r}, {size} x {size}",
         )
     return operator
+
+
+def repeats_the_weight(name: str, source: GradientSource) -> bool:
+    """Whether an approximation by heads is that of the whole weight, which has one head."""
+    return source.heads == 1 and name.rpartition("/")[2] == "heads"
 
 
 def floats_of(operator: LinearOperator) -> int:

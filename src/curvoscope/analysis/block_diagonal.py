@@ -5,11 +5,13 @@ from itertools import chain, islice
 
 import torch
 
+from curvoscope import checks
 from curvoscope.approximations import source_of
 from curvoscope.approximations.factors import total
 from curvoscope.approximations.source import CurvatureSource
-from curvoscope.errors import EmptyError
+from curvoscope.errors import DtypeError, EmptyError
 from curvoscope.estimate import Estimate
+from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.sweep import Sweep
 from curvoscope.sweep.statistics import jackknifed_ratio
 
@@ -38,10 +40,13 @@ def block_diagonal_error(H: CurvatureSource | Sweep, blocks: Sequence[str | Sequ
         >>> bool(abs((truth - kept).norm() / truth.norm() - cv.analysis.block_diagonal_error(H)) < 1e-12)
         True
     """
-    chosen = blocks if blocks is not None else getattr(H, "names", ())
+    if not isinstance(H, Sweep | BlockHessian | BlockMatrix):
+        raise DtypeError("H", f"got {type(H).__name__}, expected a Hessian or a sweep")
+    chosen = H.names if blocks is None else blocks
     groups = [[one] if isinstance(one, str) else list(one) for one in chosen]
-    if len(groups) < 2:
-        raise EmptyError("blocks", f"got {len(groups)}, expected two or more")
+    if isinstance(blocks, str) or len(groups) < 2 or not all(groups):
+        raise EmptyError("blocks", f"got {blocks!r}, expected two or more blocks")
+    checks.different_blocks("blocks", list(chain.from_iterable(groups)), {})
     if isinstance(H, Sweep):
         known = iter(H.grams(*chain.from_iterable(groups)))
         summed = [[total(some) for some in zip(*islice(known, len(names)), strict=True)] for names in groups]

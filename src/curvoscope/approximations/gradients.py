@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from curvoscope.approximations.factors import GradientFactors, moment, symmetric, total
-from curvoscope.errors import ModelError, RangeError
+from curvoscope.errors import EmptyError, ModelError, RangeError
+from curvoscope.magnitudes import power_of_two
 from curvoscope.operators.base import Shape
 
 OfSide = TypeVar("OfSide")  # what belongs to one side of a weight
 
+_FAR = 2.0**20  # entries of gradients, from which on they are scaled
 _FEW = 0.5  # tokens for each entry of x or delta, up to which their span is smaller than its space
 
 
@@ -40,6 +42,7 @@ class GradientSource:
         members_axis: 1 if they stand side by side, 0 if one after the other.
         silent: directions of the inputs that no gradient has and `spanned` has left out.
         negative: gradients whose squares are subtracted, of a matrix with negative eigenvalues; see `source_of`.
+        seed: of the `halves`; one of its own for each chunk of a sweep, whose samples are ordered by micro-batch.
 
     Example:
         >>> import torch
@@ -61,6 +64,7 @@ class GradientSource:
     members_axis: int = 1
     silent: int = 0
     negative: tuple[GradientFactors, ...] = ()
+    seed: int = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -256,6 +260,29 @@ class GradientSource:
         silent = tokens.shape[1] - len(tokens)
         return replace(self, parts=parts, silent=silent, labelled=(), heads=heads, axis=axis)
 
+    def scaled(self) -> "tuple[GradientSource, float]":
+        """The same gradients divided by a number if their fourth powers may leave the range of their dtype.
+
+        Returns:
+            The source, and the number: a power of two near the largest entries, or 1.
+        """
+        sides = [
+            [part.inputs for part in self.parts if part.inputs is not None],
+            [one.cotangents for one in self.parts],
+        ]
+        units = [max((power_of_two(one) for one in side), default=1.0) for side in sides]
+        if 1 / _FAR <= units[0] * units[1] <= _FAR:
+            return self, 1.0
+        parts = (
+            replace(
+                part,
+                inputs=None if part.inputs is None else part.inputs / units[0],
+                cotangents=part.cotangents / units[1],
+            )
+            for part in self.parts
+        )
+        return replace(self, parts=tuple(parts), labelled=()), units[0] * units[1]
+
     def head(self, number: int) -> "GradientSource":
         """The gradients of one head alone.
 
@@ -283,12 +310,20 @@ class GradientSource:
         parts, labelled = (
             tuple(part.part(axis, start, stop) for part in several) for several in (self.parts, self.labelled)
         )
-        return GradientSource(name, parts, self.exact, sequences=self.sequences, labelled=labelled, silent=self.silent)
+        return GradientSource(
+            name,
+            parts,
+            self.exact,
+            sequences=self.sequences,
+            labelled=labelled,
+            silent=self.silent,
+            seed=self.seed,
+        )
 
     @property
     def second_half(self) -> Tensor:
         """The places of the samples of the second of the `halves`, in order."""
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(self.seed))
         return order[len(self) // 2 :].sort().values
 
     def halves(self) -> "tuple[GradientSource, GradientSource]":
@@ -320,6 +355,8 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
         >>> bool(torch.allclose(both.dense(), H.outer.dense()))
         True
     """
+    if not sources:
+        raise EmptyError("sources", "got none, expected the gradients of at least one weight")
     if not _alike([source.parts for source in sources]):
         raise ModelError(
             "blocks",
@@ -345,6 +382,7 @@ def joined(sources: Sequence[GradientSource]) -> GradientSource:
         labelled=tuple(map(join, labelled)),
         members=sizes,
         members_axis=axis,
+        seed=first.seed,
     )
 
 

@@ -3,7 +3,9 @@
 import math
 
 import torch
+from torch import Tensor
 
+from curvoscope import checks
 from curvoscope.approximations.product import KroneckerProduct
 from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.approximations.steps import remaining
@@ -37,8 +39,7 @@ def kl_shampoo(H: CurvatureSource, name: str | None = None, damping: float = 1e-
         >>> bool(torch.allclose(A.dense(), H.outer["weight"].dense(), rtol=1e-6))  # a Kronecker product itself
         True
     """
-    if not damping > 0:
-        raise RangeError("damping", f"got {damping}, expected a positive number: most blocks are singular")
+    checks.positive("a positive number: most blocks are singular", damping=damping)
     source = source_of(H, name)
     a, p = source.sides
     kappa, limit = damping * float(source.moments[0].trace()) / (a * p), _CONVERGED.get(source.like.dtype, 2e-2)
@@ -48,7 +49,7 @@ def kl_shampoo(H: CurvatureSource, name: str | None = None, damping: float = 1e-
         left.diagonal().add_(rest)
         scale = a / (float(left.trace()) + source.silent * rest)  # a product has no scale of its own on either side
         left, rest = left * scale, rest * scale
-        factor = torch.linalg.cholesky(left)
+        factor = _factor(left, damping)
         inverse = torch.cholesky_inverse(factor)
         added = kappa * (float(inverse.trace()) + source.silent / rest)
         found = source.inward_inverse(factor)
@@ -58,9 +59,17 @@ def kl_shampoo(H: CurvatureSource, name: str | None = None, damping: float = 1e-
         if remaining(change, before) <= limit or step == _STEPS - 1:
             break
         before = change if step else math.inf  # the first is not a change by a step
-        left = source.outward_inverse(torch.linalg.cholesky(right))
+        left = source.outward_inverse(_factor(right, damping))
         inside = float((inverse.double() * left.double()).sum())
         # U in the directions that no gradient has: kappa tr V^-1, as tr V^-1 V = p; at least p² / tr V
         rest = kappa * max((a * p - inside) / added, p * p / float(right.trace()))
     outside = source.silent * rest**2 * norm(right) ** 2, source.silent * rest * float(right.trace())
     return KroneckerProduct("kl_shampoo", *source.ordered(left, right), source.product_floats, outside)
+
+
+def _factor(matrix: Tensor, damping: float) -> Tensor:
+    """The lower Cholesky factor."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed):
+        raise RangeError("damping", f"got {damping:g}, with which a factor is singular to rounding; give a larger one")
+    return factor

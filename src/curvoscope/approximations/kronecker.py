@@ -3,6 +3,7 @@
 import math
 from functools import cached_property
 from itertools import cycle
+from numbers import Integral
 
 import numpy as np
 import scipy
@@ -58,7 +59,7 @@ def kronecker(H: CurvatureSource, name: str | None = None, rank: int = 1) -> App
     source = source_of(H, name, signed=True)
     a, p = source.shape
     most = min(source.sides) ** 2
-    if rank not in range(1, most + 1):
+    if not isinstance(rank, Integral) or rank not in range(1, most + 1):
         raise RangeError("rank", f"got {rank}, expected 1 to {most}, the smaller of a² and p² of {source.name!r}")
     floats = rank * source.product_floats
     if (a * p) ** 2 <= _DENSE:
@@ -183,9 +184,11 @@ class KroneckerTerms(Approximation):
         return (first.mT @ second).flatten()
 
     def _norm(self) -> float:
-        first, second = (side.flatten(1) @ side.flatten(1).mT for side in (self.left, self.right))
+        units = [power_of_two(side) for side in (self.left, self.right)]
+        flat = [(side / unit).flatten(1) for side, unit in zip((self.left, self.right), units, strict=True)]
+        first, second = (side @ side.mT for side in flat)
         square: ScaledNumber = float((first * second).sum()), 0
-        return root(square)
+        return root(square) * units[0] * units[1]
 
     @cached_property
     def _extremes(self) -> tuple[float, float]:

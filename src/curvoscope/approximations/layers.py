@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from curvoscope import checks
 from curvoscope.approximations.gradients import GradientSource, joined
 from curvoscope.approximations.roots import RootForm
 from curvoscope.approximations.source import CurvatureSource, source_of
@@ -32,6 +33,8 @@ def layers(H: CurvatureSource, names: Sequence[str] | None = None) -> SplitForm:
         >>> A.shape, bool(A.frobenius_norm() < whole.dense().norm())
         ((32, 32), True)
     """
+    if names is not None:
+        checks.different_blocks("names", names, {})
     source = source_of(H) if names is None else joined([source_of(H, name) for name in names])
     return SplitForm("layers", [RootForm.of("full", part) for part in members_of(source)], source.members_axis)
 

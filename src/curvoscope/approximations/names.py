@@ -20,7 +20,7 @@ from curvoscope.approximations.shampoo import shampoo
 from curvoscope.approximations.source import CurvatureSource, source_of
 from curvoscope.approximations.split import SplitForm
 from curvoscope.approximations.tkfac import tkfac
-from curvoscope.errors import CurvoscopeError, RangeError
+from curvoscope.errors import CurvoscopeError, DtypeError, RangeError
 
 _PLAIN: dict[str, Callable[[GradientSource], Approximation]] = {
     "diagonal": diagonal,
@@ -91,6 +91,8 @@ def _parsed(text: str) -> tuple[str, str]:
 
 def check_name(text: str) -> None:
     """Raise `RangeError` for a text that is the name of no approximation."""
+    if not isinstance(text, str):
+        raise DtypeError("approximations", f"got {type(text).__name__}, expected a name such as 'kfac'")
     kind, colon, _ = _parsed(text)[0].partition(":")
     if kind not in (_WITH_OPTION if colon else _PLAIN):
         known = ", ".join([*NAMES, *_EXAMPLES.values(), "kfac/heads"])

@@ -6,7 +6,7 @@ from torch import Tensor
 from curvoscope import checks
 from curvoscope.approximations.factors import GradientFactors
 from curvoscope.approximations.gradients import GivesGradients, GradientSource
-from curvoscope.errors import DtypeError, EmptyError, ModelError
+from curvoscope.errors import DtypeError, EmptyError, ModelError, ShapeError
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix
 from curvoscope.operators.kronecker import KroneckerSum
@@ -58,12 +58,16 @@ def source_of(curvature: CurvatureSource, name: str | None = None, signed: bool 
         curvature = curvature[name]
     if not isinstance(curvature, LinearOperator):
         raise DtypeError("H", f"got {type(curvature).__name__}, expected a Hessian, a sweep or an operator")
+    if not curvature.symmetric:
+        raise ShapeError("H", f"an operator {curvature.shape} that is not symmetric; give a diagonal block")
     return _of_operator(curvature, name or "H", signed)
 
 
 def _named(name: str | None) -> str:
     if name is None:
         raise EmptyError("name", "give the name of a block")
+    if not isinstance(name, str):
+        raise DtypeError("name", f"got {type(name).__name__}, expected the name of a block")
     return name
 
 

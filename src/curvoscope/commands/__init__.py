@@ -13,7 +13,7 @@ from curvoscope.errors import CurvoscopeError
 if TYPE_CHECKING:
     import matplotlib.figure
 
-_TABLE_WIDTH = 120
+_TABLE_WIDTH = 132
 """Columns of a table if there is no terminal to ask."""
 
 
