@@ -258,7 +258,7 @@ class Sharded(Autodiff):
         self.snapshot.room = max(0, self._budget - self._used())
         self.snapshot.keep_what_fits()
 
-    def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True) -> None:
+    def walk(self, visit: Callable[[float, Batch], None], own_kernels: bool = True, every: bool = False) -> None:
         """As in `Autodiff`; the weights are in the objective."""
         with self.snapshot.light_graphs():
             self._walk(lambda position, batch: visit(1.0, self.snapshot.moved(batch)), own_kernels)

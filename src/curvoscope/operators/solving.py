@@ -90,7 +90,8 @@ class Solvable:
                 and EKFAC of a model, then take eight steps each, if that costs less than a quarter of these products.
                 The one that predicts the fewest is used, unless as many plain steps are enough.
             start: approximate solutions of the shape of b, to continue an earlier solve.
-            matvecs: the budget of products per right-hand side; None: ten times n, at least 200, at most 10,000.
+            matvecs: the budget of products per right-hand side; None: ten times n, at least 200, at most 10,000. A
+                certificate by Lanczos takes up to three quarters of as many products more, or 192.
             seed: of the Lanczos runs that bound the error; by default that of `cv.settings`.
 
         Returns:
