@@ -310,3 +310,12 @@ def test_a_long_map_is_shortened_in_its_repr_only():
     assert len(repr(many).splitlines()) == 42
     assert "lines more; print table() for all" in repr(many)
     assert repr(many).endswith(many.table().splitlines()[-1])
+
+
+def test_heads_of_a_tensor_that_holds_queries_keys_and_values():
+    """(3, heads, d, k), as `torch.einsum` takes it: the first axis of the columns has one entry."""
+    tensors = {"qkv": torch.arange(3 * 2 * 5 * 4.0).view(3, 2, 5, 4)}
+    piece = Piece("qkv", (3, 2, 5, 4), (slice(1, 2), *[slice(None)] * 3), Layout((2,), (0, 1, 3)))
+    keys = Blocks([Block("h.0.attn.K", (piece,), heads=2, axis=1)]).per_head()
+    for head in range(2):
+        assert torch.equal(keys[f"h.0.attn.K.{head}"].matrix(tensors), tensors["qkv"][1, head])

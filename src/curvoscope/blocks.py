@@ -141,14 +141,11 @@ class Piece:
 
     def part(self, side: int, number: int, of: int) -> "Piece":
         """Part `number` of `of` equal ones, of the rows (side 0) or of the columns (side 1)."""
-        axis = self.layout[side][0]
-        start, length = self.index[axis].start, self.index[axis].stop - self.index[axis].start
+        length = self.shape[side]
         if length % of:
             raise RangeError(self.parameter, f"{length} entries cannot be divided among {of} parts")
         width = length // of
-        index = list(self.index)
-        index[axis] = slice(start + number * width, start + (number + 1) * width)
-        return replace(self, index=tuple(index))
+        return self.between(side, number * width, (number + 1) * width)
 
     def between(self, side: int, start: int, stop: int) -> "Piece":
         """Rows (side 0) or columns (side 1) `start` to `stop`."""

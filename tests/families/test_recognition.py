@@ -240,6 +240,14 @@ def test_the_final_norm_of_stages_is_that_of_the_model():
     assert not any(name.endswith("final_norm") for name in blocks if name != "final_norm")
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_final_norm_behind_that_of_the_last_layer(norm_first):
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
+    by_structure, by_name = cv.blocks_of(model, torch.randn(2, 5, 8)), cv.blocks_of(model)
+    assert by_structure.names == by_name.names and by_structure["final_norm"] == by_name["final_norm"]
+
+
 def test_the_unembedding_stands_under_no_stack():
     _, blocks = recognised("BartForConditionalGeneration")
     assert "lm_head.weight" in blocks["embed"].tied

@@ -101,12 +101,12 @@ def within(module: nn.Module, tensors: Mapping[str, Tensor], action: Callable[[]
 
     They are put back in reverse: a module with two names, whose tensors two paths replace, gets its own ones again.
     """
-    held: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+    held: list[tuple[dict[str, Any], str, Tensor | None]] = []
     try:
         for path, tensor in tensors.items():
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
-            table = owner._parameters if name in owner._parameters else owner._buffers
+            table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
             held.append((table, name, table[name]))
             table[name] = tensor
         return action()

@@ -174,19 +174,22 @@ class NormPlaces:
 
     def _place_behind_sum(self, norm: NormUse, behind: Iterable[Node], on_stream: bool) -> None:
         flow, stacks = self._flow, self._stacks
-        added = self._added(behind)
+        added, read = self._added(behind), any(node in self._readers for node in flow.ahead(norm.end, flow.stops))
         if isinstance(added, AttentionCall) and on_stream:
             layer = stacks.layer_of[added]
             layer.post = True
             self._put(norm, layer, "norm_cross" if self._is_second(added) else "norm1")
-        elif isinstance(added, StackLayer) and added.post:
+        elif isinstance(added, StackLayer) and added.post and (read or not self._has_another(norm, added)):
             self._put(norm, added, "norm2")
         elif any(node in stacks.ends or node in stacks.downs for node in flow.sources(norm.before)):
             self.outside.append((norm, "final_norm"))
         else:
-            read = any(node in self._readers for node in flow.ahead(norm.end, flow.stops))
             tables = any(flow.is_start(node) and flow.at(node) for node in flow.sources(norm.before))
             self.outside.append((norm, "embed_norm" if read or tables else "input.norm"))
+
+    def _has_another(self, norm: NormUse, layer: StackLayer) -> bool:
+        """Whether a layer has a norm of other parameters behind its feed-forward part."""
+        return any(one is layer and role == "norm2" and own.rows != norm.rows for own, one, role in self.inside)
 
     def _put(self, norm: NormUse, layer: StackLayer, role: str) -> None:
         self.inside.append((norm, layer, role))

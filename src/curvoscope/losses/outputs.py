@@ -54,8 +54,9 @@ def _fields(instance: Any) -> tuple[list[Any], Rebuild]:
 
 
 def has_derivatives(tree: Any) -> bool:
-    """Whether one of the tensors of a tree is part of a graph."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(tree)[0])
+    """Whether one of the tensors of a tree is part of a graph; unless it has none, as inside an unknown object."""
+    found = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return not found or any(leaf.requires_grad for leaf in found)
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
