@@ -339,8 +339,7 @@ def hessian(
     checks.choice("method", method, ("auto", "exact", "autodiff"))
     checks.choice("hvp", hvp, ("autodiff", "difference", "auto"))
     checks.choice("recompute", recompute or "layer", ("layer",))
-    if not isinstance(model, nn.Module):
-        raise ModelError("model", f"expected a torch.nn.Module, got {type(model).__name__}")
+    checks.module(model)
     if isinstance(model, DistributedDataParallel):
         raise ModelError("model", "is wrapped in DistributedDataParallel; give model.module, and process_group")
     mesh = mesh_of(model)
@@ -350,7 +349,7 @@ def hessian(
     with ranks.together():
         everything = blocks_of(model)
         if blocks is not None and not isinstance(blocks, Blocks):
-            hint = "expected those of cv.blocks_of(model), or some by .select(names)"
+            hint = "expected cv.blocks_of(model), or some of it by .select(pattern, ...)"
             raise ModelError("blocks", f"got {type(blocks).__name__}, {hint}")
         if blocks is None:
             blocks = trainable(model, everything)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from curvoscope import checks
 from curvoscope.blocks import Blocks
 from curvoscope.errors import EmptyError
 from curvoscope.families import direct, huggingface, recurrences, torch_nn, transformer_lens
@@ -77,6 +78,7 @@ def blocks_of(model: nn.Module, batch: Any = None) -> Blocks:
         >>> cv.blocks_of(model, X).names == cv.blocks_of(model).names
         True
     """
+    checks.module(model)
     adapters = adapters_of(model)
     if batch is None:
         return with_adapters(Assembly(model, adapters).blocks(_FAMILIES), adapters)

@@ -125,7 +125,7 @@ class LinearOperator(Spectral, ABC):
         if self._bytes(2, budget) <= budget:
             yield 0, self.dense()
             return
-        for start, stop in checks.chunks(columns, 1, 2 * (rows + columns) * self.dtype.itemsize, budget):
+        for start, stop in checks.chunks(columns, 1, 2 * (rows + columns) * self.dtype.itemsize, budget, "a column"):
             yield start, self._matmat(self._units(start, stop))
 
     def _units(self, start: int, stop: int) -> Tensor:
