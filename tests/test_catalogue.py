@@ -250,6 +250,8 @@ CALLS = {
     "hessian: a generator": (lambda: hessian(batches=(b for b in BATCHES)), BatchError, "batches"),
     "hessian: batches that are no pairs": (lambda: hessian(batches=[X]), BatchError, "batches"),
     "hessian: no model": (lambda: hessian(lambda inputs: inputs), MODEL, "model"),
+    "blocks_of: no model": (lambda: cv.blocks_of({}), MODEL, "model"),
+    "blocks: a list of patterns": (lambda: cv.blocks_of(NETWORK).select(["0.weight"]), NAME, "patterns"),
     "hessian: batches that are a number": (lambda: hessian(batches=3), BatchError, "batches"),
     "hessian: names as blocks": (lambda: hessian(blocks=["0.weight"]), NAME, "blocks"),
     "hessian: half a row": (lambda: hessian(micro_batch=1.5), RANGE, "micro_batch"),

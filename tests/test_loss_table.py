@@ -235,3 +235,19 @@ def test_the_hessian_of_the_whole_or_an_error(name, cut):
     size = float(expected.abs().max()) or 1.0
     assert float((H.dense() - expected).abs().max()) < 1e-12 * max(1.0, size)
     assert relative(H.outer.dense() + H.functional.dense(), expected) < 1e-12
+
+
+def test_a_mean_with_empty_parts_is_not_a_sum():
+    """In every comparison one part has no terms and the loss 0, so that the other one alone adds up to the whole."""
+
+    def masked(outputs, targets):
+        mask, given = targets
+        return (outputs.pow(4).mean(1) * mask * given[:, 0]).sum() / mask.sum().clamp_min(1e-300)
+
+    mask, given, inputs = torch.tensor([1.0, 0, 1, 1, 0, 1]).double(), values(6, CLASSES).abs(), normal(3)(6, 3)
+    batches = [(inputs[part], (mask[part], given[part])) for part in (slice(1), slice(1, 4), slice(4, 6))]
+    with pytest.raises(LossError, match="which no number of terms explains"):
+        cv.hessian(Rows(), masked, batches)
+    loss = cv.losses.MeanLoss(masked, lambda outputs, targets: float(targets[0].sum()))
+    whole, found = (cv.hessian(Rows(), loss, some).dense() for some in ([(inputs, (mask, given))], batches))
+    assert relative(found, whole) < 1e-10

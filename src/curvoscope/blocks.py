@@ -267,7 +267,7 @@ class Block:
         """Head `number` alone, named "h.0.attn.Q.2" for head 2."""
         if self.heads is None or self.axis is None:
             raise RangeError(self.name, "has no heads")
-        if not 0 <= number < self.heads:
+        if number not in range(self.heads):
             raise RangeError(self.name, f"got head {number}, expected 0 to {self.heads - 1}")
         name = f"{self.name}.{number}"
         if len(self.pieces) == 1 or self.axis != int(self.side_by_side):
@@ -359,6 +359,8 @@ class Blocks(ShownAsTable, Mapping[str, Block]):
         if not patterns:
             raise EmptyError("patterns", 'give at least one, such as "*.attn.Q"')
         for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise BlockNameError("patterns", f"got {pattern!r}, expected strings: select(*patterns) for a list")
             if not any(fnmatchcase(name, pattern) for name in self):
                 near = checks.nearest(pattern, self.names)
                 raise BlockNameError("patterns", f"{pattern!r} matches none of {len(self)} blocks; nearest: {near}")

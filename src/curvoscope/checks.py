@@ -219,13 +219,15 @@ def fits(needed: int, budget: int | None, what: str, instead: str) -> None:
         raise MemoryLimitError("memory_limit", message, needed)
 
 
-def chunks(tokens: int, period: int, bytes_per_token: int, budget: int) -> Iterator[tuple[int, int]]:
+def chunks(
+    tokens: int, period: int, bytes_per_token: int, budget: int, single: str = "a single token"
+) -> Iterator[tuple[int, int]]:
     """Cut `tokens` into ranges of at most `budget` bytes: whole sequences of `period` tokens, or parts of one.
 
-    `MemoryLimitError` if a single token needs more than there is.
+    `MemoryLimitError` if a `single` one needs more than there is.
     """
     if bytes_per_token > max(budget, LEAST_CHUNK):
-        fits(bytes_per_token, None, "a single token", "give a larger memory_limit, or narrower layers")
+        fits(bytes_per_token, None, single, "give a larger memory_limit, fewer tokens or narrower layers")
     at_once = max(1, budget // max(1, bytes_per_token))
     predict(bytes_per_token * min(tokens, at_once))
     if at_once >= period:

@@ -47,12 +47,17 @@ def total(parts: Iterable[ScaledNumber]) -> ScaledNumber:
 
 
 def root(square: ScaledNumber) -> float:
-    """The square root of what is positive but for rounding; infinite if it overflows."""
+    """The square root of what is positive but for rounding; infinite if it overflows, NaN of NaN."""
     value, exponent = square
     try:
-        return math.ldexp(math.sqrt(max(0.0, value) * (1 + exponent % 2)), exponent // 2)
+        return math.ldexp(math.sqrt(0.0 if value < 0 else value * (1 + exponent % 2)), exponent // 2)
     except OverflowError:
         return math.inf
+
+
+def in_single(values: Tensor) -> Tensor:
+    """The values, in single precision if they are in half precision, for which LAPACK has no routines."""
+    return values.float() if values.element_size() < torch.float32.itemsize else values
 
 
 def norm(values: Tensor) -> float:

@@ -121,6 +121,12 @@ class TestHessian:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
+def test_copies(kind):
+    H = Case(kind, "mse").hessian()
+    assert torch.equal(copy.deepcopy(H).dense(), H.dense())
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_jacobian_of_parameters_that_require_gradients(kind):
     case = Case(kind, "mse")
     found = case.layer.jacobian(case.X)

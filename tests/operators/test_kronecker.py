@@ -14,6 +14,7 @@ from curvoscope.operators.kronecker import KroneckerSum, merged
 from curvoscope.operators.terms import Single, Term
 from curvoscope.settings import current
 from matrices import within
+from operator_cases import term_truth
 from reference import normal
 
 AXES = list(product((0, 1), (0, 1)))
@@ -124,6 +125,18 @@ class TestInnerProducts:
         terms = [Term(r(3 * tokens, 30), r(3 * tokens, 40), core) for _ in range(2)]
         truth = sum(dense(each, (30, 4), (40, 5)) for each in terms).norm()
         assert close(KroneckerSum((30, 4), (40, 5), terms, terms[0].left).frobenius_norm(), truth)
+
+    def test_terms_that_cancel(self):
+        """|x - y|² from |x|², <x, y> and |y|² has lost its digits if x and y are nearly the same."""
+        r = normal(8)
+        vectors, cores, change = r(4, 3).float(), r(4, 60, 60).float(), 1e-4 * r(4, 60, 60).float()
+        terms = [Term(vectors, vectors, DenseCore(values)) for values in (cores, change - cores)]
+        terms[1] = Term(vectors.clone(), vectors.clone(), terms[1].core)  # so that the two are not merged
+        operator = KroneckerSum((3, 60), (3, 60), terms, vectors)
+        truth = sum(
+            term_truth(*(v.double() for v in (t.left, t.right, t.core.dense(0, 4))), t.axes) for t in terms
+        ).norm()
+        assert operator.frobenius_norm() == pytest.approx(float(truth), rel=1e-2)
 
 
 class TestTerms:

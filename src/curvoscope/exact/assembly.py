@@ -40,7 +40,8 @@ ColumnPart = TypeVar("ColumnPart", bound=WeightPart)
 
 def column_chunks(columns: int, workspace: int) -> list[tuple[int, int]]:
     """Ranges of columns that fit into the memory at hand, if each needs `workspace` bytes."""
-    return list(checks.chunks(columns, 1, workspace, min(_CHUNK, checks.memory_budget() // 8)))
+    budget = min(_CHUNK, checks.memory_budget() // 8)
+    return list(checks.chunks(columns, 1, workspace, budget, "a product with a vector"))
 
 
 class ColumnProducts:

@@ -16,6 +16,7 @@ the way adds. Tokens stay apart until the first attention layer from above, then
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,6 +202,9 @@ class Descent:
         self._known: dict[int, Parts] = {}
         self._steps = self._descend()
         self._too_large: MemoryLimitError | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Descent":
+        return self  # its matrices do not change
 
     def at(self, number: int) -> Parts:
         """Both parts of S at the output of a link; `MemoryLimitError` if they do not fit."""

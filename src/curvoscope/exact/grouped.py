@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.losses import Curvature, PairCurvature, PerToken, ScalarCurvature, TokenCurvature
-from curvoscope.magnitudes import norm
+from curvoscope.magnitudes import in_single, norm
 from curvoscope.operators.base import LinearOperator
 from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 
@@ -124,7 +124,7 @@ class Grouped(LinearOperator):
     def _spectral_norm(self) -> float:
         if self.symmetric:
             return float(symmetric_eigenvalues(self.blocks).abs().max())
-        return float(torch.linalg.matrix_norm(self.blocks, 2).max())
+        return float(torch.linalg.matrix_norm(in_single(self.blocks), 2).max())
 
     def _spectrum_is_cheap(self) -> bool:
         return True

@@ -29,6 +29,7 @@ from torch import Tensor
 from curvoscope import checks, losses
 from curvoscope.errors import LossError, NonFiniteError, ShapeError
 from curvoscope.exact.attention.self_attention import SelfAttention
+from curvoscope.operators.eigenvalues import symmetric_eigenvalues
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ class ScalarAttention:
         return ScalarSpectrum(
             bulk=float(b.abs()),
             multiplicity=k - 1,
-            outliers=torch.linalg.eigvalsh(matrix),
-            gauss_newton=torch.linalg.eigvalsh(outer * torch.outer(reach, reach)),
+            outliers=symmetric_eigenvalues(matrix),
+            gauss_newton=symmetric_eigenvalues(outer * torch.outer(reach, reach)),
             trace=float(L_vv + L_ss * (P**2 + M**2)),
             determinant=(vs * vs - vv * ss) * difference * pair - vv * pair * pair,  # P^2 - M^2 is the difference
             mean=mean.view(x.shape),

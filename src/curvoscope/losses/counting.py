@@ -271,7 +271,9 @@ def conclude(evidence: Sequence[Evidence]) -> Count:
     over_tokens = [pair for one in evidence for pair in one.over_tokens]
     candidates = dict.fromkeys(c for batch in batches for c in batch.tally.candidates())
     left = [c for c in candidates if all(_explains(c, *pair, epsilon) for pair in comparisons)]
-    is_sum = bool(comparisons) and all(_explains(SUM, *pair, epsilon) for pair in comparisons)
+    # a part whose loss is 0 may have no terms at all: then a mean looks like a sum
+    told = any(sum(part.value != 0 for part in parts) > 1 for _, parts in comparisons)
+    is_sum = told and all(_explains(SUM, *pair, epsilon) for pair in comparisons)
     if OBSERVED in left and all(batch.is_torch_mean for batch in batches):
         return OBSERVED
     if len(batches) <= 1:

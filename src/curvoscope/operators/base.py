@@ -18,7 +18,7 @@ from curvoscope import checks, estimate
 from curvoscope.errors import DtypeError, ShapeError
 from curvoscope.estimate import DiagonalEstimate, Estimate
 from curvoscope.estimate.space import empty
-from curvoscope.magnitudes import norm
+from curvoscope.magnitudes import in_single, norm
 from curvoscope.operators.eigenvalues import Spectral
 from curvoscope.operators.strips import write_transposed
 from curvoscope.settings import settings
@@ -125,7 +125,7 @@ class LinearOperator(Spectral, ABC):
         if self._bytes(2, budget) <= budget:
             yield 0, self.dense()
             return
-        for start, stop in checks.chunks(columns, 1, 2 * (rows + columns) * self.dtype.itemsize, budget):
+        for start, stop in checks.chunks(columns, 1, 2 * (rows + columns) * self.dtype.itemsize, budget, "a column"):
             yield start, self._matmat(self._units(start, stop))
 
     def _units(self, start: int, stop: int) -> Tensor:
@@ -211,18 +211,20 @@ class LinearOperator(Spectral, ABC):
         return max(copies * entries, entries + self._workspace(max(0, budget - entries)))
 
     def to_scipy(self) -> "scipy.sparse.linalg.LinearOperator":
-        """The same operator for scipy.sparse.linalg, on the CPU."""
+        """The same operator for scipy.sparse.linalg, on the CPU, in at least single precision."""
+        outside = in_single(self.like).dtype
 
         def product(operator: LinearOperator) -> Callable[[np.ndarray], np.ndarray]:
             def apply(columns: np.ndarray) -> np.ndarray:
                 tensor = torch.as_tensor(columns.reshape(operator.shape[1], -1), dtype=self.dtype)
-                result: np.ndarray = operator._matmat(tensor.to(self.device)).cpu().numpy()
+                product = checks.finite("product", operator._matmat(tensor.to(self.device)))
+                result: np.ndarray = product.to("cpu", outside).numpy()
                 return result.reshape(operator.shape[0], *columns.shape[1:])
 
             return apply
 
         forward, backward = product(self), product(self.T)
-        numpy_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        numpy_dtype = torch.empty(0, dtype=outside).numpy().dtype
         return scipy.sparse.linalg.LinearOperator(
             self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=numpy_dtype
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvoscope import checks, estimate
 from curvoscope.errors import RangeError, ShapeError
 from curvoscope.estimate import Density, Eigenvalues, Estimate
-from curvoscope.magnitudes import power_of_two
+from curvoscope.magnitudes import in_single, power_of_two
 from curvoscope.operators.solving import Solvable
 
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
@@ -147,8 +147,9 @@ class Spectral(Solvable):
         if self.symmetric:
             return float(self._eigenvalues(1, "LM").abs().max())
         if min(self.shape) <= _DENSE_EIGENVALUES:
-            self._whole._fits(_FACTORED)
-            return float(torch.linalg.matrix_norm(self._whole.dense(), 2))
+            half = self.dtype.itemsize < torch.float32.itemsize
+            self._whole._fits(1 + 2 * _FACTORED if half else _FACTORED)
+            return float(torch.linalg.matrix_norm(in_single(self._whole.dense()), 2))
         gram = Gram(self._whole)
         return float(gram._eigenvalues(1, "LM").clamp_min(0).sqrt().max()) * gram.unit
 

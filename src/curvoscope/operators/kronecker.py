@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvoscope import checks
 from curvoscope.errors import ShapeError
-from curvoscope.magnitudes import ScaledNumber, norm, root, total, unit
+from curvoscope.magnitudes import ScaledNumber, in_single, norm, root, total, unit
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape, summed
 from curvoscope.operators.cores import (
     SumCore,
@@ -130,7 +130,7 @@ class KroneckerSum(LinearOperator):
         return result.reshape(-1)
 
     def _norm(self) -> float:
-        """|B|_F by the cheapest exact route: from the entries, or from the inner products of the terms."""
+        """|B|_F by the cheapest exact route: the entries, or inner products of terms that do not cancel."""
         budget = max(checks.memory_budget(), checks.LEAST_CHUNK)
         terms = merged(self.terms)
         if not terms:
@@ -142,8 +142,11 @@ class KroneckerSum(LinearOperator):
         if by_entries <= pairwise and self._bytes(2, budget) <= budget:
             with settings(memory_limit=budget):
                 return norm(self.dense())
-        parts = ((inner(terms[i], terms[j], budget), 1 if i == j else 2) for i, j in pairs)
-        return root(total((count * value, exponent) for (value, exponent), count in parts))
+        known = ((inner(terms[i], terms[j], budget), 1 if i == j else 2) for i, j in pairs)
+        parts = [(count * value, exponent) for (value, exponent), count in known]
+        square, size = total(parts), total((abs(value), exponent) for value, exponent in parts)
+        is_lost = size[0] and not square[0] > torch.finfo(self.dtype).eps ** 0.5 * size[0]  # cancelled, or overflowed
+        return super()._norm() if is_lost else root(square)
 
     def _spectrum_is_cheap(self) -> bool:
         return len(self.terms) == 1 and self.terms[0].summed is None and self.terms[0].symmetric
@@ -176,7 +179,7 @@ class KroneckerSum(LinearOperator):
         alike = all(term.left is left and term.right is left and term.axes == axes for term in terms)
         if tokens >= width or axes[0] != axes[1] or not alike:
             return None
-        U, R = torch.linalg.qr(left.T)
+        U, R = (factor.to(left.dtype) for factor in torch.linalg.qr(in_single(left.T)))
         reduced = R.T.contiguous()  # (T, T)
         shape = (tokens, self.row_shape[1 - axes[0]])
         return KroneckerSum(shape, shape, [Term(reduced, reduced, term.core) for term in terms], left), U, axes[0]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks
+from curvoscope.magnitudes import in_single
 from curvoscope.operators.cores import Core, DenseCore
 from curvoscope.operators.strips import (
     packed_upper,
@@ -180,7 +181,7 @@ class Term:
             core = self.core.dense(start, stop)
             shift = _ROUNDING * torch.finfo(core.dtype).eps * core.abs().amax() * core.shape[1]
             unit = torch.eye(core.shape[1], dtype=core.dtype, device=core.device)
-            if bool(torch.linalg.cholesky_ex(core + shift * unit).info.any()):
+            if bool(torch.linalg.cholesky_ex(in_single(core + shift * unit)).info.any()):
                 return -math.inf
             lowest = min(lowest, -float(shift))
         return lowest * _spectral(self.left) ** 2
@@ -351,7 +352,7 @@ class Single:
 
     def lower_bound(self) -> float:
         """The smallest eigenvalue of a symmetric product: the least of the products of the factors' ends."""
-        ends = [torch.linalg.eigvalsh(factor)[[0, -1]].tolist() for factor in (self.outer, self.core)]
+        ends = [torch.linalg.eigvalsh(in_single(factor))[[0, -1]].tolist() for factor in (self.outer, self.core)]
         return min(first * second for first in ends[0] for second in ends[1])
 
     # ---- entries (r0, r1, c0, c1), and the bytes that they take
@@ -396,4 +397,4 @@ def _letters(axes: Axes) -> tuple[str, str]:
 
 def _spectral(matrix: Tensor) -> float:
     """The largest singular value, of one matrix or of several."""
-    return float(torch.linalg.matrix_norm(checks.finite("norm_bound", matrix), 2).max())
+    return float(torch.linalg.matrix_norm(in_single(checks.finite("norm_bound", matrix)), 2).max())

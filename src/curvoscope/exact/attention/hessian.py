@@ -15,6 +15,7 @@ from curvoscope.exact.attention.joint import JointEntries, joint_weights
 from curvoscope.exact.attention.layer import AttentionLayer, Pass
 from curvoscope.exact.attention.product import AttentionProduct
 from curvoscope.losses import LossAt
+from curvoscope.magnitudes import in_single
 from curvoscope.operators.base import LinearOperator, ProductPair, Shape
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.compositions import Product
@@ -136,7 +137,7 @@ class AttentionHessian(BlockHessian):
         multiplicity = self._layer.d_k + 1 - sum(gradients[0].shape)
         if multiplicity <= 0:
             return self._passed.X.new_empty(0), 0
-        values = torch.cat([torch.linalg.svdvals(gradient) for gradient in gradients])
+        values = torch.cat([torch.linalg.svdvals(in_single(gradient)).to(gradient.dtype) for gradient in gradients])
         return torch.cat([-values, values]).sort().values, multiplicity
 
     def rank_bounds(self) -> dict[str, tuple[int, int]]:
@@ -242,7 +243,9 @@ class TFunctional(BlockMatrix):
 
     def _all_eigenvalues(self) -> Tensor:
         """+-s sigma_j(B), each d_k times, and zeros."""
-        values = torch.cat([torch.linalg.svdvals(gradient) for gradient in self.gradients])
+        values = torch.cat(
+            [torch.linalg.svdvals(in_single(gradient)).to(gradient.dtype) for gradient in self.gradients]
+        )
         values = torch.cat([values, -values]).repeat_interleave(self._d_k)
         return torch.cat([values, values.new_zeros(self.shape[0] - len(values))]).sort().values
 
