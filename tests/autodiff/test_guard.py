@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autodiff_cases import MLP, points
-from curvoscope.autodiff import engine
+from curvoscope.autodiff import engine, guard
 from curvoscope.curvature import SecondDerivativeError, hessian
 from reference import normal, relative
 
@@ -148,6 +148,19 @@ def test_kinks_are_no_reason_to_cry_wolf():
         data = draw(64, 64).to(dtype), draw(64, 64).to(dtype)
         H = hessian(Kinked().to(dtype), MSE, [data])
         H @ torch.ones(H.shape[0], dtype=dtype)
+
+
+def test_kinks_whose_third_difference_vanishes_by_chance():
+    """Of 400 such losses, a few look smooth to the right of the weights."""
+    h = torch.finfo(torch.float64).eps ** 0.25
+    for seed in range(400):
+        draw = normal(seed)
+        places, slopes = 3 * h * draw(3), draw(3)
+
+        def loss(step, places=places, slopes=slopes):
+            return 1 + step**2 / 2 + float(slopes @ (torch.relu(step - places) - torch.relu(-places)))
+
+        guard.check_curvature(loss, loss(0.0), 1.0, torch.float64, [])
 
 
 def test_what_it_costs(monkeypatch):

@@ -295,3 +295,17 @@ class TestBadInput:
 
         with pytest.raises(ShapeError, match="operator: gave shape"):
             function[0](Wrong(rotated(flat(100))), matvecs=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_range_of_fewer_dimensions_than_columns(dtype):
+    """What the sketch holds beyond the range is rounding, and may be exactly zero."""
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        columns = torch.randn(64, 1 + seed % 4, generator=generator, dtype=dtype)
+        B = columns @ columns.T
+        for found, truth in (
+            (estimate.trace(B, matvecs=16, seed=seed), B.trace()),
+            (estimate.frobenius_norm(B, matvecs=16, seed=seed), B.norm()),
+        ):
+            assert abs(found - float(truth)) <= 6 * found.stderr + 100 * torch.finfo(dtype).eps * float(truth)

@@ -118,7 +118,7 @@ ROUTES = [((0, 1), (0,)), ((1, 0), (1,)), ((0, 1, 2), (0, 0)), ((2,), (0,))]
 
 
 def swept_routes(rank, cut):
-    """As `swept`, of a model whose batches use different layers and heads: before `cut` on rank 0, after it on rank 1."""
+    """As `swept`, of a model whose batches use different layers and heads; rank 0 has those before `cut`."""
     return swept_by_routes(slice(0, cut) if rank == 0 else slice(cut, None), "world")
 
 

@@ -291,7 +291,7 @@ class TestErrors:
         model, batches = small()
         with pytest.raises(RangeError, match="samples: got 1, expected at least 4"):
             cv.sweep(model, None, batches, samples=1)
-        with pytest.raises(RangeError, match="samples: got 16.5, expected a whole number"):
+        with pytest.raises(RangeError, match=r"samples: got 16\.5, expected a whole number"):
             cv.sweep(model, None, batches, samples=16.5)
         with pytest.raises(RangeError, match="tolerance"):
             cv.sweep(model, None, batches, tolerance=0.0)
@@ -300,7 +300,7 @@ class TestErrors:
         model, batches = small()
         with pytest.raises(BlockNameError, match="blocks: got a list, expected Blocks"):
             cv.sweep(model, None, batches, blocks=["h.0.attn.Q"], samples=8)
-        with pytest.raises(ModelError, match="model: got a str, expected a torch.nn.Module"):
+        with pytest.raises(ModelError, match=r"model: got a str, expected a torch\.nn\.Module"):
             cv.sweep("gpt2", None, batches, samples=8)
         with pytest.raises(ModelError, match="earlier: got a str"):
             cv.sweep(model, None, batches, samples=8, earlier="table.json")
@@ -327,7 +327,7 @@ class TestErrors:
             sweep.trace("h.9")
         with pytest.raises(RangeError, match="order: got 7"):
             sweep.moment("embed", 7)
-        with pytest.raises(RangeError, match="order: got 2.0"):
+        with pytest.raises(RangeError, match=r"order: got 2\.0"):
             sweep.moment("embed", 2.0)
         with pytest.raises(RangeError, match="tolerance: got 0"):
             sweep.needed(0)

@@ -96,19 +96,31 @@ def check_curvature(
 ) -> None:
     """Raise unless the second difference of `loss` at 0, where it is `here`, is `curvature` (u.Hu).
 
-    Kinks, and a step that is too long, show in the third difference, and then nothing is said.
+    Kinks, and a step that is too long, show in the third difference, and then nothing is said. Among many kinks it may
+    vanish by chance, so steps back, and steps of half or of twice the length, must find the same.
     """
-    h = torch.finfo(dtype).eps ** 0.25
-    below, above, further = loss(-h), loss(h), loss(2 * h)
-    if not all(map(math.isfinite, (below, above, further))):
-        return
-    second = (above - 2 * here + below) / h**2
-    third = abs(further - 3 * above + 3 * here - below) / h**2
-    noise = _ROUNDING * torch.finfo(dtype).eps * max(1.0, abs(here), abs(above), abs(below)) / h**2
-    gap, size = abs(second - curvature), max(abs(second), abs(curvature))
-    if gap > _BIAS * third + noise + _LEAST * size:
+    h, known = torch.finfo(dtype).eps ** 0.25, {0.0: here}
+
+    def at(step: float) -> float:
+        if step not in known:
+            known[step] = loss(step)
+        return known[step]
+
+    def second(step: float) -> float:
+        return (at(step) - 2 * here + at(-step)) / step**2
+
+    def off(step: float) -> bool:
+        below, above, further = at(-step), at(step), at(2 * step)
+        if not all(map(math.isfinite, (below, above, further))):
+            return False
+        third = abs(further - 3 * above + 3 * here - below) / step**2
+        noise = _ROUNDING * torch.finfo(dtype).eps * max(1.0, abs(here), abs(above), abs(below)) / step**2
+        gap, size = abs(second(step) - curvature), max(abs(second(step)), abs(curvature))
+        return gap > _BIAS * third + noise + _LEAST * size
+
+    if off(h) and off(-h) and any(off(step) and off(-step) for step in (h / 2, 2 * h)):
         raise _wrong(
-            f"its curvature along a vector is {curvature:.4g}, by differences of its loss {second:.4g}", unknown
+            f"its curvature along a vector is {curvature:.4g}, by differences of its loss {second(h):.4g}", unknown
         )
 
 
