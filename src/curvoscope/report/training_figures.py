@@ -54,7 +54,7 @@ def training_figure(records: Sequence[Record]) -> Figure:
     first, last = records[0].largest_eigenvalue.value, records[-1]
     where = "no learning rate given"
     if last.edge_ratio is not None:
-        where = f"{last.edge_ratio:.2g} of the edge 2/lr at the end"
+        where = f"{last.edge_ratio:.2g} times the edge 2/lr at the end"
     figure.suptitle(f"$\\lambda_{{max}}$ went from {first:.3g} to {last.largest_eigenvalue.value:.3g}: {where}")
     return figure
 
