@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -81,8 +82,8 @@ def _entitle(axes: Axes, title: str) -> None:
     above = 0 < known <= _ABOVE
     axes.set_title(title, size=_HEADING, pad=22 if above else 6)
     if above:
-        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "borderaxespad": 0.0, "columnspacing": 1.2}
-        axes.legend(fontsize=_TEXT, frameon=False, ncols=known, **place)
+        place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "borderaxespad": 0.0}
+        axes.legend(fontsize=_TEXT, frameon=False, ncols=known, columnspacing=1.2, **place)
     elif known:
         axes.legend(fontsize=_TEXT, framealpha=0.8, edgecolor="none")
 
