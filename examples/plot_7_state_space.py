@@ -54,14 +54,14 @@ for name, model in models.items():
     found[name] = {block: norm for block, norm in norms.items() if block[0].isdigit() and ".b_" not in block}
 
 # %%
-MEETING = {"Q", "K", "delta_in", "delta", "A", "B", "C"}  # what decides which tokens meet
-KINDS = {"which tokens meet": "tab:red", "content": "tab:blue", "norm": "tab:gray"}
+MIXING = {"Q", "K", "delta_in", "delta", "A", "B", "C"}  # what mixes the tokens
+KINDS = {"mixing of tokens": "tab:red", "content": "tab:blue", "norm": "tab:gray"}
 
 
 def kind(block):
     """Which of the three kinds a block is."""
     leaf = block.rpartition(".")[2]
-    return "norm" if "norm" in leaf else "which tokens meet" if leaf in MEETING else "content"
+    return "norm" if "norm" in leaf else "mixing of tokens" if leaf in MIXING else "content"
 
 
 figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True, width_ratios=(1, 1.9))

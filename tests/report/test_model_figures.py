@@ -138,5 +138,5 @@ class TestDensities:
             ("b", Density.exact(torch.tensor([-1.0, 0.5]))),
             ("c", Density.exact(torch.tensor([-1.0, -0.5]))),
         )]  # fmt: skip
-        assert headline_of(found) == "Largest eigenvalues from 5.0e-01 (b) to 2.0e+00 (a): 4 times apart"
+        assert headline_of(found) == "Largest eigenvalues from 0.5 (b) to 2 (a): 4 times apart"
         assert headline_of(found[2:]) == "Spectra of the Hessian's blocks"

@@ -188,8 +188,8 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         said = f"One {name} {instead} {gains}: {_rounded(split)} against {_rounded(whole)}"
         steps = [[row.step_error for row in rows if row.step_error is not None] for rows in (several, ones)]
         if all(steps):
-            steps_apart, steps_whole = map(statistics.median, steps)
-            said += f"; the error of damped steps is {steps_apart:.2f} against {steps_whole:.2f}"
+            said += "; the error of damped steps is "
+            said += f"{statistics.median(steps[0]):.2f} against {statistics.median(steps[1]):.2f}"
         return f"{said}."
 
     def _shown(self) -> TextTable:

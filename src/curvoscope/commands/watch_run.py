@@ -22,7 +22,7 @@ _TASKS = ("addition", "text")
 _OPTIMIZERS = ("sgd", "adam", "gauss-newton")
 _SEQUENCES = {"addition": 64, "text": 16}  # a batch, and the probe
 MOMENTUM = 0.9  # of "sgd"
-_MEASUREMENTS = 20  # a curve
+_MEASUREMENTS = 20  # make a curve
 _DATA_SEEDS = 1_000_000  # apart: those of the training batches begin here, the probe's is the run's own
 
 
@@ -38,7 +38,7 @@ class WatchOptions:
     optimizer: str = "adam"
     lr: float = 3e-3
     sequences: int | None = None  # None: what suits the task
-    every: int | None = None  # None: about _MEASUREMENTS of them in the run
+    every: int | None = None  # None: at most _MEASUREMENTS in the run
     budget: float = 1.0
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class WatchOptions:
     @property
     def spacing(self) -> int:
         """Steps between two measurements, at least."""
-        return self.every if self.every is not None else max(1, self.steps // _MEASUREMENTS)
+        return self.every if self.every is not None else -(-self.steps // _MEASUREMENTS)
 
 
 class _Additions:

@@ -104,8 +104,8 @@ def landscape_figure(found: Slice) -> Figure:
     axes.set_xlabel(axes_names[0], size=_HEADING)
     off = float((found.losses - found.quadratic).abs().max())
     span = float(found.losses.max() - found.losses.min())
-    share = f"by up to {off / span:.2g} of its range here" if span else "nowhere"
-    figure.suptitle(f"The loss around the weights\nIts quadratic misses it {share}", size=_HEADING + 1)
+    share = f"off by up to {off / span:.1%} of the range of the loss" if span else "exact"
+    figure.suptitle(f"The loss around the weights\nThe quadratic is {share}", size=_HEADING + 1)
     return figure
 
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from curvoscope.analysis.audit_table import AuditTable
 from curvoscope.blocks import layer_and_role
@@ -96,7 +96,7 @@ def depth_figure(found: AuditTable) -> "matplotlib.figure.Figure":
                 for row in found
                 if row.approximation == name and (where := layer_and_role(row.block)) is not None and where[1] == role
             )
-            style = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
+            style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
             values, errors = [float(error) for _, error in points], [error.stderr for _, error in points]
             places = [layer for layer, _ in points]
             axes.errorbar(places, values, errors, label=plain(role), markersize=3.5, linewidth=1.0, **style)
@@ -116,7 +116,7 @@ def panels(count: int) -> "tuple[matplotlib.figure.Figure, Sequence[matplotlib.a
     columns = min(_PANELS, count)
     rows = -(-count // columns)
     figure = blank(2.7 * columns + 1.2, 2.4 * rows + 0.2)
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     for axes in grid[count:]:
         axes.set_visible(False)
     for axes in grid[:count:columns]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def training_figure(records: Sequence[Record]) -> Figure:
     first, last = records[0].largest_eigenvalue.value, records[-1]
     where = "no learning rate given"
     if last.edge_ratio is not None:
-        where = f"{last.edge_ratio:.2g} of the edge 2/lr at the end"
+        where = f"{last.edge_ratio:.2g} times the edge 2/lr at the end"
     figure.suptitle(f"$\\lambda_{{max}}$ went from {first:.3g} to {last.largest_eigenvalue.value:.3g}: {where}")
     return figure
 
@@ -81,8 +82,8 @@ def _entitle(axes: Axes, title: str) -> None:
     above = 0 < known <= _ABOVE
     axes.set_title(title, size=_HEADING, pad=22 if above else 6)
     if above:
-        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "borderaxespad": 0.0, "columnspacing": 1.2}
-        axes.legend(fontsize=_TEXT, frameon=False, ncols=known, **place)
+        place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "borderaxespad": 0.0}
+        axes.legend(fontsize=_TEXT, frameon=False, ncols=known, columnspacing=1.2, **place)
     elif known:
         axes.legend(fontsize=_TEXT, framealpha=0.8, edgecolor="none")
 

@@ -71,7 +71,11 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.text(0.5, 0.5, panel.note, transform=axes.transAxes, ha="center", va="center", fontsize=_TEXT)
     if labelled := sum(bool(series.label) for series in panel.series):
         columns = 2 if labelled > _LONG_LEGEND else 1
-        pad = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.8}  # if no place is free of curves
+        pad: dict[str, Any] = {
+            "facecolor": "white",
+            "edgecolor": "none",
+            "framealpha": 0.8,
+        }  # if no place is free of curves
         axes.legend(fontsize=_TEXT - 3, handlelength=2.2, ncols=columns, columnspacing=1.0, **pad)
 
 
