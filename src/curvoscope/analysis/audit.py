@@ -107,7 +107,8 @@ def audit(
                 continue
             rows.append(truth.row(source.name, name, found))
     if not rows:
-        raise EmptyError("blocks", "all blocks are zero, or have none of the approximations")
+        hint = "; name blocks that are not the weights of linear layers" if blocks is None else ""
+        raise EmptyError("blocks", f"all blocks are zero, or have none of the approximations{hint}")
     return AuditTable(rows)
 
 

@@ -178,9 +178,10 @@ class AuditTable(ShownAsTable, Sequence[AuditRow]):
         if not ones or sum(row.floats for row in several) == sum(row.floats for row in ones):
             return None  # there is one head
         split, whole = _median(several), _median(ones)
-        noise = 2 * math.hypot(split.stderr, whole.stderr)
-        if abs(split - whole) <= max(0.005, noise):
-            gains = "makes no clear difference to the error" if noise else "has the same error"
+        if split.stderr and abs(split - whole) <= 2 * math.hypot(split.stderr, whole.stderr):
+            gains = "makes no clear difference to the error"
+        elif round(split.value, 2) == round(whole.value, 2):
+            gains = "has the same error"
         else:
             gains = f"{'lowers' if split < whole else 'raises'} the error"
         heads, members = "per head instead of one per weight", _members(blocks[0])
