@@ -146,7 +146,7 @@ def test_blocks_of_zero_are_left_out_or_refused():
     swept = cv.sweep(model, LOSS, DATA, samples=64)
     for one in (found, swept):
         assert cv.analysis.audit(one).blocks == ["used.weight"]
-        with pytest.raises(RangeError, match=r"^blocks: 'idle\.weight' is zero, and no error is relative to it"):
+        with pytest.raises(RangeError, match=r"^blocks: 'idle\.weight' is zero, so relative errors are not defined"):
             cv.analysis.audit(one, ["idle.weight"], ["kfac"])
         with pytest.raises(EmptyError, match=r"^blocks: all blocks are zero"):
             cv.analysis.audit(one, ["idle.weight"])

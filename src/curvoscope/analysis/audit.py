@@ -94,7 +94,7 @@ def audit(
         truth = _truth(H, source, key, part, damping)
         if truth.norm == 0:
             if strict:
-                raise RangeError("blocks", f"{source.name!r} is zero, and no error is relative to it; omit it")
+                raise RangeError("blocks", f"{source.name!r} is zero, so relative errors are not defined; omit it")
             continue
         for name, make in standins(source.name, wanted):
             if approximations is None and repeats_the_weight(name, source):
@@ -108,7 +108,7 @@ def audit(
             rows.append(truth.row(source.name, name, found))
     if not rows:
         hint = "; name blocks that are not the weights of linear layers" if blocks is None else ""
-        raise EmptyError("blocks", f"all blocks are zero, or have none of the approximations{hint}")
+        raise EmptyError("blocks", f"all are zero, or none of the approximations applies to them{hint}")
     return AuditTable(rows)
 
 

@@ -114,7 +114,9 @@ def _solved(A: LinearOperator, G: Tensor, damping: float) -> Tensor:
     matrix.diagonal().add_(damping)
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if int(failed):
-        raise RangeError("damping", f"got {damping:g}, and the operator plus it is not positive definite; give more")
+        raise RangeError(
+            "damping", f"got {damping:g}, but the operator + damping is not positive definite; give a larger one"
+        )
     return torch.cholesky_solve(G, factor)
 
 

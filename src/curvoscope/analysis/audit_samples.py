@@ -167,7 +167,7 @@ class SampledAudit:
         samples = _BlockSamples(source)
         if samples.are_zero:
             if self._strict:
-                raise RangeError("blocks", f"{source.name!r} is zero, and no error is relative to it; omit it")
+                raise RangeError("blocks", f"{source.name!r} is zero, so relative errors are not defined; omit it")
             return
         known = self._found.setdefault(source.name, {})
         for (name, make), given in zip(standins(source.name, self._wanted), self._given(source.name), strict=True):
@@ -196,7 +196,7 @@ class SampledAudit:
             for name, found in several.items()
         ]
         if not rows:
-            raise EmptyError("blocks", "all blocks are zero, or have no samples or none of the approximations")
+            raise EmptyError("blocks", "all are zero or without samples, or none of the approximations applies to them")
         return AuditTable(rows)
 
 

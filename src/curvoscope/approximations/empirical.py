@@ -32,6 +32,6 @@ def empirical(H: CurvatureSource, name: str | None = None) -> RootForm:
     if not source.labelled:
         raise ModelError(
             "approximation",
-            "the empirical Fisher is made of the gradients of labels: give cv.hessian of a cross-entropy",
+            "the empirical Fisher needs the gradients at the labels; pass cv.hessian of a cross-entropy",
         )
     return RootForm.of("empirical", replace(source, parts=source.labelled, exact=True))

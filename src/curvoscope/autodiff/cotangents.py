@@ -194,8 +194,8 @@ def cotangents(objective: Objective, outputs: Any, targets: Any) -> tuple[list[T
     if objective.reads_parameters:
         raise LossError(
             "loss_fn",
-            f"is {type(objective).__name__}, whose curvature is not all at the model's outputs; give the loss alone, "
-            "or use cv.hessian(...).outer",
+            f"is {type(objective).__name__}, which has curvature that does not come from the model's outputs; give the "
+            "loss alone, or use cv.hessian(...).outer",
         )
     cut, gradient = objective.gradient(outputs, targets)
     if not cut:

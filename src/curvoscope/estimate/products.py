@@ -263,4 +263,4 @@ def check_symmetric(operator: Matrix, question: str) -> None:
     """Raise `ShapeError` unless the operator is square and does not say that it is not symmetric."""
     check_square(operator, question)
     if not getattr(operator, "symmetric", True):
-        raise ShapeError("operator", f"{question} needs a symmetric one, and this one says that it is not")
+        raise ShapeError("operator", f"{question} needs a symmetric operator, but this one is declared not symmetric")

@@ -149,7 +149,7 @@ def number_of_terms(function: LossOfOutputs, count: Count, outputs: Any, targets
     found = measure(function, outputs, targets).tally if count == OBSERVED else tally(outputs, targets)
     number = found.number(ROWS if count == SUM else count)
     if number is None:
-        raise LossError("targets", f"this batch has no {count}, by which the loss was found to be a mean; {WAY_OUT}")
+        raise LossError("targets", f"the loss was found to be a mean over {count}, but this batch has none; {WAY_OUT}")
     return number
 
 
