@@ -115,7 +115,7 @@ def _solved(A: LinearOperator, G: Tensor, damping: float) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if int(failed):
         raise RangeError(
-            "damping", f"got {damping:g}, but the operator + damping is not positive definite; give a larger one"
+            "damping", f"got {damping:g}, but operator + damping is not positive definite; give a larger one"
         )
     return torch.cholesky_solve(G, factor)
 
