@@ -55,7 +55,7 @@ def test_what_a_reader_sees(call, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     code, stdout, _ = call("analyze", *MODEL, "--parts", "outer", "--out", tmp_path / "out")
     assert code == 0
-    plan = "Plan: 64 samples, about 64 seconds; then the largest eigenvalue of the whole Hessian, about 3 minutes. ("
+    plan = "Plan: 64 samples, about 64 seconds; then the largest eigenvalue of the whole Hessian, about 2 minutes. ("
     assert stdout.index("parameters in float32") < stdout.index(plan) < stdout.index("h.0.attn.Q")
     assert "one gradient of one row, which took 2 s" in stdout
     assert stdout.index("parameters in float32") < stdout.index("h.0.attn.Q") < stdout.index("Gauss-Newton part, ")
