@@ -1,11 +1,13 @@
 """What holds of every operator's answers: the budget and the seed they come from, where they live, how they show."""
 
 import pytest
+import scipy.sparse.linalg
 import torch
 from rich.console import Console
 
 import curvoscope as cv
 from curvoscope.autodiff.safety import same_randomness
+from curvoscope.errors import ConvergenceError
 from curvoscope.operators import eigenvalues
 from curvoscope.operators.block_matrix import BlockHessian, BlockMatrix, Slot, Tiles
 from curvoscope.operators.compositions import Product
@@ -120,6 +122,36 @@ class TestRectangular:
         assert operator.spectral_norm() == pytest.approx(float(values.abs().max()))
         zero = operator_of(torch.zeros(SIZE, SIZE, dtype=torch.float64), symmetric=True).eigenvalues(3)
         assert zero.dtype == torch.float64 and torch.equal(zero, torch.zeros(3).double())
+
+    @pytest.mark.parametrize("vectors", [False, True])
+    def test_eigenvalues_that_do_not_converge(self, vectors, monkeypatch):
+        """At an end of the spectrum where many eigenvalues lie close together, all of them cost less than a few."""
+        matrix = torch.linalg.qr(normal(8)(SIZE, SIZE)).Q
+        matrix = (matrix * torch.logspace(-18, 0, SIZE).double()) @ matrix.T
+        operator = operator_of((matrix + matrix.T) / 2, symmetric=True)
+        monkeypatch.setattr(eigenvalues, "_DENSE_EIGENVALUES", 2)
+        eigsh, tried = scipy.sparse.linalg.eigsh, []
+
+        def impatient(*arguments, maxiter, **options):
+            tried.append(maxiter)
+            return eigsh(*arguments, maxiter=1, **options, ncv=4)
+
+        monkeypatch.setattr(scipy.sparse.linalg, "eigsh", impatient)
+        found = operator.eigenvalues(2, "SA", vectors=vectors)
+        assert len(tried) == 1 and tried[0] < 1000
+        assert torch.allclose(found[0] if vectors else found, torch.zeros(2).double(), atol=1e-14)
+        with pytest.raises(ConvergenceError, match=r"eigenvalues: 2 did not converge.*tolerance="):
+            within(SIZE * SIZE * 8 + 2**13, operator.eigenvalues, 2, "SA", vectors=vectors)
+
+    def test_a_few_tokens_have_few_eigenvalues(self, monkeypatch):
+        """They are found in the space of the tokens, also the zeros at the end of the spectrum."""
+        monkeypatch.setattr(eigenvalues, "_DENSE_EIGENVALUES", 8)
+        monkeypatch.setattr(scipy.sparse.linalg, "eigsh", None)
+        left, cores = normal(9)(2, 9), normal(10)(2, 4, 4)
+        term = Term(left, left, DenseCore(cores @ cores.mT, symmetric=True))
+        operator = KroneckerSum((9, 4), (9, 4), [term], left)
+        assert torch.allclose(operator.eigenvalues(3, "SA"), torch.zeros(3).double(), atol=1e-13)
+        assert torch.allclose(operator.eigenvalues(3, "LA"), torch.linalg.eigvalsh(operator.dense())[-3:])
 
     def test_eigenvalues_in_single_precision_are_computed_in_double(self, monkeypatch):
         """As on CPUs on which LAPACK returns NaN in single precision for some matrices of tiny entries."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from curvoscope import checks, estimate
-from curvoscope.errors import RangeError, ShapeError
+from curvoscope.errors import ConvergenceError, RangeError, ShapeError
 from curvoscope.estimate import Density, Eigenvalues, Estimate
 from curvoscope.magnitudes import in_single, power_of_two
 from curvoscope.operators.solving import Solvable
 
 _DENSE_EIGENVALUES = 2048  # up to this size all eigenvalues at once are faster than a Krylov method
+_LEAST_RESTARTS = 100
 _BESIDE = 6  # vectors beside a Lanczos basis
 _FACTORED = 2  # matrices in memory while LAPACK finds singular values: the entries, and its copy
 _DOUBLES = 2  # matrices in double precision beside the entries while it finds eigenvalues
@@ -163,29 +164,36 @@ class Spectral(Solvable):
         return Estimate(abs(found), found.stderr, found.matvecs, found.method)
 
     def _eigenvalues(self, k: int | None, which: str) -> Tensor:
-        if self._takes_all_eigenvalues(k) or self._spectrum_is_cheap():
-            values = self._all_eigenvalues()
-            return values[_wanted(values, k, which)]
-        return self._krylov(k or 1, which, vectors=False)[0]
+        found = None
+        if k is not None and not (self._takes_all_eigenvalues(k) or self._spectrum_is_cheap()):
+            found = self._krylov(k, which, vectors=False)
+        if found is not None:
+            return found[0]
+        values = self._all_eigenvalues()
+        return values[_wanted(values, k, which)]
 
     def _eigenpairs(self, k: int | None, which: str) -> Tensor:
         """(1 + n, k): the eigenvalues, and below each its unit eigenvector."""
-        if self._takes_all_eigenvalues(k):
-            self._whole._fits(self._copies(_DOUBLES + 1))
-            pairs = torch.linalg.eigh(self._whole.dense().double())
-            found = torch.cat([part.view(-1, self.shape[0]) for part in pairs]).to(self.dtype)
-            return found[:, _wanted(found[0], k, which)]
-        return self._krylov(k or 1, which, vectors=True)
+        if k is not None and not self._takes_all_eigenvalues(k):
+            found = self._krylov(k, which, vectors=True)
+            if found is not None:
+                return found
+        self._whole._fits(self._copies(_DOUBLES + 1))
+        pairs = torch.linalg.eigh(self._whole.dense().double())
+        table = torch.cat([part.view(-1, self.shape[0]) for part in pairs]).to(self.dtype)
+        return table[:, _wanted(table[0], k, which)]
 
     def _takes_all_eigenvalues(self, k: int | None) -> bool:
         """Whether k eigenvalues are found among all of them."""
         return k is None or self.shape[0] <= _DENSE_EIGENVALUES or k >= self.shape[0] - 1
 
-    def _krylov(self, k: int, which: str, vectors: bool) -> Tensor:
-        """(1 + n, k) as `_eigenpairs`, or the eigenvalues (1, k) alone, by ARPACK."""
+    def _krylov(self, k: int, which: str, vectors: bool) -> Tensor | None:
+        """(1 + n, k) as `_eigenpairs`, or the eigenvalues (1, k) alone, by ARPACK; None if all eigenvalues cost less,
+        as they do at an end of the spectrum where many lie close together."""
         size = self.shape[0]
+        basis = max(2 * k + 1, 20)
         checks.fits(
-            8 * size * (max(2 * k + 1, 20) + _BESIDE),
+            8 * size * (basis + _BESIDE),
             None,
             f"a Lanczos basis for {k} eigenvalues of a block of {size} x {size}",
             "ask for fewer, or for estimates with tolerance=",
@@ -197,7 +205,18 @@ class Spectral(Solvable):
             zero = torch.zeros(1, k, dtype=self.dtype, device=self.device)
             return torch.cat([zero, torch.eye(size, k, dtype=self.dtype, device=self.device)]) if vectors else zero
         unit = power_of_two(first)  # the thresholds of eigsh are for norms near one
-        found = scipy.sparse.linalg.eigsh(operator * (1 / unit), k, which=which, v0=start, return_eigenvectors=vectors)
+        restarts = _LEAST_RESTARTS + 2 * size // (basis - k)  # as many products as twice all columns
+        try:
+            found = scipy.sparse.linalg.eigsh(
+                operator * (1 / unit), k, which=which, v0=start, maxiter=restarts, return_eigenvectors=vectors
+            )
+        except scipy.sparse.linalg.ArpackNoConvergence as error:
+            if self._whole._bytes(self._copies(_DOUBLES + vectors), checks.memory_budget()) <= checks.memory_budget():
+                return None
+            cure = "give tolerance= for estimates, or a memory_limit for all eigenvalues"
+            raise ConvergenceError(
+                "eigenvalues", f"{k} did not converge to rounding; {cure}", error.eigenvalues
+            ) from error
         values, *rest = found if vectors else (found,)
         order = np.argsort(values)
         table = np.concatenate([values[None, order] * unit, *(columns[:, order] for columns in rest)])

@@ -148,11 +148,17 @@ class KroneckerSum(LinearOperator):
         is_lost = size[0] and not square[0] > torch.finfo(self.dtype).eps ** 0.5 * size[0]  # cancelled, or overflowed
         return super()._norm() if is_lost else root(square)
 
-    def _spectrum_is_cheap(self) -> bool:
+    def _is_product(self) -> bool:
         return len(self.terms) == 1 and self.terms[0].summed is None and self.terms[0].symmetric
 
+    def _spectrum_is_cheap(self) -> bool:
+        if self._is_product():
+            return True
+        compressed = self._compressed()
+        return compressed is not None and compressed._takes_all_eigenvalues(1)
+
     def _all_eigenvalues(self) -> Tensor:
-        if self._spectrum_is_cheap():  # a (x) b, both symmetric: all products of their eigenvalues
+        if self._is_product():  # a (x) b, both symmetric: all products of their eigenvalues
             first, second = (symmetric_eigenvalues(factor) for factor in self.terms[0].factors(0, 1))
             return torch.outer(first, second).flatten().sort().values
         compressed = self._compressed()
@@ -186,7 +192,7 @@ class KroneckerSum(LinearOperator):
 
     def _eigenbasis(self) -> Eigenbasis | None:
         """Of both factors of a single product, in the space of tokens if that is smaller, or of the entries."""
-        if self._spectrum_is_cheap() and self.row_shape == self.column_shape:
+        if self._is_product() and self.row_shape == self.column_shape:
             outer, core = self.terms[0].factors(0, 1)
             return Eigenbasis.kronecker(outer, core, self.terms[0].axes[0])
         found = self._in_token_space()
