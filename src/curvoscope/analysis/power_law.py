@@ -129,7 +129,8 @@ class PowerLaw:
         return max(1.0, min(self.sizes) / size, size / max(self.sizes))
 
     def _check(self, argument: str, size: float, factor: float, most: float) -> None:
-        checks.at_least(1, most=most)
+        if not most >= 1:
+            raise RangeError("most", f"got {most}, expected at least 1")
         if factor > most:
             raise RangeError(
                 argument,
