@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvoscope import checks
 from curvoscope.analysis.changes import Change, changed_state, displacement
 from curvoscope.analysis.expansion import Expansion, Move, engine_of
 from curvoscope.analysis.ledger import Ledger
@@ -254,6 +255,7 @@ def allocate(menu: Menu, budget: float) -> Allocation:
         >>> found.formats, round(found.predicted, 6)
         ({'a': 'int4', 'b': 'int4', 'c': 'int8'}, 0.3)
     """
+    checks.positive(budget=budget)
     search = _Search(menu, budget)
     if min(menu.bits) * sum(menu.sizes) > search.limit:
         raise RangeError("budget", f"got {budget:g} bits, the smallest format has {min(menu.bits):g}")

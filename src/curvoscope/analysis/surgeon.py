@@ -102,6 +102,7 @@ def surgeon(
         damping = _DAMPING * abs(float(trace)) / len(delta)
     if not damping >= 0:
         raise RangeError("damping", f"got {damping}, expected a number that is not negative")
+    checks.at_least(1, iterations=iterations)
     start = delta.to(operator.device, operator.dtype)
     free = _Free(operator, (~held).to(operator.device).nonzero()[:, 0])
     pushed = operator @ start
@@ -184,8 +185,7 @@ def round_and_repair(
         >>> cv.analysis.round_and_repair(H.outer, "weight", W, lambda i, w: w.round()).flatten().tolist()
         [0.0, 1.0]
     """
-    if step < 1:
-        raise RangeError("step", f"got {step}, expected at least 1")
+    checks.at_least(1, step=step)
     rounded, current = W.clone(), W
     for start in range(0, len(W), step):
         stop = min(start + step, len(W))
@@ -223,10 +223,19 @@ def gptq(W: Tensor, gram: Tensor, nearest: Nearest, damping: float = _DAMPING) -
         >>> cv.analysis.gptq(W, X.T @ X, lambda i, w: w.round()).flatten().tolist()
         [0.0, 1.0]
     """
+    checks.floating("W", W)
+    checks.floating("gram", gram)
+    if W.ndim != 2:
+        raise ShapeError("W", f"got {tuple(W.shape)}, expected (a, p)")
+    if not damping >= 0:
+        raise RangeError("damping", f"got {damping}, expected a number that is not negative")
     if gram.shape != (len(W), len(W)):
         raise ShapeError("gram", f"got {tuple(gram.shape)} for W {tuple(W.shape)}, expected ({len(W)}, {len(W)})")
     added = damping * gram.diagonal().mean() * torch.eye(len(W), dtype=gram.dtype, device=gram.device)
-    U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram + added)), upper=True).to(W)
+    lower, singular = torch.linalg.cholesky_ex(gram + added)
+    if singular:
+        raise RangeError("gram", "is singular, or has negative eigenvalues; give a larger damping")
+    U = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).to(W)
     current, rounded = W.clone(), torch.empty_like(W)
     for i in range(len(W)):
         rounded[i] = nearest(i, current[i])

@@ -143,8 +143,8 @@ def leave_one_out(sketch: Sketch, form: Form) -> Sample:
     n, k, space = sketch.space.size, sketch.columns, sketch.space
     eye = torch.eye(k, dtype=torch.float64, device=sketch.W.device)
     R = space.inner(sketch.Q, sketch.Y)  # where Y adds rounding alone to the range, its diagonal may be zero
-    least = _CAPTURED * R.diagonal().abs().max()
-    R = R + torch.diag(torch.where(R.diagonal().abs() < least, least, 0))
+    smallest = _CAPTURED * R.diagonal().abs().max()
+    R = R + torch.diag(torch.where(R.diagonal().abs() < smallest, smallest, 0))
     S = torch.linalg.solve_triangular(R, eye, upper=True).T
     S = S / S.norm(dim=0)
     inside = space.inner(sketch.Q, sketch.W)

@@ -187,7 +187,8 @@ class Walk:
         self._gradients: dict[str, Tensor] = {}
         self._beside: dict[str, list[Factors]] = {}
         self._count, self._read = count, torch.zeros(0, dtype=torch.long)
-        self._head, self._finished = None, set[str]()
+        self._head: str | None = None  # the weight of the last product, if that is treated apart
+        self._finished: set[str] = set()  # parameters all of whose uses are known
         self._single_rows = all(self._ranks.exchange(all(draw.batch.rows == 1 for draw in draws)))
 
         def action() -> None:
