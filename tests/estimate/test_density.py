@@ -210,7 +210,7 @@ class TestBudget:
             density(operator, tolerance=2.0)
         with pytest.raises(RangeError, match="tolerance: got both"):
             density(operator, matvecs=100, tolerance=0.1)
-        with pytest.raises(ShapeError, match="operator: a spectral density needs a symmetric one"):
+        with pytest.raises(ShapeError, match="operator: a spectral density needs a symmetric operator"):
             density(Dense(normal(0)(9, 9), False))
         with pytest.raises(NonFiniteError, match="operator"):
             density(Dense(torch.full((600, 600), math.nan).double()))

@@ -68,7 +68,7 @@ class TestScipy:
             eigenvalues(_operator(matrix), 2, method=method, start=torch.ones(39).double())
         with pytest.raises(ShapeError, match="operator"):
             eigenvalues(_operator(normal(0)(40, 40), False), 2, method=method)
-        with pytest.raises(NonFiniteError, match="operator"):
+        with pytest.raises(NonFiniteError, match="product"):
             eigenvalues(_operator(torch.full((40, 40), math.nan).double()), 2, method=method)
 
 

@@ -225,7 +225,7 @@ def test_bad_input():
         lanczos(operator, tolerance=0.0)
     with pytest.raises(RangeError, match="block"):
         lanczos(operator, block=0)
-    with pytest.raises(ShapeError, match="operator: an eigenvalue needs a symmetric one"):
+    with pytest.raises(ShapeError, match="operator: an eigenvalue needs a symmetric operator"):
         lanczos(Dense(normal(0)(9, 9), False))
     with pytest.raises(ShapeError, match="operator"):
         lanczos(Dense(normal(0)(9, 8), False))
