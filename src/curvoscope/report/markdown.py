@@ -11,10 +11,8 @@ def page(report: Report) -> str:
     """Headings, tables and figures in the order of the HTML page."""
     parts = [f"# {_text(report.title)}", f"**{_text(report.question)}**", _text(report.answer)]
     parts += ["## What was measured", *map(_text, report.about)]
-    parts += [
-        "## Advice",
-        *(map(_advice, report.advice) if report.advice else ["No advice follows from these measurements."]),
-    ]
+    if report.advice:
+        parts += ["## Advice", *map(_advice, report.advice)]
     for section in report.sections:
         parts += _section(section)
     if report.missing:
