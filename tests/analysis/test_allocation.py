@@ -216,6 +216,10 @@ def test_bad_repairs():
         (lambda: surgeon(one.H.outer, "weight", unit, damping=-1.0), "damping: got -1.0"),
         (lambda: surgeon({"W": Dense(downhill, (3, 2))}, "W", unit, damping=0.0), "H: has negative curvature"),
         (lambda: round_and_repair(one.H.outer, "weight", one.W, lambda i, w: w, 0), "step: got 0"),
+        (
+            lambda: round_and_repair(one.H.outer, "weight", one.W, lambda i, w: w),
+            r"W: got \(3, 2\), expected \(2, 3\), the shape of 'weight'",
+        ),
         (lambda: gptq(one.W, torch.eye(2).double(), lambda i, w: w), "gram: got"),
         (lambda: gptq(one.W, torch.zeros(len(one.W), len(one.W)).double(), lambda i, w: w), "gram: is singular"),
         (lambda: gptq(one.W, torch.eye(len(one.W)).double(), lambda i, w: w, damping=-2.0), "damping: got -2"),

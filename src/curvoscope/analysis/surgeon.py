@@ -170,7 +170,8 @@ def round_and_repair(
 
     Args:
         H, block, damping, tolerance, iterations: as in `surgeon`.
-        W: the weight, (a, p).
+        W: the weight, (a, p) as in X @ W, in the shape of the block. Blocks with the names of roles have it; one with
+            the name of a parameter, such as "weight" of an `nn.Linear`, has outputs as rows.
         nearest: the rounded weights of one input, from its number and its weights (p,).
         step: inputs between two updates.
 
@@ -180,12 +181,15 @@ def round_and_repair(
     Example:
         >>> import torch, curvoscope as cv
         >>> X = torch.tensor([[1.0, 0.9], [0.8, 1.0]]).double()
-        >>> H = cv.hessian(torch.nn.Linear(2, 1, bias=False).double(), torch.nn.MSELoss(), [(X, X[:, :1])])
         >>> W = torch.tensor([[0.4], [0.4]]).double()
-        >>> cv.analysis.round_and_repair(H.outer, "weight", W, lambda i, w: w.round()).flatten().tolist()
+        >>> H = cv.exact.LinearMLP([W]).hessian(X, cv.losses.MSE(X[:, :1]))
+        >>> cv.analysis.round_and_repair(H.outer, "W1", W, lambda i, w: w.round()).flatten().tolist()
         [0.0, 1.0]
     """
     checks.at_least(1, step=step)
+    shape = tuple(H[block].row_shape)
+    if W.shape != shape:
+        raise ShapeError("W", f"got {tuple(W.shape)}, expected {shape}, the shape of {block!r}")
     rounded, current = W.clone(), W
     for start in range(0, len(W), step):
         stop = min(start + step, len(W))
