@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +29,6 @@ from curvoscope.sweep.walk import SampleDraw, UnlikeHeadsError, UnseenUseError, 
 
 _AGREE = 2e-2  # relative difference of a squared length that is found in two ways
 _SHARE = 0.5  # of the memory that a chunk may use
-_HALVES = 2**62  # a bit of the seed of a chunk's halves, so that they do not depend on what it draws
 KEPT = 2**28  # bytes of samples that are kept without being asked for
 
 
@@ -194,7 +194,7 @@ class _Sweeping:
     def _draws(self, count: int, chunk: int) -> tuple[list[SampleDraw], list[int]]:
         """The samples of a chunk that this rank has the batches of, by micro-batch, numbered so that those of a batch
         follow each other; and where each sample of the chunk was drawn."""
-        generator = torch.Generator().manual_seed(self._chunk_seed(chunk))
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + chunk) % 2**63)
         drawn = torch.multinomial(self._weights, CHUNK, replacement=True, generator=generator)[:count].tolist()
         order = sorted(range(count), key=drawn.__getitem__)
         own = {
@@ -208,12 +208,11 @@ class _Sweeping:
                 found[drawn[draw]].seeds.append((self._seed, chunk * CHUNK + draw))
         return list(found.values()), order
 
-    def _chunk_seed(self, chunk: int) -> int:
-        return (self._seed * 1_000_003 + chunk) % 2**63
-
     def _take(self, source: GradientSource) -> None:
         """The samples of a block in this chunk."""
-        source = replace(source, seed=self._chunk_seed(len(self.sweep.chunks)) ^ _HALVES)
+        # mixed, so that the halves have nothing in common with the draws; torch reads 32 bits of a seed
+        mixed = np.random.SeedSequence((self._seed, len(self.sweep.chunks))).generate_state(1)
+        source = replace(source, seed=int(mixed[0]))
         if source.name in self._keep or (self._room and source.parts[0].inputs is not None):
             self._kept[-1][source.name] = source
         if self._room and sum(one.bytes for chunk in self._kept for one in chunk.values()) > self._room:
